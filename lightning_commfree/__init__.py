@@ -1,0 +1,8 @@
+"""PyTorch Lightning strategies for networks that are slower than the GPUs.
+
+Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
+"""
+
+from lightning_commfree.strategies import StreamingDiLoCoStrategy
+
+__all__ = ["StreamingDiLoCoStrategy"]

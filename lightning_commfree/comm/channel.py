@@ -1,0 +1,168 @@
+"""A group of ranks and what is in flight between them.
+
+The only module of the package that calls `torch.distributed`. Every collective starts when its
+method is called and returns a `Pending`; `.wait()` at once is the blocking form. A channel of one
+rank takes the same path and sends nothing. Bytes and waits go to the `Ledger` under the caller's
+tag.
+
+Collectives of one channel must be launched in the same order on all of its ranks, from one thread;
+that order is a function of the training step alone. Pendings may be waited for in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commfree.comm.ledger import (
+    Ledger,
+    all_gather_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+    ring_all_reduce_bytes,
+)
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Pending(Generic[T]):
+    """A result that is still on its way. It keeps every buffer alive that the transfer touches."""
+
+    def __init__(self, resolve: Callable[[], T]) -> None:
+        self._resolve: Callable[[], T] | None = resolve
+        self._result: T
+
+    def wait(self) -> T:
+        """Block until the result is here; a second call returns the same object at once.
+
+        Raises:
+            RuntimeError: the transfer failed, for example because a peer died or the channel's
+                timeout ran out.
+        """
+        if self._resolve is not None:
+            self._result = self._resolve()
+            self._resolve = None  # frees the buffers that only the transfer needed
+        return self._result
+
+    def then(self, function: Callable[[T], U]) -> Pending[U]:
+        """Return a `Pending` for `function(result)`; it runs once, in the thread that waits."""
+        return Pending(lambda: function(self.wait()))
+
+
+class Channel:
+    """One rank's end of a group of ranks.
+
+    Args:
+        ranks: global ranks of the group, in the order in which results are laid out.
+        rank: global rank of this process.
+        ledger: where bytes and waits are counted.
+        group: the process group; None for a channel of one rank.
+        device: where tensors must be that go in, and are that come out.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        ledger: Ledger,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.ledger = ledger
+        self.device = device or torch.device("cpu")
+        self._group = group
+        assert (group is None) == (self.size == 1), (
+            "a channel of several ranks needs a process group"
+        )
+
+    @classmethod
+    def open(
+        cls,
+        groups: Sequence[Sequence[int]],
+        rank: int,
+        ledger: Ledger,
+        backend: str = "gloo",
+        timeout: timedelta | None = None,
+        device: torch.device | None = None,
+    ) -> Channel:
+        """Make the process groups and return this rank's channel.
+
+        Collective over the world: every rank must call it with the same `groups`, which together
+        name each rank once. gloo wants CPU tensors, nccl tensors on `device`.
+        """
+        mine = None
+        for ranks in groups:
+            handle = (
+                dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                if len(ranks) > 1
+                else None
+            )
+            if rank in ranks:
+                mine = cls(ranks, rank, ledger, handle, None if backend == "gloo" else device)
+        assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
+        return mine
+
+    def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        """Sum `tensor` (any shape, same on all ranks) over the ranks, in place."""
+        if self._group is None:
+            return Pending(lambda: tensor)
+        self._count(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return self._pending(work, tensor, tag)
+
+    def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        """Collect every rank's `tensor` (shape S, same on all ranks) as one of shape (size, *S)."""
+        if self._group is None:
+            return Pending(lambda: tensor.unsqueeze(0))
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._count(tag, all_gather_bytes(tensor.nbytes, self.size))
+        rows = list(gathered.unbind())
+        work = dist.all_gather(rows, tensor.contiguous(), group=self._group, async_op=True)
+        return self._pending(work, gathered, tag)
+
+    def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is rank j's."""
+        assert tensor.shape[0] == self.size, (
+            f"all_to_all wants {self.size} rows, got {tuple(tensor.shape)}"
+        )
+        if self._group is None:
+            return Pending(lambda: tensor)
+        received = torch.empty_like(tensor)
+        self._count(tag, all_to_all_bytes(tensor.nbytes, self.size))
+        work = dist.all_to_all_single(
+            received, tensor.contiguous(), group=self._group, async_op=True
+        )
+        return self._pending(work, received, tag)
+
+    def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
+        """Overwrite `tensor` with that of the channel's rank `source`."""
+        if self._group is None:
+            return Pending(lambda: tensor)
+        self._count(tag, broadcast_bytes(tensor.nbytes, self.size))
+        work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
+        return self._pending(work, tensor, tag)
+
+    def close(self) -> None:
+        """Give the process group back. Wait for every `Pending` first, or give up on its result."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+    def _count(self, tag: str, num_bytes: int) -> None:
+        self.ledger.count_sent(tag, num_bytes)
+
+    def _pending(self, work: Any, result: Tensor, tag: str) -> Pending[Tensor]:
+        def resolve() -> Tensor:
+            with self.ledger.count_wait(tag):
+                work.wait()
+            return result
+
+        return Pending(resolve)

@@ -1,0 +1,55 @@
+"""Do all ranks of a channel mean the same job?
+
+Asked once, before the first exchange that would hang or mix things up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_commfree.comm.channel import Channel
+
+TAG = "handshake"
+_SHOWN = 5  # differences named in the error
+
+
+def check_agreement(channel: Channel, facts: Mapping[str, str]) -> None:
+    """Compare `facts` over the ranks of `channel`; 32 bytes a rank travel where all agree.
+
+    Args:
+        channel: every rank of it must call this at the same point.
+        facts: what must be equal, by name, in any order: settings, parameter shapes.
+
+    Raises:
+        ValueError: on all ranks alike, naming the ranks and the facts that differ from rank 0's.
+    """
+    text = json.dumps(dict(facts), sort_keys=True).encode()
+    digests = _gather(channel, hashlib.sha256(text).digest())
+    if all(digest == digests[0] for digest in digests):
+        return
+    lengths = [int(length) for length in _gather(channel, b"%16d" % len(text))]
+    texts = _gather(channel, text.ljust(max(lengths)))
+    everybody: list[dict[str, str]] = [json.loads(text) for text in texts]
+    reference, first = everybody[0], channel.ranks[0]
+    differences = [
+        f"{name} is {theirs.get(name, 'absent')} on rank {rank},"
+        f" {reference.get(name, 'absent')} on rank {first}"
+        for rank, theirs in zip(channel.ranks, everybody, strict=True)
+        for name in sorted(reference.keys() | theirs.keys())
+        if theirs.get(name) != reference.get(name)
+    ]
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    raise ValueError(
+        f"The ranks of this job do not agree: {'; '.join(differences[:_SHOWN])}{more}. Start every"
+        " rank with the same settings, the same model and the same versions of the code."
+    )
+
+
+def _gather(channel: Channel, text: bytes) -> list[bytes]:
+    mine: Tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(channel.device)
+    return [bytes(row.tolist()) for row in channel.all_gather(mine, TAG).wait().cpu()]

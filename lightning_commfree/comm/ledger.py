@@ -1,0 +1,102 @@
+"""What this rank sent and how long it waited: the one place where bytes are counted.
+
+Every collective of the package reports here when it leaves, under a *tag* that says what it is for.
+Nothing else in the package adds up bytes, and what a strategy will send is foretold with the same
+formulas. They give the bytes that *one rank* puts on the wire, averaged over the ranks of the
+group, for the algorithms that gloo and nccl use at the
+message sizes that matter (n ranks, a payload of b bytes per rank):
+
+============== ======================= ====================================================
+collective     bytes sent by a rank    why
+============== ======================= ====================================================
+all-reduce     2 b (n - 1) / n         ring: reduce-scatter, then all-gather, b/n a message
+all-gather     b (n - 1)               ring: every block visits every other rank once
+all-to-all     b (n - 1) / n           the block for oneself stays at home
+broadcast      b (n - 1) / n           n - 1 ranks receive b each
+============== ======================= ====================================================
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+def ring_all_reduce_bytes(num_bytes: int, size: int) -> int:
+    """Return the bytes that one of `size` ranks sends to all-reduce `num_bytes`."""
+    return 2 * num_bytes * (size - 1) // size
+
+
+def all_gather_bytes(num_bytes: int, size: int) -> int:
+    """Return the bytes that one of `size` ranks sends to gather `num_bytes` of each rank."""
+    return num_bytes * (size - 1)
+
+
+def all_to_all_bytes(num_bytes: int, size: int) -> int:
+    """Return the bytes that one of `size` ranks sends of `num_bytes`, split over all."""
+    return num_bytes * (size - 1) // size
+
+
+def broadcast_bytes(num_bytes: int, size: int) -> int:
+    """Return the mean bytes that a rank sends when `num_bytes` of one reach all others."""
+    return num_bytes * (size - 1) // size
+
+
+class LedgerTotals(NamedTuple):
+    """The ledger's sums at one moment; the difference of two of them is what happened in
+    between."""
+
+    bytes_sent: int
+    seconds_waited: float
+    collectives: int
+
+
+@dataclass
+class Ledger:
+    """Bytes sent and seconds waited by this rank, by tag.
+
+    A second counts as *waited* when the caller could do nothing else: the time inside
+    `Pending.wait` of a collective that was launched earlier, or the whole of a blocking one.
+    """
+
+    bytes_by_tag: Counter[str] = field(default_factory=Counter)
+    seconds_by_tag: dict[str, float] = field(default_factory=dict)
+    collectives_by_tag: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent, over all tags."""
+        return sum(self.bytes_by_tag.values())
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that this rank has waited for collectives, over all tags."""
+        return sum(self.seconds_by_tag.values())
+
+    @property
+    def collectives(self) -> int:
+        """Number of collectives that this rank has launched, over all tags."""
+        return sum(self.collectives_by_tag.values())
+
+    def totals(self) -> LedgerTotals:
+        """Return the sums over all tags as they stand now."""
+        return LedgerTotals(self.bytes_sent, self.seconds_waited, self.collectives)
+
+    def count_sent(self, tag: str, num_bytes: int) -> None:
+        """Count one collective for which this rank sends `num_bytes`."""
+        self.bytes_by_tag[tag] += num_bytes
+        self.collectives_by_tag[tag] += 1
+
+    @contextmanager
+    def count_wait(self, tag: str) -> Iterator[None]:
+        """Add the time that the body takes to the seconds waited for `tag`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds_by_tag[tag] = self.seconds_by_tag.get(tag, 0.0) + elapsed

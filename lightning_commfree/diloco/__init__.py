@@ -1,0 +1,58 @@
+"""Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch.
+
+Douillard et al., 2025, arXiv:2501.18512. Replicas train apart; fragment by fragment they exchange
+*outer gradients* while they go on computing.
+
+======  ==================  ===============  ===============  =================================
+symbol  name here           unit             default          source
+======  ==================  ===============  ===============  =================================
+M       `Channel.size`      replicas         the world        section 2
+H       `sync_every`        inner steps      100              section 3; 30 and 100 ablated
+P       `num_fragments`     fragments        3 blocks each    section 3.1; 1 more for the rest
+t_p     `Schedule.offset`   inner steps      floor(p H / P)   section 2.2
+tau     `overlap_steps`     inner steps      1                section 3; at most 5 advised
+alpha   `mix`               weight of local  0.5              Figure 10
+theta   `global_copy`       fp32             --               Algorithm 2
+Delta   `outer_gradient()`  old minus new    --               Algorithm 2
+--      `wire_dtype`        bits a value     "fp4"            section 2.4; see `wire`
+--      `outer_optimizer`   --               SGD, lr 0.4,     section 3; the momentum is not
+                                             Nesterov 0.9     stated: arXiv:2503.09799
+======  ==================  ===============  ===============  =================================
+
+Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travels), `outer` (what
+one replica does with it), `streaming` (the algorithm).
+
+Departures from the paper:
+
+- A run *finishes*: what is in flight lands, then every fragment is exchanged once more with mix 0,
+  so that all replicas end with the same weights. The paper evaluates the global copies, which are
+  up to H steps stale.
+- Section 2.2 writes the offset with the other sign than Algorithm 2; the algorithm is followed. It
+  matters from P = 3 on and then only for the order of the fragments.
+- Floating-point buffers of a checkpoint (BatchNorm) are averaged with their module's fragment; the
+  paper's models have none.
+"""
+
+from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
+from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.schedule import Schedule
+from lightning_commfree.diloco.settings import (
+    DiLoCoSettings,
+    OuterOptimizerFactory,
+    default_outer_optimizer,
+)
+from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.diloco.wire import WIRE_FORMATS, WireFormat
+
+__all__ = [
+    "WIRE_FORMATS",
+    "DiLoCoSettings",
+    "Fragment",
+    "OuterFragment",
+    "OuterOptimizerFactory",
+    "Schedule",
+    "StreamingDiLoCo",
+    "WireFormat",
+    "default_outer_optimizer",
+    "split_into_fragments",
+]

@@ -1,0 +1,166 @@
+"""How a model is cut into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
+
+A *block* is an element of a list of equal modules, like `transformer.h` of GPT-2, `model.layers` of
+Llama, `encoder.block` and `decoder.block` of T5: in every outermost `ModuleList` or `Sequential`
+with at least two children, all of one class, each child is a block. With P fragments, the last one
+holds what stands in no block (embeddings, final norm, head); the blocks go to the other G:
+
+- "strided": block i to fragment i mod G. The paper's choice: what leaves together is spread over
+  the depth;
+- "sequential": consecutive blocks, as even as their number allows;
+- "balanced": tensors instead of blocks, the largest first, each to the fragment with the fewest
+  bytes so far; all P fragments alike.
+
+The fragments partition the trainable parameters; a tied weight stands in one of them, once, under
+the first of its names. Floating-point buffers that a checkpoint holds (BatchNorm statistics) travel
+with the fragment of their module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+PATTERNS = ("strided", "sequential", "balanced")
+_BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)
+_BALANCED_WITHOUT_BLOCKS = 4  # fragments, where neither the user nor the blocks give a number
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Names of what one sync exchanges, as `named_parameters` and `named_buffers` give them."""
+
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
+
+
+def split_into_fragments(
+    module: nn.Module, num_fragments: int | None, pattern: str
+) -> list[Fragment]:
+    """Cut the trainable parameters and the averaged buffers of `module` into fragments.
+
+    Args:
+        module: the model.
+        num_fragments: P. None: 3 blocks per fragment, plus one fragment for everything else; a
+            single fragment where no blocks are found ("balanced": up to 4).
+        pattern: one of `PATTERNS`.
+
+    Raises:
+        ValueError: nothing is trainable, a parameter cannot be exchanged, or the model cannot be
+            cut into that many fragments.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    _check_parameters(parameters)
+    blocks = [b for b in _blocks(module) if any(_inside(name, b) for name in parameters)]
+    rest = [name for name in parameters if not any(_inside(name, block) for block in blocks)]
+    if num_fragments is not None:
+        count = num_fragments
+    elif blocks:
+        count = math.ceil(len(blocks) / _BLOCKS_PER_FRAGMENT) + bool(rest)
+    else:
+        count = min(_BALANCED_WITHOUT_BLOCKS, len(parameters)) if pattern == "balanced" else 1
+    if pattern == "balanced":
+        groups = _balanced(parameters, count)
+    elif count == 1:
+        groups = [list(parameters)]
+    else:
+        groups = _by_blocks(list(parameters), blocks, rest, count, pattern)
+    buffers = _buffers_by_group(groups, module)
+    return [Fragment(tuple(p), tuple(b)) for p, b in zip(groups, buffers, strict=True)]
+
+
+def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are averaged: floating point, and part of the `state_dict`.
+
+    What is left out either cannot change (tables made again from the config) or counts (integers).
+    """
+    saved = set(module.state_dict(keep_vars=True))
+    buffers = module.named_buffers()
+    return {name: b for name, b in buffers if name in saved and b.is_floating_point()}
+
+
+def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of the blocks, in the order of the model."""
+    children = list(module.named_children())
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    if is_list and len(children) > 1 and len({type(child) for _, child in children}) == 1:
+        yield from (prefix + name for name, _ in children)
+        return
+    for name, child in children:
+        yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _inside(name: str, module_name: str) -> bool:
+    return name.startswith(module_name + ".")
+
+
+def _by_blocks(
+    parameters: list[str], blocks: list[str], rest: list[str], count: int, pattern: str
+) -> list[list[str]]:
+    most = max(len(blocks) + bool(rest and blocks), 1)
+    if count > most:
+        raise ValueError(
+            f"`num_fragments={count}` is more than this model can be split into with"
+            f" `fragment_pattern={pattern!r}`: it has {len(blocks)} blocks"
+            f"{' and something besides' if rest else ''}, so at most {most}. Lower"
+            " `num_fragments`, or use `fragment_pattern='balanced'`, which splits by tensors."
+        )
+    num_groups = count - bool(rest)
+    groups: list[list[str]] = [[] for _ in range(num_groups)]
+    for i, block in enumerate(blocks):
+        group = i % num_groups if pattern == "strided" else i * num_groups // len(blocks)
+        groups[group] += [name for name in parameters if _inside(name, block)]
+    return [*groups, rest] if rest else groups
+
+
+def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
+    if count > len(parameters):
+        raise ValueError(
+            f"`num_fragments={count}` is more than this model can be split into: it has"
+            f" {len(parameters)} trainable tensors. Choose at most {len(parameters)}."
+        )
+    order = {name: i for i, name in enumerate(parameters)}
+    filled_bytes = [0] * count
+    groups: list[list[str]] = [[] for _ in range(count)]
+    for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
+        # an empty fragment comes first even if its tensors so far have no elements
+        emptiest = min(range(count), key=lambda p: (filled_bytes[p], len(groups[p]), p))
+        filled_bytes[emptiest] += parameters[name].nbytes
+        groups[emptiest].append(name)
+    return [sorted(group, key=order.__getitem__) for group in groups]
+
+
+def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
+    """Give each buffer to the group with most of its module's parameters, else to the last."""
+    buffers: list[list[str]] = [[] for _ in groups]
+    for name in averaged_buffers(module):
+        owner = name.rpartition(".")[0]
+        siblings = [sum(_inside(p, owner) for p in group) for group in groups]
+        buffers[siblings.index(max(siblings)) if any(siblings) else -1].append(name)
+    return buffers
+
+
+def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
+    if not parameters:
+        raise ValueError(
+            "The module has no trainable parameters, so there is nothing to synchronize. Set"
+            " `requires_grad=True` on what is to be trained, before `fit` or in `configure_model`."
+        )
+    names_by_memory: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"The parameter {name!r} is of dtype {parameter.dtype}, but outer gradients are"
+                " real floating-point numbers. Set `requires_grad=False` on it, or make it a"
+                " buffer."
+            )
+        twin = names_by_memory.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        if twin != name:
+            raise ValueError(
+                f"The parameters {twin!r} and {name!r} share memory but are two `Parameter`"
+                " objects, so they would be synchronized twice. Tie them by assignment:"
+                " `module_b.weight = module_a.weight`."
+            )

@@ -1,0 +1,92 @@
+"""One fragment's global copy and what a replica does with it (arXiv:2501.18512, Algorithm 2).
+
+No communication happens here. The global copy is fp32 whatever the parameters are, a tensor of its
+own beside them, and changes in `outer_step` only. The mixed local value never becomes the reference
+of the next outer gradient: replicas would drift apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.settings import OuterOptimizerFactory
+
+
+class OuterFragment:
+    """The two copies of a fragment: the module's own tensors and the global copy.
+
+    Args:
+        module: the model; its tensors named in `fragment` are the local copy, changed in place.
+        fragment: which of them.
+        outer_optimizer: makes the outer optimizer from the fragment's global copies: fp32, in the
+            parameters' shapes.
+
+    Attributes:
+        local: the module's own tensors, parameters before buffers.
+        global_copy: fp32, shape (N,): the same tensors, one after the other.
+        optimizer: the outer optimizer.
+        landings: how many outer steps have been taken.
+
+    Raises:
+        TypeError: `outer_optimizer` did not return a torch optimizer.
+    """
+
+    def __init__(
+        self, module: nn.Module, fragment: Fragment, outer_optimizer: OuterOptimizerFactory
+    ) -> None:
+        parameters = [module.get_parameter(name).detach() for name in fragment.parameters]
+        self.local = parameters + [module.get_buffer(name) for name in fragment.buffers]
+        self.global_copy = torch.cat([local.detach().reshape(-1).float() for local in self.local])
+        views = self._views(self.global_copy)
+        self._outer_parameters = [nn.Parameter(view) for view in views[: len(parameters)]]
+        self._outer_buffers = views[len(parameters) :]
+        self.optimizer = outer_optimizer(self._outer_parameters)
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                f"`outer_optimizer` returned a {type(self.optimizer).__name__}; it must take a list"
+                " of parameters and return a `torch.optim.Optimizer`, like"
+                " `functools.partial(torch.optim.SGD, lr=0.4)`."
+            )
+        self.landings = 0
+
+    def outer_gradient(self) -> Tensor:
+        """Return global copy minus local copy, old minus new: fp32, shape (N,), a new tensor."""
+        gradient = torch.empty_like(self.global_copy)
+        outers = self._views(self.global_copy)
+        for out, outer, local in zip(self._views(gradient), outers, self.local, strict=True):
+            torch.sub(outer, local, out=out)
+        return gradient
+
+    def outer_step(self, mean: Tensor) -> None:
+        """Step the outer optimizer on the global copy.
+
+        Buffers are averaged: their global copy minus the mean outer gradient is the mean of the
+        replicas' buffers.
+
+        Args:
+            mean: the replicas' mean outer gradient, fp32, shape (N,).
+        """
+        means = self._views(mean)
+        split = len(self._outer_parameters)
+        for outer, gradient in zip(self._outer_parameters, means[:split], strict=True):
+            outer.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for buffer, gradient in zip(self._outer_buffers, means[split:], strict=True):
+            buffer.sub_(gradient)
+        self.landings += 1
+
+    def merge(self, mix: float) -> None:
+        """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
+
+        With `mix` 0 the global copy is taken whatever the local one holds, NaN included.
+        """
+        for local, outer in zip(self.local, self._views(self.global_copy), strict=True):
+            local.copy_(torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, [local.numel() for local in self.local])
+        return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]

@@ -1,0 +1,55 @@
+"""When a fragment leaves and when it lands (arXiv:2501.18512, Algorithm 2): integers only.
+
+Inner steps are counted from 1. With H = `sync_every`, P = `num_fragments` and tau =
+`overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P). It launches after inner
+step t when t >= H + t_p and (t - t_p) mod H = 0, so that every fragment trains for a whole cycle
+before its first launch, and it lands after inner step t + tau. For H = 4, P = 2, tau = 1:
+
+========  ==============  ==============
+fragment  launches        lands
+========  ==============  ==============
+0         4, 8, 12 ...    5, 9, 13 ...
+1         6, 10, 14 ...   7, 11, 15 ...
+========  ==============  ==============
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The launches and landings of `num_fragments` fragments.
+
+    Args:
+        sync_every: H, inner steps between two launches of one fragment; at least 1.
+        num_fragments: P; at least 1. Above H, several fragments leave after one step.
+        overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. At 0 a launch lands at
+            once.
+    """
+
+    sync_every: int
+    num_fragments: int
+    overlap_steps: int
+
+    def offset(self, fragment: int) -> int:
+        """Return t_p, the fragment's place in the cycle, in inner steps."""
+        return fragment * self.sync_every // self.num_fragments
+
+    def launched_at(self, step: int) -> list[int]:
+        """Return the fragments that launch after inner step `step`, in ascending order."""
+        return [p for p in range(self.num_fragments) if self._launches(p, step)]
+
+    def landed_at(self, step: int) -> list[int]:
+        """Return the fragments that land after inner step `step`, in ascending order."""
+        return self.launched_at(step - self.overlap_steps)
+
+    @property
+    def complete_after(self) -> int:
+        """The step after which every fragment has landed once."""
+        return self.sync_every + self.offset(self.num_fragments - 1) + self.overlap_steps
+
+    def _launches(self, fragment: int, step: int) -> bool:
+        since_offset = step - self.offset(fragment)
+        return since_offset >= self.sync_every and since_offset % self.sync_every == 0

@@ -1,0 +1,100 @@
+"""What the user decides about Streaming DiLoCo, checked when it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_commfree.diloco.fragments import PATTERNS
+from lightning_commfree.diloco.wire import WIRE_FORMATS
+
+OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
+    """Nesterov SGD: the paper's learning rate of 0.4, and the momentum of arXiv:2503.09799."""
+    return torch.optim.SGD(parameters, lr=0.4, momentum=0.9, nesterov=True)
+
+
+@dataclass(frozen=True)
+class DiLoCoSettings:
+    """The knobs of the algorithm; `StreamingDiLoCoStrategy` says what each is for.
+
+    Raises:
+        ValueError: a value outside its range.
+        TypeError: `outer_optimizer` cannot be called.
+        NotImplementedError: `replica_size` above 1.
+    """
+
+    sync_every: int
+    num_fragments: int | None
+    fragment_pattern: str
+    overlap_steps: int
+    mix: float
+    wire_dtype: str
+    outer_optimizer: OuterOptimizerFactory
+    replica_size: int
+
+    def __post_init__(self) -> None:
+        self._check_schedule()
+        self._check_exchange()
+
+    def facts(self) -> dict[str, str]:
+        """Return what must be equal on all ranks, as text; a factory has no comparable value."""
+        names = (field.name for field in fields(self) if field.name != "outer_optimizer")
+        return {name: repr(getattr(self, name)) for name in names}
+
+    def _check_schedule(self) -> None:
+        if self.sync_every < 1:
+            raise ValueError(
+                f"`sync_every={self.sync_every}` must be at least 1: it counts the inner steps"
+                " between two syncs of a fragment."
+            )
+        if self.num_fragments is not None and self.num_fragments < 1:
+            raise ValueError(
+                f"`num_fragments={self.num_fragments}` must be at least 1, or None to choose it"
+                " from the model."
+            )
+        if self.fragment_pattern not in PATTERNS:
+            raise ValueError(
+                f"`fragment_pattern={self.fragment_pattern!r}` is unknown. Choose one of"
+                f" {', '.join(map(repr, PATTERNS))}."
+            )
+        if not 0 <= self.overlap_steps < self.sync_every:
+            raise ValueError(
+                f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
+                f" `sync_every={self.sync_every}`: a fragment has to land before it leaves again."
+                " Lower `overlap_steps` or raise `sync_every`."
+            )
+
+    def _check_exchange(self) -> None:
+        if not 0.0 <= self.mix <= 1.0:
+            raise ValueError(
+                f"`mix={self.mix}` is outside [0, 1]. It is the weight of the local parameters at"
+                " a landing: 0 takes the global ones, 1 ignores them."
+            )
+        if self.wire_dtype not in WIRE_FORMATS:
+            raise ValueError(
+                f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
+                f" {', '.join(map(repr, WIRE_FORMATS))}."
+            )
+        if not callable(self.outer_optimizer):
+            raise TypeError(
+                "`outer_optimizer` must be a factory that takes a list of parameters, like"
+                " `functools.partial(torch.optim.SGD, lr=0.4)`, but it is a"
+                f" {type(self.outer_optimizer).__name__}."
+            )
+        if self.replica_size < 1:
+            raise ValueError(
+                f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"
+                " one replica."
+            )
+        if self.replica_size > 1:
+            raise NotImplementedError(
+                f"`replica_size={self.replica_size}`: replicas of several ranks are not built yet."
+                " Use `replica_size=1`, where every rank is a replica."
+            )

@@ -1,0 +1,185 @@
+"""Streaming DiLoCo (arXiv:2501.18512, Algorithm 2), from one inner step to the next.
+
+A replica trains on its own. For every fragment it also keeps the *global copy*: the parameters on
+which all replicas last agreed. After an inner step, in this order:
+
+1. *Launch* the fragments that are due: global copy minus local copy, in fp32, encoded once, on its
+   way to every replica; training goes on.
+2. *Land* the fragments that were launched `overlap_steps` ago: decode what all replicas sent,
+   average in fp32, step the outer optimizer on the global copy, merge it into the local copy.
+
+At the end of training, *finish*: land what is in flight, then one blocking round over every
+fragment with mix 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.ledger import all_gather_bytes
+from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.schedule import Schedule
+from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.wire import WIRE_FORMATS
+
+TAG = "outer_gradient"
+_HEADER_BYTES = 8  # one int64 ahead of the payload: 1 where the sender wants all replicas to stop
+
+
+class StreamingDiLoCo:
+    """One replica's part of the algorithm.
+
+    Args:
+        module: the model that trains; all replicas hold the same weights now.
+        fragments: a partition of its trainable parameters.
+        settings: the knobs.
+        channel: to the other replicas. One replica alone sends no bytes and is a Nesterov
+            look-ahead optimizer.
+
+    Attributes:
+        step: inner steps done, counted as attempts: one that a gradient scaler skips counts too.
+        fragments: one `OuterFragment` per fragment.
+        schedule: when they launch and land.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fragments: Sequence[Fragment],
+        settings: DiLoCoSettings,
+        channel: Channel,
+    ) -> None:
+        self.fragments = [OuterFragment(module, f, settings.outer_optimizer) for f in fragments]
+        self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
+        self.step = 0
+        self._module = module
+        self._exchanged = {name for fragment in fragments for name in fragment.parameters}
+        self._channel = channel
+        self._wire = WIRE_FORMATS[settings.wire_dtype]
+        self._mix = settings.mix
+        self._in_flight: dict[int, Pending[Tensor]] = {}  # by fragment, in the order of launch
+        self._put_aside: list[Tensor] | None = None  # local copy while the module holds the outer
+
+    @torch.no_grad()
+    def after_inner_step(self, stop: bool = False) -> bool:
+        """Count an inner step; launch and land what is due.
+
+        Args:
+            stop: whether this replica wants the training to stop; travels with what leaves now.
+
+        Returns:
+            Whether any replica wanted to stop when it launched what landed now: the same on all
+            replicas.
+        """
+        self.step += 1
+        launches = self.schedule.launched_at(self.step)
+        if launches:
+            self._check_trainable()
+        for p in launches:
+            self._launch(p, stop)
+        stops = [self._land(p, self._mix) for p in self.schedule.landed_at(self.step)]
+        return any(stops)
+
+    @torch.no_grad()
+    def finish(self, stop: bool = False) -> bool:
+        """Land what is in flight, then exchange every fragment with mix 0.
+
+        All replicas end with the same weights, the outer ones, in their modules.
+
+        Returns:
+            Whether any replica wants to stop, as `after_inner_step` does.
+        """
+        stops = [self._land(p, self._mix) for p in list(self._in_flight)]
+        for p in range(len(self.fragments)):
+            self._launch(p, stop)
+            stops.append(self._land(p, mix=0.0))
+        return any(stops)
+
+    def wait_in_flight(self) -> None:
+        """Take what is in flight off the wire; it still lands at its step."""
+        for pending in self._in_flight.values():
+            pending.wait()
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The fragments that have been launched and not landed, in the order of launch."""
+        return list(self._in_flight)
+
+    @property
+    def bytes_per_cycle(self) -> int:
+        """Bytes that this replica sends in `sync_every` steps, in which every fragment leaves."""
+        size = self._channel.size
+        return sum(all_gather_bytes(self._message_bytes(f), size) for f in self.fragments)
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Let the module hold outer weights and averaged buffers in the body; may be nested."""
+        if self._put_aside is not None:
+            yield
+            return
+        self.swap_in()
+        try:
+            yield
+        finally:
+            self.swap_out()
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Put the outer weights into the module and keep the local copy aside."""
+        if self._put_aside is None:
+            self._put_aside = [local.clone() for f in self.fragments for local in f.local]
+            for fragment in self.fragments:
+                fragment.merge(mix=0.0)
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Put the local copy back, bit for bit; nothing to do where it is in place."""
+        if self._put_aside is not None:
+            local = [local for fragment in self.fragments for local in fragment.local]
+            for tensor, kept in zip(local, self._put_aside, strict=True):
+                tensor.copy_(kept)
+            self._put_aside = None
+
+    def _launch(self, p: int, stop: bool) -> None:
+        assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
+        fragment = self.fragments[p]
+        gradient = fragment.outer_gradient()
+        size = self._message_bytes(fragment)
+        message = torch.zeros(size, dtype=torch.uint8, device=gradient.device)
+        message[:_HEADER_BYTES].view(torch.int64).fill_(int(stop))
+        self._wire.encode(gradient, out=self._payload(message, fragment))
+        self._in_flight[p] = self._channel.all_gather(message.to(self._channel.device), TAG)
+
+    def _land(self, p: int, mix: float) -> bool:
+        messages = self._in_flight.pop(p).wait()  # (replicas, bytes)
+        fragment = self.fragments[p]
+        mean = torch.zeros_like(fragment.global_copy)
+        for message in messages:  # in rank order, so that the sum is bit-identical everywhere
+            payload = self._payload(message.to(mean.device), fragment)
+            mean += self._wire.decode(payload, mean.numel())
+        fragment.outer_step(mean.div_(self._channel.size))
+        fragment.merge(mix)
+        return bool(messages[:, :_HEADER_BYTES].any())
+
+    def _payload(self, message: Tensor, fragment: OuterFragment) -> Tensor:
+        return message[_HEADER_BYTES:][: self._wire.num_bytes(fragment.global_copy.numel())]
+
+    def _message_bytes(self, fragment: OuterFragment) -> int:
+        num_bytes = _HEADER_BYTES + self._wire.num_bytes(fragment.global_copy.numel())
+        return -(-num_bytes // 8) * 8  # every gathered row is aligned for int64 and fp32 values
+
+    def _check_trainable(self) -> None:
+        named = self._module.named_parameters()
+        trainable = {name for name, parameter in named if parameter.requires_grad}
+        if late := sorted(trainable - self._exchanged):
+            raise RuntimeError(
+                f"The parameters {late} became trainable after the fit had begun and belong to no"
+                " fragment: every replica would train its own. Make them trainable before `fit`,"
+                " or end the fit and begin another one."
+            )

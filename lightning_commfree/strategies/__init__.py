@@ -1,0 +1,26 @@
+"""The strategies: the only folder that imports Lightning."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
+
+_NAMES = {"streaming_diloco": StreamingDiLoCoStrategy}
+_START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
+
+
+def register_strategies() -> None:
+    """Make every strategy known to `Trainer(strategy="...")`; a second call changes nothing."""
+    for name, strategy in _NAMES.items():
+        for suffix, start_method in _START_METHODS.items():
+            StrategyRegistry.register(
+                name + suffix,
+                strategy,
+                description=f"{strategy.__name__} with `start_method` {start_method!r}",
+                override=True,
+                start_method=start_method,
+            )
+
+
+register_strategies()
+
+__all__ = ["StreamingDiLoCoStrategy", "register_strategies"]

@@ -1,0 +1,286 @@
+"""What our data-parallel strategies share: DDP without gradient sync. It knows no algorithm.
+
+Launchers, samplers, `torch.compile` guard and device handling stay Lightning's `DDPStrategy`; what
+it adds for gradients is taken away (the wrapper, its hooks) and what Lightning sends per batch is
+too (the SIGTERM broadcast). In its place: a handshake and a common start, a channel to the other
+replicas, a ledger, and the ledger's figures in the Trainer's loggers.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
+from lightning_commfree.comm.mesh import REPLICA, replica_mesh
+from lightning_commfree.strategies._signals import DeferredSigterm
+
+START_TAG = "start"
+_DDP_KWARGS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank will send; a forecast by the ledger's formulas."""
+
+    bytes_per_step: float  # mean over a cycle
+    bytes_per_cycle: int
+    cycle_steps: int
+    ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
+
+
+class ReplicatedStrategy(DDPStrategy):
+    """DDP without gradient sync; base of the strategies that replace its all-reduce.
+
+    A subclass says what must be equal on all ranks (`_facts`), prepares its algorithm
+    (`_begin_fit`), runs it after each optimizer step (`_after_step`, which returns whether the
+    ranks agreed to stop) and foretells its traffic (`_cycle`).
+
+    Args:
+        group_size: ranks that act as one on the channel.
+        **ddp_kwargs: what `DDPStrategy` takes, without its settings of gradient synchronization.
+
+    Attributes:
+        ledger: bytes sent by this rank and seconds waited, by tag.
+
+    Raises:
+        TypeError: an argument that DDP has and that means nothing here, or one that nobody knows.
+    """
+
+    def __init__(self, group_size: int = 1, **ddp_kwargs: Any) -> None:
+        _check_ddp_kwargs(type(self).__name__, ddp_kwargs)
+        super().__init__(**ddp_kwargs)
+        self.ledger = Ledger()
+        self._group_size = group_size
+        self._channel: Channel | None = None
+        self._sigterm = DeferredSigterm()
+        self._training_step_runs = False
+        self._fit_log: _FitLog | None = None
+        self._traffic: Traffic | None = None
+
+    @property
+    def channel(self) -> Channel:
+        """The channel to the other replicas; open from `setup_environment` to `teardown`."""
+        assert self._channel is not None, (
+            "the channel is open between `setup_environment` and `teardown` only"
+        )
+        return self._channel
+
+    def traffic(self) -> Traffic:
+        """Return what this rank will send; available from `on_fit_start` on."""
+        assert self._traffic is not None, "the traffic is known from `on_fit_start` on"
+        return self._traffic
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "the Trainer connects the module first"
+        return self.lightning_module
+
+    # -- life cycle, in the order in which the Trainer calls it
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._channel is None:
+            mesh = replica_mesh(self.world_size, self._group_size)
+            # gloo and CPU buffers also for CUDA models: the slow link is Ethernet, and a second
+            # nccl communicator on a device can deadlock with the first
+            self._channel = Channel.open(
+                mesh.groups(REPLICA), self.global_rank, self.ledger, timeout=self._timeout
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._check_module(trainer)
+        super().setup(trainer)
+        if fitting:
+            self._check_optimizers()
+            self._sigterm.install(trainer)
+            self._begin_fit(trainer)
+            self._traffic = self._forecast()
+            window_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+            self._fit_log = _FitLog(self.ledger, self._traffic.ddp_bytes_per_step, window_steps)
+
+    @override
+    def configure_ddp(self) -> None:
+        """In place of the DDP wrapper: agree on what is trained, start from rank 0's weights."""
+        check_agreement(self.channel, {**self._facts(), **_describe(self._module)})
+        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+            raw = tensor.detach().to(self.channel.device).contiguous().reshape(-1).view(torch.uint8)
+            received = self.channel.broadcast(raw, START_TAG).wait()
+            tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._training_step_runs = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._training_step_runs = False
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._after_step(self._sigterm.requested):
+            self._sigterm.agree()
+        assert self._fit_log is not None, "a fit has begun"
+        # Lightning writes these when a row is due; they come in the same row as the module's own
+        # metrics
+        for name, value in self._fit_log.after_step().items():
+            self._module.log(name, value, on_step=True, on_epoch=False)
+        return output
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks, but not from within `training_step`.
+
+        `self.log(..., sync_dist=True)` there would send at every step. A value that is logged per
+        step stays this rank's own; one that is logged per epoch is reduced over all ranks when the
+        epoch ends.
+        """
+        if self._training_step_runs:
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def teardown(self) -> None:
+        self._sigterm.remove()
+        super().teardown()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    # -- for subclasses
+
+    @abstractmethod
+    def _facts(self) -> dict[str, str]:
+        """Return the settings that must be equal on all ranks."""
+
+    @abstractmethod
+    def _begin_fit(self, trainer: pl.Trainer) -> None:
+        """Prepare the algorithm; model and optimizers stand, all ranks hold the same weights."""
+
+    @abstractmethod
+    def _after_step(self, stop: bool) -> bool:
+        """Run the algorithm after an optimizer step.
+
+        Args:
+            stop: whether this rank wants the training to stop; the others must learn of it.
+
+        Returns:
+            Whether all ranks stop now; the same on all ranks.
+        """
+
+    @abstractmethod
+    def _cycle(self) -> tuple[int, int]:
+        """Return the bytes that this rank sends in a cycle, and the steps of a cycle."""
+
+    # -- inside
+
+    def _check_module(self, trainer: pl.Trainer) -> None:
+        name = type(self).__name__
+        if not self._module.automatic_optimization:
+            raise ValueError(
+                f"`{name}` does not support manual optimization: it counts optimizer steps, and a"
+                " LightningModule with `automatic_optimization=False` may take any number of them"
+                " per batch. Set it to True, or use the strategy `ddp`."
+            )
+        if self._layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in self._module.modules()):
+            raise ValueError(
+                f"`{name}` does not support SyncBatchNorm, which exchanges statistics in every"
+                " forward. Leave out `sync_batchnorm=True`: the statistics of ordinary BatchNorm"
+                " layers are averaged at every sync."
+            )
+
+    def _check_optimizers(self) -> None:
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"`{type(self).__name__}` needs exactly one optimizer, but `configure_optimizers`"
+                f" returned {len(self.optimizers)}. Put all parameters into one optimizer, with"
+                " parameter groups where they differ."
+            )
+
+    def _forecast(self) -> Traffic:
+        trainable = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        bytes_per_cycle, cycle_steps = self._cycle()
+        ddp_bytes = ring_all_reduce_bytes(4 * trainable, self.world_size)
+        return Traffic(
+            bytes_per_cycle / cycle_steps, bytes_per_cycle, cycle_steps, float(ddp_bytes)
+        )
+
+
+class _FitLog:
+    """The ledger's figures of one fit, as means over the last `window_steps` steps."""
+
+    def __init__(self, ledger: Ledger, ddp_bytes_per_step: float, window_steps: int) -> None:
+        self._ledger = ledger
+        self._ddp_bytes_per_step = ddp_bytes_per_step
+        self._start = ledger.totals()
+        self._window = deque([self._start], maxlen=max(window_steps, 1) + 1)
+        self._steps = 0
+
+    def after_step(self) -> dict[str, float]:
+        self._steps += 1
+        self._window.append(self._ledger.totals())
+        first, last = self._window[0], self._window[-1]
+        steps = len(self._window) - 1
+        figures = {
+            "comm/bytes_per_step": (last.bytes_sent - first.bytes_sent) / steps,
+            "comm/exposed_ms": 1e3 * (last.seconds_waited - first.seconds_waited) / steps,
+        }
+        sent = last.bytes_sent - self._start.bytes_sent
+        if sent:  # a ratio to nothing says nothing
+            figures["comm/compression"] = self._ddp_bytes_per_step * self._steps / sent
+        return figures
+
+
+def _check_ddp_kwargs(strategy: str, ddp_kwargs: dict[str, Any]) -> None:
+    for name in ddp_kwargs:
+        if name not in _DDP_KWARGS:
+            near = difflib.get_close_matches(name, _DDP_KWARGS, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(
+                f"`{strategy}` got the argument `{name}`. It replaces DDP's gradient"
+                " synchronization, so of `DDPStrategy` it takes only"
+                f" {', '.join(f'`{legal}`' for legal in _DDP_KWARGS)}.{hint}"
+            )
+
+
+def _describe(module: nn.Module) -> dict[str, str]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        + (", trainable" if tensor.requires_grad else "")
+        for name, tensor in tensors
+    }

@@ -1,0 +1,76 @@
+"""SIGTERM without a broadcast per batch.
+
+Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every training batch, and again
+inside its SIGTERM handler, so that all ranks stop at the same batch. On a slow link that is a round
+trip per step. Here a rank that receives SIGTERM keeps training with a note for its peers; the note
+travels with the next exchange, and when that has landed, all
+ranks raise Lightning's own `SIGTERMException` after the same step:
+
+1. Step 101: rank 1 receives SIGTERM and takes a note. Nobody knows; everybody trains.
+2. Step 125: a fragment leaves; rank 1's message says "stop".
+3. Step 126: the fragment lands on all ranks. All tell their Trainer that SIGTERM was received;
+   Lightning's loop raises at the end of this step, runs the `on_exception` hooks (which save what
+   they would save) and tears down.
+
+The delay is at most a launch interval plus the overlap, so a scheduler's grace period must be
+longer than that.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import FrameType
+
+import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class DeferredSigterm:
+    """Takes the place of Lightning's SIGTERM agreement in one Trainer, from `install` to `remove`.
+
+    Attributes:
+        requested: this rank has received SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._trainer: pl.Trainer | None = None
+
+    def install(self, trainer: pl.Trainer) -> None:
+        """Shadow Lightning's two methods on this Trainer's own objects.
+
+        Must run in the process that trains, before Lightning registers its signal handlers: in
+        `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
+        """
+        if trainer.world_size == 1:
+            return
+        self._trainer = trainer
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign]
+
+    def agree(self) -> None:
+        """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
+        if self._trainer is not None:
+            self._trainer._signal_connector.received_sigterm = True
+
+    def remove(self) -> None:
+        """Give Lightning its own methods back."""
+        if self._trainer is not None:
+            self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+            self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+            self._trainer = None
+
+    def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
+        if self._trainer is None or self.requested:
+            return
+        self.requested = True
+        log.info(
+            "[rank %d] Received SIGTERM; all ranks stop together after the next exchange.",
+            self._trainer.global_rank,
+        )
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(
+                signum
+            )  # passes the signal on to the processes that this one launched, as Lightning does

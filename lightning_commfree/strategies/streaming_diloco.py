@@ -1,0 +1,270 @@
+"""Streaming DiLoCo, arXiv:2501.18512, in Lightning's life cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commfree.diloco import (
+    DiLoCoSettings,
+    Fragment,
+    OuterOptimizerFactory,
+    StreamingDiLoCo,
+    default_outer_optimizer,
+    split_into_fragments,
+)
+from lightning_commfree.strategies._end_of_fit import fit_is_ending
+from lightning_commfree.strategies._replicated import ReplicatedStrategy
+
+
+class StreamingDiLoCoStrategy(ReplicatedStrategy):
+    """Replicas train apart and exchange outer gradients while they go on computing.
+
+    Every replica takes its own optimizer steps on its own share of the data. After every
+    `sync_every` of them a fragment of the model is launched: the difference between the parameters
+    on which all replicas last agreed and the local ones travels while training continues.
+    `overlap_steps` later it lands: the mean difference is the gradient of an outer optimizer, and
+    the result is mixed into the local parameters. Between exchanges a run sends nothing.
+
+    Validation and the `state_dict` of checkpoints use the *outer* weights, on which all replicas
+    agree; `fit` ends with them on all ranks. Gradient clipping, weight decay and learning-rate
+    schedules act inside a replica. A metric that `training_step` logs per step with
+    `sync_dist=True` stays the replica's own; per epoch it means all ranks.
+
+    Args:
+        sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
+            paper; 1 is the worst.
+        num_fragments: P. None: 3 transformer blocks per fragment, plus one fragment for everything
+            else.
+        fragment_pattern: "strided" (block i to fragment i mod P), "sequential" (consecutive blocks)
+            or "balanced" (tensors, equal bytes; for models without blocks).
+        overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
+            in flight. At most 5 is advised.
+        mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
+            1 ignores them.
+        wire_dtype: what travels; see `lightning_commfree.diloco.wire`.
+        outer_optimizer: factory, from a list of fp32 parameters to a `torch.optim.Optimizer`; None
+            for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. With `start_method="spawn"` it must
+            pickle: a `functools.partial`, not a lambda.
+        replica_size: ranks that form one replica; 1 for now.
+        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
+            them.
+
+    Attributes:
+        settings: the arguments above.
+        ledger: bytes sent by this rank and seconds waited, by tag.
+
+    Raises:
+        ValueError: an argument outside its range.
+        TypeError: `outer_optimizer` cannot be called, or an argument is unknown.
+        NotImplementedError: `replica_size` above 1.
+
+    Example::
+
+        strategy = StreamingDiLoCoStrategy(sync_every=50, overlap_steps=2)
+        trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
+    """
+
+    def __init__(
+        self,
+        sync_every: int = 100,
+        num_fragments: int | None = None,
+        fragment_pattern: str = "strided",
+        overlap_steps: int = 1,
+        mix: float = 0.5,
+        wire_dtype: str = "fp4",
+        outer_optimizer: OuterOptimizerFactory | None = None,
+        replica_size: int = 1,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(group_size=replica_size, **ddp_kwargs)
+        self.settings = DiLoCoSettings(
+            sync_every,
+            num_fragments,
+            fragment_pattern,
+            overlap_steps,
+            mix,
+            wire_dtype,
+            default_outer_optimizer if outer_optimizer is None else outer_optimizer,
+            replica_size,
+        )
+        self._diloco: StreamingDiLoCo | None = None
+        self._fragments: list[Fragment] = []
+        self._unlanded_reported = False
+        self._finished_at: int | None = None  # the inner step after which `finish` ran
+        # path, inner step, weights only: checkpoints of this fit, until it has finished
+        self._saved_before_finish: list[tuple[_PATH, int, bool]] = []
+
+    @property
+    def fragments(self) -> list[list[str]]:
+        """The parameter names of every fragment, fragment 0 first; from `on_fit_start` on."""
+        return [list(fragment.parameters) for fragment in self._fragments]
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Let the LightningModule hold the outer weights in the body, the local ones after it.
+
+        Validation and checkpoints do this by themselves; a callback that looks at the model in
+        between may use it. Outside of a fit the module holds what it holds.
+        """
+        if self._diloco is None:
+            yield
+        else:
+            with self._diloco.outer_weights():
+                yield
+
+    # -- the life of a fit
+
+    @override
+    def _facts(self) -> dict[str, str]:
+        return self.settings.facts()
+
+    @override
+    def _begin_fit(self, trainer: pl.Trainer) -> None:
+        module = self._module
+        self._fragments = split_into_fragments(
+            module, self.settings.num_fragments, self.settings.fragment_pattern
+        )
+        self._diloco = StreamingDiLoCo(module, self._fragments, self.settings, self.channel)
+        self._finished_at = None
+        self._saved_before_finish = []
+
+    @override
+    def _cycle(self) -> tuple[int, int]:
+        return self._running.bytes_per_cycle, self.settings.sync_every
+
+    @override
+    def _after_step(self, stop: bool) -> bool:
+        stop_agreed = self._running.after_inner_step(stop)
+        if fit_is_ending(self._module.trainer, in_optimizer_step=True):
+            stop_agreed |= self._finish(stop)
+        return stop_agreed
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._diloco is not None:
+            self._finish_if_ending()
+            if not self._module.trainer.sanity_checking:
+                self._report_unlanded("validation")
+            self._diloco.swap_in()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._diloco is not None:
+            self._diloco.swap_out()
+        super().on_validation_end()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._diloco is not None:
+            self._finish(self._sigterm.requested)
+            self._save_again()
+        super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        if self._diloco is not None:
+            self._diloco.swap_out()  # an exception may have come in the middle of a validation
+            self._diloco = None
+        super().teardown()
+
+    # -- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state with the outer weights, and nothing in flight.
+
+        The tensors are copies: the module goes on with the local weights.
+        """
+        if self._diloco is None:
+            return super().lightning_module_state_dict()
+        self._finish_if_ending()
+        self._diloco.wait_in_flight()
+        with self._diloco.outer_weights():
+            state = super().lightning_module_state_dict()
+            return {key: apply_to_collection(v, Tensor, torch.clone) for key, v in state.items()}
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        if self._diloco is not None:
+            self._report_unlanded("checkpoint")
+            if self._finished_at != self._diloco.step:
+                weights_only = "optimizer_states" not in checkpoint
+                saved = (filepath, self._diloco.step, weights_only)
+                self._saved_before_finish.append(saved)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._saved_before_finish = [s for s in self._saved_before_finish if s[0] != filepath]
+        super().remove_checkpoint(filepath)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:  # later releases of Lightning pass more arguments
+        if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            raise NotImplementedError(
+                f"`{type(self).__name__}` cannot resume a fit from {str(checkpoint_path)!r} yet:"
+                " the checkpoint holds the outer weights, but neither every replica's local state"
+                " nor the outer momentum. Load the weights with `load_from_checkpoint` and begin a"
+                " new fit, or use them with `validate`, `test` and `predict`."
+            )
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    # -- inside
+
+    @property
+    def _running(self) -> StreamingDiLoCo:
+        assert self._diloco is not None, "the algorithm lives from `setup` to `teardown` of a fit"
+        return self._diloco
+
+    def _finish(self, stop: bool) -> bool:
+        """Finish once per last step; return whether the ranks agreed to stop."""
+        if self._finished_at == self._running.step:
+            return False
+        stop_agreed = self._running.finish(stop)
+        self._finished_at = self._running.step
+        return stop_agreed
+
+    def _finish_if_ending(self) -> None:
+        """Finish ahead of a validation or checkpoint that turned out to be the last."""
+        if fit_is_ending(self._module.trainer) and self._finish(self._sigterm.requested):
+            self._sigterm.agree()
+
+    def _save_again(self) -> None:
+        """Save the last step's checkpoints again that were written before `finish`.
+
+        1. `ModelCheckpoint` saves at the end of a validation, after step 250.
+        2. The epoch ends; a callback sets `trainer.should_stop`. `finish` changes the weights.
+        3. The file of step 250 is the last checkpoint and must validate like the model in memory.
+        """
+        for filepath, step, weights_only in list(self._saved_before_finish):
+            if step == self._running.step:
+                self._module.trainer.save_checkpoint(filepath, weights_only)
+
+    def _report_unlanded(self, what: str) -> None:
+        diloco = self._running
+        unlanded = sum(not fragment.landings for fragment in diloco.fragments)
+        if unlanded and not self._unlanded_reported:
+            self._unlanded_reported = True
+            rank_zero_warn(
+                f"This {what} uses the outer weights, and after {diloco.step} inner steps those of"
+                f" {unlanded} of {len(diloco.fragments)} fragments are still the initial ones. With"
+                f" `sync_every={self.settings.sync_every}` and"
+                f" `overlap_steps={self.settings.overlap_steps}` every fragment has landed once"
+                f" after step {diloco.schedule.complete_after}."
+            )

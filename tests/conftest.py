@@ -1,0 +1,38 @@
+"""Every test starts from one seed and leaves no trace: no process group, no environment variable, no signal handler."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="no CUDA device on this machine")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _same_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    yield
+    assert not dist.is_initialized(), "the test left a process group behind"
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGTERM, handler)

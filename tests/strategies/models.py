@@ -1,0 +1,90 @@
+"""Small modules and recorders for Trainer tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+WIDTH = 6
+
+
+class Tiny(pl.LightningModule):
+    """Four equal blocks between an input and an output layer; AdamW, whose state a sync must not touch."""
+
+    def __init__(self, lr: float = 1e-2) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1, bias=False)
+        self.lr = lr
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+    def training_step(self, batch: Any, _: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True, batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+
+
+def dataset(rows: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(rows, 3, generator=generator)
+    return TensorDataset(x, x.sin().sum(1, keepdim=True))
+
+
+def loader(rows: int, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(dataset(rows), batch_size=batch_size)
+
+
+def rank_loader(rows: int, batch_size: int, rank: int, size: int) -> DataLoader[Any]:
+    """Return a loader of rows rank, rank + size, ... in this order; left to itself, Lightning would shuffle."""
+    data = dataset(rows)
+    sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
+    return DataLoader(data, batch_size=batch_size, sampler=sampler)
+
+
+class Recorder(pl.Callback):
+    """Keeps the parameters after every optimizer step, and the global copies where the strategy has any."""
+
+    def __init__(self) -> None:
+        self.local: list[dict[str, Tensor]] = []
+        self.outer: list[list[Tensor]] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        self.local.append({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+        diloco = getattr(trainer.strategy, "_diloco", None)
+        if diloco is not None:
+            self.outer.append([fragment.global_copy.clone() for fragment in diloco.fragments])
+
+
+def quiet_trainer(**kwargs: Any) -> pl.Trainer:
+    """Return a CPU Trainer that writes and prints nothing unless it is asked to."""
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return pl.Trainer(**{**quiet, **kwargs})

@@ -77,6 +77,7 @@ class StreamingDiLoCo:
             Whether any replica wanted to stop when it launched what landed now: the same on all
             replicas.
         """
+        assert self._put_aside is None, "an inner step has trained the outer weights"
         self.step += 1
         launches = self.schedule.launched_at(self.step)
         if launches:
@@ -95,10 +96,14 @@ class StreamingDiLoCo:
         Returns:
             Whether any replica wants to stop, as `after_inner_step` does.
         """
+        swapped = self._put_aside is not None
+        self.swap_out()
         stops = [self._land(p, self._mix) for p in list(self._in_flight)]
         for p in range(len(self.fragments)):
             self._launch(p, stop)
             stops.append(self._land(p, mix=0.0))
+        if swapped:
+            self.swap_in()
         return any(stops)
 
     def wait_in_flight(self) -> None:

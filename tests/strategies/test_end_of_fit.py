@@ -1,0 +1,146 @@
+"""However a fit ends, the last checkpoint holds what the model in memory holds: the final outer weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from torch import Tensor
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.world import run_ranks
+
+STEPS_PER_EPOCH = 10
+
+
+class StopIn(pl.Callback):
+    """Sets `trainer.should_stop` in one hook of the second epoch: before, between or after Lightning's saves."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._stop)
+
+    def _stop(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.current_epoch == 1 and not trainer.sanity_checking:
+            trainer.should_stop = True
+
+
+class EmptyEpoch(Tiny):
+    """Skips what is left of the last epoch, so that its last step was not the last batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 1 and batch_idx == 4 else None
+
+
+# name: Trainer arguments, ModelCheckpoint arguments, callbacks
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
+    "max_steps, saved every step": ({"max_steps": 17}, {"every_n_train_steps": 1}, []),
+    "max_steps, saved never but last": (
+        {"max_steps": 17},
+        {"save_top_k": 0, "save_last": True, "every_n_train_steps": 1},
+        [],
+    ),
+    "max_epochs": ({"max_epochs": 2}, {}, []),
+    "max_epochs, saved after validation": (
+        {"max_epochs": 2, "val_check_interval": 5},
+        {"monitor": "val_loss", "save_top_k": -1, "save_last": "link"},
+        [],
+    ),
+    "accumulation": ({"max_epochs": 2, "accumulate_grad_batches": 3}, {"save_last": True}, []),
+    "early stopping": (
+        {"max_epochs": 9},
+        {},
+        [lambda: EarlyStopping("val_loss", stopping_threshold=1e9)],
+    ),
+    "should_stop before a batch": ({"max_epochs": 9}, {}, [lambda: StopIn("on_train_batch_start")]),
+    "should_stop after a batch": (
+        {"max_epochs": 9},
+        {"every_n_train_steps": 1},
+        [lambda: StopIn("on_train_batch_end")],
+    ),
+    "should_stop in validation": (
+        {"max_epochs": 9},
+        {"save_on_train_epoch_end": False},
+        [lambda: StopIn("on_validation_end")],
+    ),
+    "should_stop when all is saved": (
+        {"max_epochs": 9, "val_check_interval": 5},
+        {"save_on_train_epoch_end": False, "save_top_k": -1, "save_last": True},
+        [lambda: StopIn("on_train_epoch_end")],
+    ),
+    "weights only": (
+        {"max_epochs": 9, "val_check_interval": 5},
+        {"save_on_train_epoch_end": False, "save_weights_only": True},
+        [lambda: StopIn("on_train_epoch_end")],
+    ),
+    "timer": (
+        {"max_epochs": 9},
+        {"save_last": True},
+        [lambda: Timer(duration={"milliseconds": 1})],
+    ),
+    "the epoch is cut short": ({"max_epochs": 2}, {}, []),
+    "min_steps": ({"max_epochs": 9, "min_steps": 25}, {}, [lambda: StopIn("on_train_epoch_end")]),
+}
+
+
+def fit(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    return {name: fit_one(size, folder / str(i), name) for i, name in enumerate(CASES)}
+
+
+def fit_one(size: int, folder: Path, name: str) -> Any:
+    arguments, saving, callbacks = CASES[name]
+    checkpoint = ModelCheckpoint(dirpath=folder, **saving)
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=6, num_fragments=2, overlap_steps=2, wire_dtype="fp32"
+    )
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        enable_checkpointing=True,
+        callbacks=[make() for make in callbacks] + [checkpoint],
+        **arguments,
+    )
+    module = EmptyEpoch() if "cut short" in name else Tiny()
+    trainer.fit(module, loader(STEPS_PER_EPOCH * 2 * size), loader(8))
+    validated = float(trainer.callback_metrics["val_loss"])
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return weights, validated, trainer.global_step
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    folder = tmp_path_factory.mktemp("end_of_fit")
+    return run_ranks(fit, 2, folder, folder / "checkpoints"), folder / "checkpoints"
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_the_last_checkpoint_is_the_model_in_memory(outcomes: Any, name: str) -> None:
+    ranks, folder = outcomes
+    weights: dict[str, Tensor] = ranks[0][name][0]
+    for other in ranks[1:]:
+        for key, value in other[name][0].items():
+            assert torch.equal(value, weights[key]), f"the ranks end with different {key}"
+    files = sorted((folder / str(list(CASES).index(name))).glob("*.ckpt"))
+    steps = {file: torch.load(file, weights_only=True) for file in files}
+    newest = max(int(saved["global_step"]) for saved in steps.values())
+    last = {file: saved for file, saved in steps.items() if saved["global_step"] == newest}
+    assert newest == ranks[0][name][2], "every case saves at its last step"
+    for file, saved in last.items():
+        for key, value in weights.items():
+            assert torch.equal(saved["state_dict"][key], value), f"{file.name}: {key}"
+
+
+def test_a_plain_trainer_validates_the_last_checkpoint_alike(outcomes: Any) -> None:
+    """Also: where the end could be foreseen, the last validation of the fit saw the final weights."""
+    ranks, folder = outcomes
+    name = "max_epochs, saved after validation"
+    newest = max(
+        (folder / str(list(CASES).index(name))).glob("epoch*.ckpt"), key=lambda f: f.stat().st_mtime
+    )
+    module = Tiny.load_from_checkpoint(newest)
+    plain = quiet_trainer().validate(module, loader(8), verbose=False)[0]["val_loss"]
+    assert plain == pytest.approx(ranks[0][name][1], rel=1e-6)

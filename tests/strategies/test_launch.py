@@ -1,0 +1,70 @@
+"""Every way to start: by registered name, as an instance, under torchrun; each ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning_commfree
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+
+from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.world import free_port
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("train_script.py")
+
+
+def run_script(folder: Path, name: str, *launcher: str) -> list[dict[str, Any]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(SCRIPT), name, str(folder)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*.json"))]
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The weights after `Trainer(strategy="streaming_diloco_fork")` in this very process."""
+    module = Tiny()
+    trainer = quiet_trainer(strategy="streaming_diloco_fork", devices=2, max_epochs=1)
+    before = torch.cat([p.detach().flatten() for p in module.parameters()])
+    trainer.fit(module, loader(10 * 2 * 2), loader(4))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert not torch.equal(weights, before), "the parent gets the trained weights back"
+    return weights.tolist()
+
+
+def test_names_are_registered() -> None:
+    names = {name for name in StrategyRegistry.available_strategies() if "diloco" in name}
+    assert names == {"streaming_diloco", "streaming_diloco_fork", "streaming_diloco_spawn"}
+    lightning_commfree.strategies.register_strategies()  # a second call changes nothing
+
+
+def test_name_with_popen(tmp_path: Path, forked: list[float]) -> None:
+    for outcome in run_script(tmp_path, "streaming_diloco"):
+        assert outcome["world_size"] == 2
+        assert outcome["strategy"] == "StreamingDiLoCoStrategy"
+        assert outcome["weights"] == forked
+
+
+def test_torchrun(tmp_path: Path, forked: list[float]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    outcomes = run_script(tmp_path, "streaming_diloco", *torchrun)
+    assert len(outcomes) == 2
+    for outcome in outcomes:
+        assert outcome["weights"] == forked
+
+
+def test_instance_with_spawn(tmp_path: Path) -> None:
+    (outcome,) = run_script(tmp_path, "instance")  # the parent's rank 0 alone writes
+    assert outcome["world_size"] == 2
+    assert outcome["val_loss"] > 0

@@ -1,0 +1,188 @@
+"""Bad input gets a sentence: what came, what is legal, what to do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.world import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"sync_every": 4, "overlap_steps": 4},
+            ValueError,
+            "`overlap_steps=4` must be at least 0 and below `sync_every=4`: a fragment has to land",
+        ),
+        (
+            {"fragment_pattern": "zigzag"},
+            ValueError,
+            "`fragment_pattern='zigzag'` is unknown. Choose one of 'strided', 'sequential', 'balanced'.",
+        ),
+        (
+            {"wire_dtype": "fp8"},
+            ValueError,
+            "`wire_dtype='fp8'` is unknown. Choose one of 'fp32', 'bf16', 'int8', 'fp4'.",
+        ),
+        ({"mix": 1.5}, ValueError, "`mix=1.5` is outside [0, 1]. It is the weight of the local"),
+        ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
+        ({"num_fragments": 0}, ValueError, "`num_fragments=0` must be at least 1, or None"),
+        ({"outer_optimizer": 0.4}, TypeError, "`outer_optimizer` must be a factory"),
+        ({"replica_size": 2}, NotImplementedError, "`replica_size=2`: replicas of several ranks"),
+        (
+            {"find_unused_parameters": True},
+            TypeError,
+            "`StreamingDiLoCoStrategy` got the argument `find_unused_parameters`. It replaces DDP's",
+        ),
+        ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
+    ],
+)
+def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        StreamingDiLoCoStrategy(**arguments)
+
+
+class Manual(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Tiny):
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Frozen(Tiny):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.requires_grad_(False)
+        return optimizer
+
+
+class Thawing(Tiny):
+    """Unfreezes its head after the fit has begun, as a fine-tuning callback might."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.head.requires_grad_(True)
+
+
+class Synced(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(6)
+
+
+class Complex(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+class Sharing(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.twin = nn.Parameter(self.head.weight.data)
+
+
+MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
+    (Manual, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support manual optimization"),
+    (TwoOptimizers, {}, "", "optimizers is only supported with manual optimization"),  # Lightning's
+    (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
+    (Thawing, {}, "RuntimeError", "The parameters ['head.weight'] became trainable after the fit"),
+    (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
+    (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
+    (Sharing, {}, "ValueError", "The parameters 'head.weight' and 'twin' share memory"),
+    (
+        Tiny,
+        {"num_fragments": 7},
+        "ValueError",
+        "`num_fragments=7` is more than this model can be split into with",
+    ),
+    (Tiny, {"outer_optimizer": list}, "TypeError", "`outer_optimizer` returned a list"),
+]
+
+
+def fit_misused(rank: int, size: int) -> list[tuple[str, str]]:
+    return [attempt(module(), size, **arguments) for module, arguments, *_ in MODULES]
+
+
+def attempt(module: Tiny, size: int, **arguments: Any) -> tuple[str, str]:
+    strategy = StreamingDiLoCoStrategy(**{"sync_every": 4, **arguments})
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
+    try:
+        trainer.fit(module, loader(8 * 2 * size))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+def test_modules(tmp_path: Path) -> None:
+    for outcomes in run_ranks(fit_misused, 1, tmp_path):
+        for (module, _, error, text), (got_error, got_text) in zip(MODULES, outcomes, strict=True):
+            assert text in got_text, module
+            assert not error or error == got_error, module
+
+
+def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
+    wider = Tiny()
+    wider.head = nn.Linear(6, 1, bias=True)
+    return [
+        attempt(Tiny(), size, mix=0.5 if rank else 0.25, overlap_steps=2 if rank == 2 else 1),
+        attempt(wider if rank == 1 else Tiny(), size),
+        attempt(Tiny(), size),
+    ]
+
+
+def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
+    """Every rank gets the same error, none hangs, and the next fit on the same ranks is not disturbed."""
+    for settings, shapes, good in run_ranks(fit_disagreeing, 3, tmp_path):
+        assert settings[0] == "ValueError"
+        assert (
+            "mix is 0.5 on rank 1, 0.25 on rank 0; mix is 0.5 on rank 2, 0.25 on rank 0;"
+            in settings[1]
+        )
+        assert "overlap_steps is 2 on rank 2, 1 on rank 0" in settings[1]
+        assert "head.bias is float32 [1], trainable on rank 1, absent on rank 0" in shapes[1]
+        assert good == ("", "no error")
+
+
+def fit_from_checkpoint(rank: int, size: int, folder: Path) -> Any:
+    strategy = StreamingDiLoCoStrategy(sync_every=4)
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
+    trainer.fit(Tiny(), loader(8 * 2 * size))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    again = quiet_trainer(strategy=StreamingDiLoCoStrategy(), devices=size, max_epochs=2)
+    try:
+        again.fit(Tiny(), loader(8 * 2 * size), ckpt_path=folder / "end.ckpt")
+        resumed = "no error"
+    except NotImplementedError as error:
+        resumed = str(error)
+    plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
+    ours = quiet_trainer(strategy=StreamingDiLoCoStrategy(), devices=size)
+    return resumed, [
+        trainer.validate(Tiny(), loader(8), ckpt_path=folder / "end.ckpt", verbose=False)[0][
+            "val_loss"
+        ]
+        for trainer in (plain, ours)
+    ]
+
+
+def test_resuming_is_refused_and_evaluating_is_not(tmp_path: Path) -> None:
+    for resumed, (plain, ours) in run_ranks(fit_from_checkpoint, 2, tmp_path, tmp_path):
+        assert "`StreamingDiLoCoStrategy` cannot resume a fit from" in resumed
+        assert plain == ours

@@ -1,4 +1,5 @@
-"""Every test starts from one seed and leaves no trace: no process group, no environment variable, no signal handler."""
+"""Every test starts from one seed and leaves no trace: no process group, no environment variable,
+no signal handler."""
 
 from __future__ import annotations
 

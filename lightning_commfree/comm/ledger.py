@@ -37,7 +37,7 @@ def all_gather_bytes(num_bytes: int, size: int) -> int:
 
 
 def all_to_all_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that one of `size` ranks sends of `num_bytes`, split over all."""
+    """Return the bytes that a rank sends of `num_bytes` that are split over all ranks."""
     return num_bytes * (size - 1) // size
 
 
@@ -47,8 +47,7 @@ def broadcast_bytes(num_bytes: int, size: int) -> int:
 
 
 class LedgerTotals(NamedTuple):
-    """The ledger's sums at one moment; the difference of two of them is what happened in
-    between."""
+    """The ledger's sums at one moment; their difference tells what happened in between."""
 
     bytes_sent: int
     seconds_waited: float

@@ -13,7 +13,8 @@ WIDTH = 6
 
 
 class Tiny(pl.LightningModule):
-    """Four equal blocks between an input and an output layer; AdamW, whose state a sync must not touch."""
+    """Four equal blocks between an input and an output layer; AdamW, whose state a sync must not
+    touch."""
 
     def __init__(self, lr: float = 1e-2) -> None:
         super().__init__()
@@ -56,14 +57,16 @@ def loader(rows: int, batch_size: int = 2) -> DataLoader[Any]:
 
 
 def rank_loader(rows: int, batch_size: int, rank: int, size: int) -> DataLoader[Any]:
-    """Return a loader of rows rank, rank + size, ... in this order; left to itself, Lightning would shuffle."""
+    """Return a loader of rows rank, rank + size, ... in this order; left to itself, Lightning would
+    shuffle."""
     data = dataset(rows)
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
     return DataLoader(data, batch_size=batch_size, sampler=sampler)
 
 
 class Recorder(pl.Callback):
-    """Keeps the parameters after every optimizer step, and the global copies where the strategy has any."""
+    """Keeps the parameters after every optimizer step, and the global copies where the strategy has
+    any."""
 
     def __init__(self) -> None:
         self.local: list[dict[str, Tensor]] = []

@@ -1,4 +1,5 @@
-"""However a fit ends, the last checkpoint holds what the model in memory holds: the final outer weights."""
+"""However a fit ends, the last checkpoint holds what the model in memory holds: the final outer
+weights."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ STEPS_PER_EPOCH = 10
 
 
 class StopIn(pl.Callback):
-    """Sets `trainer.should_stop` in one hook of the second epoch: before, between or after Lightning's saves."""
+    """Sets `trainer.should_stop` in one hook of the second epoch: before, between or after
+    Lightning's saves."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self._stop)
@@ -135,7 +137,8 @@ def test_the_last_checkpoint_is_the_model_in_memory(outcomes: Any, name: str) ->
 
 
 def test_a_plain_trainer_validates_the_last_checkpoint_alike(outcomes: Any) -> None:
-    """Also: where the end could be foreseen, the last validation of the fit saw the final weights."""
+    """Also: where the end could be foreseen, the last validation of the fit saw the final
+    weights."""
     ranks, folder = outcomes
     name = "max_epochs, saved after validation"
     newest = max(

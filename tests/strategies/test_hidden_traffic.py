@@ -1,4 +1,5 @@
-"""Between syncs a run sends nothing at all: every call on every process group of 50 steps, counted."""
+"""Between syncs a run sends nothing at all: every call on every process group of 50 steps,
+counted."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def count(strategy: Any, size: int) -> list[tuple[int, str]]:
 def test_a_run_sends_only_at_its_syncs(tmp_path: Path) -> None:
     """Two epochs, a metric logged with `sync_dist=True` at every step, and not a single other call.
 
-    Fragment 0 leaves after steps 10, 20, ... 50, fragment 1 after 15, 25, ... 45; the fit ends after step 50, lands what is in
-    flight and exchanges both fragments once more.
+    Fragment 0 leaves after steps 10, 20, ... 50, fragment 1 after 15, 25, ... 45; the fit ends
+    after step 50, lands what is in flight and exchanges both fragments once more.
     """
     for calls in run_ranks(fit, 2, tmp_path):
         launches = [10, 15, 20, 25, 30, 35, 40, 45, 50]

@@ -1,4 +1,5 @@
-"""Every way to start: by registered name, as an instance, under torchrun; each ends with the same weights."""
+"""Every way to start: by registered name, as an instance, under torchrun; each ends with the same
+weights."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning_commfree
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
+import lightning_commfree
 from tests.strategies.models import Tiny, loader, quiet_trainer
 from tests.world import free_port
 

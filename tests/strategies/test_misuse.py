@@ -27,7 +27,7 @@ from tests.world import run_ranks
         (
             {"fragment_pattern": "zigzag"},
             ValueError,
-            "`fragment_pattern='zigzag'` is unknown. Choose one of 'strided', 'sequential', 'balanced'.",
+            "`fragment_pattern='zigzag'` is unknown. Choose one of 'strided', 'sequential',",
         ),
         (
             {"wire_dtype": "fp8"},
@@ -42,7 +42,7 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "`StreamingDiLoCoStrategy` got the argument `find_unused_parameters`. It replaces DDP's",
+            "`StreamingDiLoCoStrategy` got the argument `find_unused_parameters`. It replaces",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
     ],
@@ -106,7 +106,7 @@ MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
     (Thawing, {}, "RuntimeError", "The parameters ['head.weight'] became trainable after the fit"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
     (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
-    (Sharing, {}, "ValueError", "The parameters 'head.weight' and 'twin' share memory"),
+    (Sharing, {}, "ValueError", "The parameters 'twin' and 'head.weight' share memory"),
     (
         Tiny,
         {"num_fragments": 7},
@@ -126,7 +126,7 @@ def attempt(module: Tiny, size: int, **arguments: Any) -> tuple[str, str]:
     trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
     try:
         trainer.fit(module, loader(8 * 2 * size))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, its text is compared
         return type(error).__name__, str(error)
     return "", "no error"
 
@@ -149,7 +149,8 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
 
 
 def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
-    """Every rank gets the same error, none hangs, and the next fit on the same ranks is not disturbed."""
+    """Every rank gets the same error, none hangs, and the next fit on the same ranks is not
+    disturbed."""
     for settings, shapes, good in run_ranks(fit_disagreeing, 3, tmp_path):
         assert settings[0] == "ValueError"
         assert (

@@ -1,7 +1,8 @@
-"""The real strategy, in a real Trainer on real gloo ranks, against the serial twin, after every step.
+"""The real strategy, in a real Trainer on real gloo ranks, against the serial twin, after every
+step.
 
-Both sides make the same fp32 operations in the same order (differences are gathered and added in rank order, never
-all-reduced), so the comparison is bit for bit: rtol = atol = 0.
+Both sides make the same fp32 operations in the same order (differences are gathered and added in
+rank order, never all-reduced), so the comparison is bit for bit: rtol = atol = 0.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def test_equals_the_serial_twin_after_every_step(size: int, tmp_path: Path) -> N
 
 
 def test_the_likely_mistakes_would_be_seen(tmp_path: Path) -> None:
-    """A landing one step late, or the other weight in the mix, differs from the twin: the test above is not vacuous."""
+    """A landing one step late, or the other weight in the mix, differs from the twin: the test
+    above is not vacuous."""
     fragments = run_ranks(fit, 2, tmp_path)[0][0][3]
     right, _ = play(2, fragments, 4, 1, 0.25)
     late, _ = play(2, fragments, 4, 2, 0.25)

@@ -1,4 +1,5 @@
-"""What a Lightning user expects to go on working, on two real ranks; the bytes asserted to the last one."""
+"""What a Lightning user expects to go on working, on two real ranks; the bytes asserted to the last
+one."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def habits(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any
 
 
 def test_steps_are_optimizer_steps_and_bytes_are_counted(habits: Any) -> None:
-    """80 batches, accumulated by 2, are 40 steps. H = 6: fragment 0 leaves 6 times, fragment 1 (offset 3) 6 times."""
+    """80 batches, accumulated by 2, are 40 steps. H = 6: fragment 0 leaves 6 times, fragment 1
+    (offset 3) 6 times."""
     for rank in habits[0]:
         assert rank["steps"] == 40
         sizes = [-(-(8 + 2 * numel) // 8) * 8 for numel in rank["numel"]]  # header, bf16, aligned
@@ -125,7 +127,8 @@ def test_validation_uses_the_outer_weights(habits: Any) -> None:
     assert len(first["validated_with"]) == 1 + 8
     for mine, theirs in zip(first["validated_with"], second["validated_with"], strict=True):
         assert torch.equal(mine, theirs)
-    # batch 30 of the first epoch: step 15. Before it lies no landing of the head's fragment but that of step 9 + 2
+    # batch 30 of the first epoch: step 15. Before it lies no landing of the head's fragment but
+    # that of step 9 + 2
     fragment = next(i for i, names in enumerate(first["fragments"]) if "head.weight" in names)
     windows = first["outer"][29][fragment].unfold(0, 6, 1)
     assert (windows == first["validated_with"][3].flatten()).all(dim=1).any()
@@ -177,9 +180,11 @@ def record(strategy: Any) -> list[dict[str, Tensor]]:
 
 
 def test_one_replica_with_a_plain_outer_step_is_a_plain_trainer(tmp_path: Path) -> None:
-    """global - (global - local) is local, exactly while the two are within a factor of two (Sterbenz), else to one rounding.
+    """global - (global - local) is local, exactly while the two are within a factor of two
+    (Sterbenz), else to one rounding.
 
-    With `mix` 1 nothing is merged and every step is equal bit for bit, but for the last, in which the outer weights are taken.
+    With `mix` 1 nothing is merged and every step is equal bit for bit, but for the last, in which
+    the outer weights are taken.
     """
     runs, plain = run_ranks(fit_alone, 1, tmp_path)[0]
     for mix, steps in runs.items():

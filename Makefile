@@ -1,0 +1,84 @@
+# `make help` lists what this file does. Every target sets up .venv first if that is not done yet.
+# Options of pip (an index with CPU-only wheels of torch, say) come in through its own PIP_* variables.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.set-up-done
+# Tried in this order; the first that is new enough makes .venv.
+PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
+# The release of torch that constraints.txt stays at, whatever is newest.
+TORCH := 2.13.0
+PYTEST_ARGS :=
+DEMO_ARGS :=
+
+.PHONY: help demo test check constraints clean
+
+help:
+	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=50')"
+	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
+	@echo "make check        set up, then lint, format, types, import contracts, spelling"
+	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
+	@echo "make clean        remove .venv, builds and caches; what recipes wrote stays"
+
+# OMP_NUM_THREADS=1: the ranks of one machine share its cores, and waiting OpenMP threads would spin on them.
+demo: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m recipes.pretrain experiment=demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+# All five run whatever the others say: one call shows everything that is to be repaired.
+check: $(STAMP)
+	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; failed=; \
+	run() { echo "== $$*"; "$$@" || failed="$$failed, $$*"; }; \
+	run ruff check .; \
+	run ruff format --check .; \
+	run mypy; \
+	run lint-imports; \
+	run codespell; \
+	if [ -n "$$failed" ]; then echo "make check: failed: $${failed#, }"; exit 1; fi; \
+	echo "make check: all passed"
+
+# The stamp comes last, so that an interrupted set-up is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(make-venv)
+	@echo "Installing what constraints.txt says into $(VENV): some minutes, once."
+	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[recipes,dev]'
+	@touch $@
+
+# A .venv without pip is one whose making broke off: venv completes it.
+define make-venv
+if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+  for python in $(PYTHONS); do \
+    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+  done; \
+  if [ -z "$$found" ]; then \
+    echo "Python >= 3.10 is needed and none of '$(PYTHONS)' is one. Install it, or name yours: make PYTHONS=/path/to/python" >&2; \
+    exit 1; \
+  fi; \
+  if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
+    echo "$$found has no venv module. On Debian or Ubuntu: sudo apt-get install python3-venv" >&2; \
+    exit 1; \
+  fi; \
+  echo "Making $(VENV) with $$($$found --version)."; \
+  $$found -m venv $(VENV); \
+fi
+endef
+
+# uv resolves for every supported Python at once, which pip cannot. It keeps the pins that still fit, unless UPGRADE=1.
+constraints:
+	@$(make-venv)
+	@mkdir -p build
+	@$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --target build/uv uv
+	@echo "torch==$(TORCH)" > build/hold.txt
+	@cp constraints.txt build/constraints.txt
+	@build/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --all-extras \
+	  --constraint build/hold.txt $(if $(UPGRADE),--upgrade) --no-annotate --no-header -o build/constraints.txt
+	@{ echo "# Exact pins of everything that the set-up installs, for every supported Python and platform."; \
+	  echo "# Made by 'make constraints'; do not edit. Used as: pip install -c constraints.txt -e '.[recipes,dev]'"; \
+	  cat build/constraints.txt; } > constraints.txt
+	@git --no-pager diff --stat -- constraints.txt
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find lightning_commfree recipes tests -type d -name __pycache__ -exec rm -rf {} +

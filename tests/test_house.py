@@ -1,0 +1,229 @@
+"""The rules of the house hold, and each test of a rule is shown to fail where one breaks it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "lightning_commfree"
+CHANNEL = Path("comm/channel.py")
+LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def run_python(
+    *args: str, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def copy_of_the_house(tmp_path: Path) -> Path:
+    """A folder with the package and its contracts, for a test to break."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+# Import contracts
+
+
+def test_import_contracts_are_kept() -> None:
+    result = run_python("-c", LINT_IMPORTS, cwd=ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("comm/ledger.py", "import lightning.pytorch", "comm and the wings know nothing"),
+        ("diloco/schedule.py", "import pytorch_lightning", "comm and the wings know nothing"),
+        ("comm/ledger.py", f"import {PACKAGE}.diloco.schedule", "imports run one way"),
+        ("diloco/schedule.py", f"from {PACKAGE} import strategies", "imports run one way"),
+    ],
+)
+def test_a_forbidden_import_breaks_a_contract(
+    copy_of_the_house: Path, file: str, line: str, broken: str
+) -> None:
+    with (copy_of_the_house / PACKAGE / file).open("a", encoding="utf-8") as source:
+        source.write(f"\n{line}\n")
+    result = run_python("-c", LINT_IMPORTS, cwd=copy_of_the_house)
+    assert result.returncode == 1, result.stdout + result.stderr
+    broken_contracts = [row for row in result.stdout.splitlines() if row.endswith("BROKEN")]
+    assert any(row.startswith(broken) for row in broken_contracts), result.stdout
+
+
+def folders_outside_the_contracts(package: Path) -> list[str]:
+    """Folders of the package that one of the contracts forgets; strategies may use Lightning."""
+    layers, forbidden = pyproject()["tool"]["importlinter"]["contracts"]
+    layered = {name.strip() for layer in layers["layers"] for name in layer.split("|")}
+    lightning_free = {*forbidden["source_modules"], f"{PACKAGE}.strategies"}
+    folders = [f"{PACKAGE}.{init.parent.name}" for init in package.glob("*/__init__.py")]
+    return [name for name in sorted(folders) if name not in layered & lightning_free]
+
+
+def test_the_contracts_cover_every_folder(tmp_path: Path) -> None:
+    assert folders_outside_the_contracts(ROOT / PACKAGE) == []
+
+    (tmp_path / "new_wing").mkdir()
+    (tmp_path / "new_wing" / "__init__.py").touch()
+    assert folders_outside_the_contracts(tmp_path) == [f"{PACKAGE}.new_wing"]
+
+
+# Who talks to other ranks
+
+
+def modules_named_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a module imports or spells out, such as `torch.distributed`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def users_of_torch_distributed(package: Path) -> list[Path]:
+    return [
+        path.relative_to(package)
+        for path in sorted(package.rglob("*.py"))
+        if any(
+            f"{name}.".startswith("torch.distributed.")
+            for name in modules_named_in(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    ]
+
+
+def test_only_the_channel_calls_torch_distributed() -> None:
+    """Bytes are counted where they leave, so there is one place where they leave."""
+    assert users_of_torch_distributed(ROOT / PACKAGE) == [CHANNEL]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "import torch.distributed.nn",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed.nn.functional import all_gather",
+        "import torch; torch.distributed.barrier()",
+        "def late():\n    import torch.distributed as dist",
+    ],
+)
+def test_another_user_of_torch_distributed_is_found(copy_of_the_house: Path, line: str) -> None:
+    schedule = Path("diloco/schedule.py")
+    with (copy_of_the_house / PACKAGE / schedule).open("a", encoding="utf-8") as source:
+        source.write(f"\n{line}\n")
+    assert users_of_torch_distributed(copy_of_the_house / PACKAGE) == [CHANNEL, schedule]
+
+
+# What an installation is
+
+
+def undeclared_imports(package: Path) -> set[str]:
+    """Top-level modules that the package imports and its dependencies do not name."""
+    declared = {
+        Requirement(text).name.replace("-", "_") for text in pyproject()["project"]["dependencies"]
+    }
+    imported = {
+        name.split(".")[0]
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in modules_named_in(ast.Module([node], []))
+    }
+    return imported - set(sys.stdlib_module_names) - declared - {PACKAGE}
+
+
+def test_every_import_is_of_a_declared_dependency(tmp_path: Path) -> None:
+    assert undeclared_imports(ROOT / PACKAGE) == set()
+
+    (tmp_path / "module.py").write_text("import os, torch\nfrom recipes.data import Text\n")
+    assert undeclared_imports(tmp_path) == {"recipes"}
+
+
+# Lightning comes first and unwatched: what its own import writes (a font cache) is not ours.
+WATCHED_IMPORT = """
+import lightning.pytorch, os, sys, torch.distributed
+changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+def watch(event, args):
+    if event == "open" and isinstance(args[2], int) and args[2] & changes:
+        print("wrote", args[0])
+sys.addaudithook(watch)
+{imports}
+print("initialized", torch.distributed.is_initialized())
+"""
+
+
+def watched_import(imports: str, folder: Path) -> str:
+    """Import in a fresh process and return what it printed: files written, and whether a group."""
+    env = {"HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    result = run_python("-c", WATCHED_IMPORT.format(imports=imports), cwd=folder, env=env)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_the_package_writes_nothing_and_opens_no_process_group(tmp_path: Path) -> None:
+    assert watched_import(f"import {PACKAGE}", tmp_path) == "initialized False\n"
+
+
+def test_an_import_that_writes_or_opens_a_group_is_noticed(tmp_path: Path) -> None:
+    imports = """
+import torch.distributed as dist
+open("left_behind", "w").close()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+    lines = watched_import(imports, tmp_path).splitlines()
+    assert "wrote left_behind" in lines
+    assert "initialized True" in lines
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    result = run_python(
+        *("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)),
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    metadata = {name for name in names if ".dist-info/" in name}
+    sources = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / PACKAGE).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert f"{PACKAGE}/py.typed" in sources
+    assert names - metadata == sources
+    assert any(name.endswith("licenses/LICENSE") for name in metadata)

@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_commfree.strategies._replicated import ReplicatedStrategy, Traffic
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 _NAMES = {"streaming_diloco": StreamingDiLoCoStrategy}
@@ -23,4 +24,4 @@ def register_strategies() -> None:
 
 register_strategies()
 
-__all__ = ["StreamingDiLoCoStrategy", "register_strategies"]
+__all__ = ["ReplicatedStrategy", "StreamingDiLoCoStrategy", "Traffic", "register_strategies"]

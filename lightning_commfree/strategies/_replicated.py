@@ -130,7 +130,8 @@ class ReplicatedStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """In place of the DDP wrapper: agree on what is trained, start from rank 0's weights."""
         check_agreement(self.channel, {**self._facts(), **_describe(self._module)})
-        for tensor in [*self._module.parameters(), *self._module.buffers()]:
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        for tensor in (tensor for tensor in tensors if tensor.numel()):
             raw = tensor.detach().to(self.channel.device).contiguous().reshape(-1).view(torch.uint8)
             received = self.channel.broadcast(raw, START_TAG).wait()
             tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
@@ -155,10 +156,11 @@ class ReplicatedStrategy(DDPStrategy):
         if self._after_step(self._sigterm.requested):
             self._sigterm.agree()
         assert self._fit_log is not None, "a fit has begun"
-        # Lightning writes these when a row is due; they come in the same row as the module's own
-        # metrics
-        for name, value in self._fit_log.after_step().items():
-            self._module.log(name, value, on_step=True, on_epoch=False)
+        figures = self._fit_log.after_step()
+        if not self._module.trainer.barebones:
+            # Lightning writes them when a row is due, in the row of the module's own metrics
+            for name, value in figures.items():
+                self._module.log(name, value, on_step=True, on_epoch=False)
         return output
 
     @override

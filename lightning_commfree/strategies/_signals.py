@@ -43,6 +43,7 @@ class DeferredSigterm:
         Must run in the process that trains, before Lightning registers its signal handlers: in
         `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
         """
+        self.requested = False
         if trainer.world_size == 1:
             return
         self._trainer = trainer

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_commfree import StreamingDiLoCoStrategy
@@ -40,7 +40,7 @@ def end_early(size: int, folder: Path, step: int, max_steps: int) -> Any:
     strategy = StreamingDiLoCoStrategy(
         sync_every=8, num_fragments=2, overlap_steps=3, wire_dtype="fp32"
     )
-    saving = ModelCheckpoint(dirpath=folder, save_on_exception=True, every_n_epochs=1000)
+    saving = OnExceptionCheckpoint(folder)
     trainer = quiet_trainer(
         strategy=strategy,
         devices=size,
@@ -69,12 +69,12 @@ def test_all_ranks_stop_after_the_same_step_and_save(tmp_path: Path) -> None:
     ranks = run_ranks(fit, 3, tmp_path, tmp_path / "checkpoints")
     for (mid, mid_step, mid_clean, mid_files), (last, last_step, last_clean, _) in ranks:
         assert (mid, mid_step) == ("SIGTERMException", 15)
-        assert mid_files == ["epoch=0-step=15.ckpt"]
+        assert mid_files == ["on_exception.ckpt"]
         assert mid_clean
         # in the very last step the fit is complete; Lightning raises behind it, here as under DDP
         assert (last, last_step) == ("SIGTERMException", 20)
         assert last_clean
-    saved = torch.load(tmp_path / "checkpoints/mid/epoch=0-step=15.ckpt", weights_only=True)
+    saved = torch.load(tmp_path / "checkpoints/mid/on_exception.ckpt", weights_only=True)
     module = Tiny()
     module.load_state_dict(saved["state_dict"])
     assert saved["global_step"] == 15

@@ -1,0 +1,188 @@
+"""Where text comes from: the user's files, the bundled Shakespeare, or a Markov chain."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import lzma
+import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from recipes.cache import cache_key
+
+Split = Literal["train", "validation"]
+
+BUNDLED = Path(__file__).parent / "corpora"
+
+
+class Corpus(Protocol):
+    """Text in two splits, each a sequence of documents."""
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """Yield the documents of a split, always in the same order."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a key of the content: two corpora with one key hold the same documents."""
+        ...
+
+
+class TextFiles:
+    """UTF-8 text files, plain or compressed with xz (`.xz`).
+
+    Args:
+        train: a path or glob (`~` and `**` are understood), or a list of them.
+        validation: likewise; no file may be in both splits.
+        document_separator: regular expression at which a file is split into documents; None: a file
+            is a document.
+
+    Raises:
+        FileNotFoundError: a path or glob matches no file.
+        ValueError: a file is in both splits.
+    """
+
+    def __init__(
+        self,
+        train: str | Sequence[str],
+        validation: str | Sequence[str],
+        document_separator: str | None = None,
+    ) -> None:
+        self.document_separator = document_separator
+        self._fingerprint: str | None = None  # made once and on demand: it reads every byte
+        self.files = {"train": _find("train", train), "validation": _find("validation", validation)}
+        both = set(self.files["train"]) & set(self.files["validation"])
+        if both:
+            raise ValueError(
+                f"{len(both)} file(s) are in the training and in the validation split, for example"
+                f" '{min(both)}': a loss on text that was trained on says nothing. Give each file"
+                " to one split (`data.corpus.train`, `data.corpus.validation`)."
+            )
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """Yield the documents of a split: files in order of their paths, empty ones left out."""
+        for path in self.files[split]:
+            text = _read(path).decode("utf-8")
+            parts = re.split(self.document_separator, text) if self.document_separator else [text]
+            yield from (part for part in parts if part)
+
+    def fingerprint(self) -> str:
+        """Return a key of the files' bytes and of how they are split; dates do not matter."""
+        if self._fingerprint is None:
+            digests = {
+                split: [_digest(path) for path in paths] for split, paths in self.files.items()
+            }
+            self._fingerprint = cache_key(digests, self.document_separator)
+        return self._fingerprint
+
+
+class Shakespeare(TextFiles):
+    """The bundled corpus: 39 works to train on; Hamlet, The Tempest and the Sonnets to validate."""
+
+    # two blank lines also stand inside works: only a title tells where the next one begins
+    SEPARATOR = r"\n{3}(?=[^\n]+\n+by William Shakespeare)"
+
+    def __init__(self) -> None:
+        folder = BUNDLED / "shakespeare"
+        super().__init__(
+            str(folder / "train.txt.xz"), str(folder / "validation.txt.xz"), self.SEPARATOR
+        )
+
+
+class MarkovChain:
+    """Text of which the entropy is known: letters from a Markov chain of order one.
+
+    Every transition matrix row is drawn from a symmetric Dirichlet distribution. With the tokenizer
+    `bytes` a letter is a token, and no model can have a lower expected loss than `entropy_nats`; a
+    bigram model reaches it.
+
+    Args:
+        num_states: letters in use, 2 to 26.
+        train_characters: length of the training text.
+        validation_characters: length of the validation text.
+        concentration: of the Dirichlet distribution; small values give a text that is easy to
+            foretell.
+        seed: of matrix and texts.
+
+    Raises:
+        ValueError: `num_states` is outside 2 to 26.
+    """
+
+    def __init__(
+        self,
+        num_states: int = 16,
+        train_characters: int = 400_000,
+        validation_characters: int = 40_000,
+        concentration: float = 0.3,
+        seed: int = 0,
+    ) -> None:
+        if not 2 <= num_states <= 26:
+            raise ValueError(
+                f"num_states={num_states} must be within 2 to 26: each state is one letter."
+            )
+        self._settings = (num_states, train_characters, validation_characters, concentration, seed)
+        self._lengths = {"train": train_characters, "validation": validation_characters}
+        self._seed = seed
+        rng = np.random.default_rng(seed)
+        self.transitions_SS = rng.dirichlet([concentration] * num_states, num_states)  # row: from
+
+    @property
+    def entropy_nats(self) -> float:
+        """Entropy rate of the chain in nats per letter, under its stationary distribution."""
+        num_states = len(self.transitions_SS)
+        # stationary: pi (P - 1) = 0 and sum(pi) = 1, as one overdetermined linear system
+        system = np.vstack([self.transitions_SS.T - np.eye(num_states), np.ones(num_states)])
+        target = np.append(np.zeros(num_states), 1.0)
+        stationary_S = np.linalg.lstsq(system, target, rcond=None)[0]
+        positive_SS = np.where(self.transitions_SS > 0, self.transitions_SS, 1.0)  # 0 log 0 = 0
+        row_entropies_S = -(self.transitions_SS * np.log(positive_SS)).sum(axis=1)
+        return float(stationary_S @ row_entropies_S)
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """Yield the split's one document."""
+        rng = np.random.default_rng([self._seed, 1 if split == "train" else 2])
+        num_states = len(self.transitions_SS)
+        rows = [list(accumulate(row)) for row in self.transitions_SS.tolist()]
+        state, letters = 0, []
+        for uniform in rng.random(self._lengths[split]).tolist():
+            row = rows[state]
+            # rounding may leave the last sum a little below 1: the last letter takes the rest
+            state = next((i for i, bound in enumerate(row) if uniform < bound), num_states - 1)
+            letters.append(chr(ord("a") + state))
+        yield "".join(letters)
+
+    def fingerprint(self) -> str:
+        """Return a key of the settings, which decide the text."""
+        return cache_key("markov", self._settings)
+
+
+def _find(split: str, patterns: str | Sequence[str]) -> list[Path]:
+    files: list[Path] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        expanded = str(Path(pattern).expanduser())
+        found = [Path(name) for name in glob.glob(expanded, recursive=True) if Path(name).is_file()]
+        if not found:
+            raise FileNotFoundError(
+                f"data.corpus.{split}: '{pattern}' matches no file (looked from '{Path.cwd()}')."
+                " Give a text file, plain or .xz, or a glob such as 'books/**/*.txt', in quotes."
+            )
+        files += found
+    return sorted({path.resolve() for path in files})
+
+
+def _digest(path: Path) -> str:
+    # the suffix counts too: it decides how the bytes are read
+    digest = hashlib.sha256(path.suffix.encode())
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    raw = path.read_bytes()
+    return lzma.decompress(raw) if path.suffix == ".xz" else raw

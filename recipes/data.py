@@ -1,0 +1,108 @@
+"""From a corpus to the batches of a rank."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from recipes.corpus import Corpus, Split
+from recipes.resumable import ResumableDataLoader, ResumableSampler
+from recipes.token_blocks import TokenBlocks, tokenize
+
+
+class TokenDataModule(pl.LightningDataModule):
+    """Blocks of tokens, each for one rank: in training once an epoch, in validation exactly once.
+
+    A batch is an int64 tensor of shape (batch_size, block_size + 1): inputs are all columns but the
+    last, targets all but the first. The samplers are made here and not by Lightning, which leaves a
+    `DistributedSampler` alone: for training to have one that can be resumed, for validation one
+    that repeats no block to make the ranks' shares equal.
+
+    Args:
+        corpus: where the text comes from.
+        tokenizer: the model's tokenizer.
+        cache_dir: folder for files of tokens.
+        block_size: predictions per block; the model's context.
+        batch_size: blocks per rank and micro-batch.
+        num_workers: processes that read ahead; 0 reads in the training process.
+        seed: of the order of the training blocks, which is another one in every epoch.
+
+    Raises:
+        ValueError: (from `setup`) there are fewer blocks than the ranks need.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        cache_dir: str,
+        block_size: int = 128,
+        batch_size: int = 8,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self._cache_dir = cache_dir
+        self._num_workers = num_workers
+        self._seed = seed
+
+    def blocks(self, split: Split) -> TokenBlocks:
+        """Return the blocks of a split; tokenizes the corpus if no run has done so before."""
+        path = tokenize(self.corpus, split, self.tokenizer, self._cache_dir)
+        return TokenBlocks(path, self.block_size)
+
+    @override
+    def prepare_data(self) -> None:
+        for split in ("train", "validation"):
+            self.blocks(split)
+
+    @override
+    def setup(self, stage: str) -> None:
+        size, _ = self._size_and_rank()
+        self._require("train", self.batch_size * size)
+        self._require("validation", size)
+
+    @override
+    def train_dataloader(self) -> ResumableDataLoader:
+        size, rank = self._size_and_rank()
+        sampler = ResumableSampler(
+            self.blocks("train"),
+            num_replicas=size,
+            rank=rank,
+            shuffle=True,
+            seed=self._seed,
+            drop_last=True,
+        )
+        # a short last batch would give its blocks a greater weight than the others have
+        return ResumableDataLoader(
+            sampler, self.batch_size, drop_last=True, num_workers=self._num_workers
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        size, rank = self._size_and_rank()
+        blocks = self.blocks("validation")
+        sampler = UnrepeatedDistributedSampler(blocks, num_replicas=size, rank=rank, shuffle=False)
+        return DataLoader(blocks, self.batch_size, sampler=sampler, num_workers=self._num_workers)
+
+    def _size_and_rank(self) -> tuple[int, int]:
+        # the strategy's answer and not the world's: ranks that share one replica read the same data
+        shares = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return (shares["num_replicas"], shares["rank"]) if shares else (1, 0)
+
+    def _require(self, split: Split, num_blocks: int) -> None:
+        found = len(self.blocks(split))
+        if found < num_blocks:
+            raise ValueError(
+                f"The {split} split has {found} blocks of {self.block_size} tokens, and this run"
+                f" needs at least {num_blocks}. Use more text, or lower `data.block_size`,"
+                " `data.batch_size` or `trainer.devices`."
+            )

@@ -1,0 +1,228 @@
+"""What the person at the keyboard sees: a panel before the run, and one after it with its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from typing_extensions import override
+
+from recipes.data import TokenDataModule
+from recipes.evaluation import generate_text, token_loss, unigram_loss
+from recipes.figures import draw_run
+from recipes.language_model import LanguageModel
+from recipes.progress import RunRecorder
+from recipes.traffic import human_bytes
+
+SUMMARY_FILE = "summary.json"
+CHECKPOINT_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The figures of a finished fit; `summary.json` holds them."""
+
+    steps: int  # optimizer steps
+    tokens: int  # trained on, by all ranks
+    seconds: float  # from the first batch to the end of training, validations included
+    validation_loss: float  # nats per token, whole validation split, of the module after fit
+    perplexity: float  # exp(validation_loss)
+    unigram_loss: float  # nats per token, on the same tokens
+    bytes_sent: int  # by rank 0
+    bytes_are_counted: bool  # by a ledger; otherwise computed
+    ddp_bytes: int  # what fp32 DDP would have sent in as many steps; computed
+    seconds_waited: float | None  # by rank 0 for communication; None where nobody counts
+    sample: str
+    checkpoint: str | None
+    huggingface: str
+    metrics: str | None
+    figure: str
+
+
+class RunReport(pl.Callback):
+    """Prints a panel before and a summary after a fit, on rank 0, and exports the trained model.
+
+    All of it happens inside the processes that train: under fork and spawn the ledger, the history
+    and the loggers exist only there. The summary is made in `on_fit_end`, not in `on_train_end`: a
+    strategy may still change the weights in its own `on_train_end`, which comes after all
+    callbacks', and what is reported and exported must be the final weights.
+
+    Args:
+        data: the run's data.
+        recorder: records the run; must stand before this callback among the Trainer's.
+        run_dir: folder for everything that is written.
+        prompt: begins the generated text; None takes the first words of the validation text.
+        sample_tokens: number of tokens to generate.
+        seed: of the generated text.
+    """
+
+    def __init__(
+        self,
+        data: TokenDataModule,
+        recorder: RunRecorder,
+        run_dir: str,
+        prompt: str | None = None,
+        sample_tokens: int = 100,
+        seed: int = 0,
+    ) -> None:
+        self._data = data
+        self._recorder = recorder
+        self._run_dir = Path(run_dir)
+        self._prompt = prompt
+        self._sample_tokens = sample_tokens
+        self._seed = seed
+        self._train_start = 0.0
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
+        if trainer.is_global_zero:
+            _print_panel("Before training", self._plan(trainer, pl_module))
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._train_start = time.monotonic()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
+        seconds = time.monotonic() - self._train_start
+        # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
+        # device of their group
+        pl_module.to(trainer.strategy.root_device)
+        validation_loss = token_loss(pl_module, self._data.val_dataloader())
+        if trainer.is_global_zero:
+            summary = self._summarize(trainer, pl_module, seconds, validation_loss)
+            (self._run_dir / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
+            _print_panel("After training", summary_rows(summary))
+        pl_module.cpu()
+
+    def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
+        strategy, traffic = trainer.strategy, self._recorder.meter.plan
+        train, validation = self._data.blocks("train"), self._data.blocks("validation")
+        sizes = {name: p.numel() for name, p in module.named_parameters()}
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
+        per_step = self._recorder.tokens_per_step(trainer)
+        epochs = trainer.max_steps * per_step / len(train.tokens)
+        return {
+            "model": f"{type(module.model).__name__}, vocabulary of {len(self._data.tokenizer):,}",
+            "parameters": f"{sum(sizes.values()):,}, of which {trained:,} are trained",
+            "data": f"{len(train.tokens):,} training, {len(validation.tokens):,} validation tokens",
+            "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)",
+            "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
+            "tokens per step": f"{per_step:,}, in blocks of {self._data.block_size}",
+            "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
+            "one rank sends": (
+                f"{human_bytes(traffic.bytes_per_step)} per step on average,"
+                f" {human_bytes(traffic.bytes_per_cycle)} per cycle of {traffic.cycle_steps}"
+                " step(s)"
+            ),
+            "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step",
+        }
+
+    def _summarize(
+        self, trainer: pl.Trainer, module: LanguageModel, seconds: float, validation_loss: float
+    ) -> RunSummary:
+        meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
+        unigram = unigram_loss(
+            self._data.blocks("train"), self._data.blocks("validation"), len(self._data.tokenizer)
+        )
+        for logger in trainer.loggers:
+            final = {"final/val_loss": validation_loss, "final/unigram_loss": unigram}
+            logger.log_metrics(final, step=trainer.global_step)
+            logger.save()
+        return RunSummary(
+            steps=steps,
+            tokens=steps * self._recorder.tokens_per_step(trainer),
+            seconds=seconds,
+            validation_loss=validation_loss,
+            perplexity=math.exp(validation_loss),
+            unigram_loss=unigram,
+            bytes_sent=meter.bytes_sent(steps),
+            bytes_are_counted=meter.ledger is not None,
+            ddp_bytes=round(steps * meter.plan.ddp_bytes_per_step),
+            seconds_waited=meter.seconds_waited(),
+            sample=self._sample(module),
+            checkpoint=_newest_checkpoint(self._run_dir / CHECKPOINT_FOLDER),
+            huggingface=self._export(module),
+            metrics=_metrics_file(trainer),
+            figure=self._draw(trainer),
+        )
+
+    def _sample(self, module: LanguageModel) -> str:
+        tokenizer, prompt = self._data.tokenizer, self._prompt
+        if prompt is None:
+            prompt = str(tokenizer.decode(self._data.blocks("validation").tokens[:8].tolist()))
+        return generate_text(module, tokenizer, prompt, self._sample_tokens, self._seed)
+
+    def _export(self, module: LanguageModel) -> str:
+        folder = self._run_dir / "huggingface"
+        module.model.save_pretrained(folder)
+        self._data.tokenizer.save_pretrained(folder)
+        return str(folder)
+
+    def _draw(self, trainer: pl.Trainer) -> str:
+        path = self._run_dir / "run.png"
+        title = f"{type(trainer.strategy).__name__} on {trainer.world_size} rank(s)"
+        draw_run(self._recorder.history, self._recorder.meter.plan.ddp_bytes_per_step, title, path)
+        return str(path)
+
+
+def summary_rows(summary: RunSummary) -> dict[str, str]:
+    """Return what is printed at the end, label to text."""
+    how = "counted" if summary.bytes_are_counted else "computed"
+    ratio = f"1/{summary.ddp_bytes / summary.bytes_sent:,.3g}" if summary.bytes_sent else "none"
+    waited = summary.seconds_waited
+    return {
+        "trained": f"{summary.steps:,} steps, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
+        "validation loss": f"{summary.validation_loss:.4f} nats per token, of the final weights",
+        "perplexity": f"{summary.perplexity:.2f}",
+        "unigram model": f"{summary.unigram_loss:.4f} nats per token, on the same tokens",
+        "one rank sent": f"{human_bytes(summary.bytes_sent)} ({how})",
+        "fp32 DDP": f"{human_bytes(summary.ddp_bytes)} (computed); this run sent {ratio} of it",
+        "waited": "not measured" if waited is None else f"{waited:.2f} s for communication, rank 0",
+        "sample": re.sub(r"\n\s*\n", "\n", summary.sample),  # without its empty lines
+        "checkpoint": _shown(summary.checkpoint) or "none was written",
+        "Hugging Face": _shown(summary.huggingface),
+        "metrics": _shown(summary.metrics) or "the loggers' own; `logger=csv` writes metrics.csv",
+        "figure": _shown(summary.figure),
+    }
+
+
+def _shown(path: str | None) -> str:
+    """Return a path as one would type it here; the panel is narrow."""
+    return "" if path is None else os.path.relpath(path)
+
+
+def _print_panel(title: str, rows: dict[str, str]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows.items():
+        # not `add_row(label, text)` on str: brackets in generated text are no markup
+        table.add_row(Text(label), Text(text))
+    Console().print(Panel(table, title=title))
+
+
+def _newest_checkpoint(folder: Path) -> str | None:
+    files = list(folder.glob("*.ckpt"))
+    return str(max(files, key=lambda file: file.stat().st_mtime)) if files else None
+
+
+def _metrics_file(trainer: pl.Trainer) -> str | None:
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            return str(Path(logger.log_dir) / "metrics.csv")
+    return None

@@ -1,0 +1,67 @@
+"""What a strategy sends: foretold before a run and read off while it runs.
+
+Our strategies foretell and count for themselves. Lightning's DDP does neither; for it both numbers
+come from the ledger's formula for the all-reduce of fp32 gradients, and are said to be computed.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
+from lightning_commfree.strategies import ReplicatedStrategy, Traffic
+
+
+class TrafficMeter:
+    """What one rank of a fit will send and has sent. Make it in `on_fit_start` or later.
+
+    Args:
+        trainer: in its fit.
+
+    Attributes:
+        plan: what this rank will send.
+        ledger: what it has sent; None for a strategy that does not count.
+
+    Raises:
+        TypeError: nobody knows what the strategy sends.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        strategy = trainer.strategy
+        self.ledger: Ledger | None
+        self.plan: Traffic
+        if isinstance(strategy, ReplicatedStrategy):
+            self.plan, self.ledger = strategy.traffic(), strategy.ledger
+        else:
+            self.plan, self.ledger = _ddp_traffic(trainer), None
+
+    def bytes_sent(self, steps: int) -> int:
+        """Return the bytes that this rank has sent: counted, or computed for `steps` of DDP."""
+        if self.ledger is not None:
+            return self.ledger.bytes_sent
+        return steps * self.plan.bytes_per_cycle
+
+    def seconds_waited(self) -> float | None:
+        """Return the seconds that this rank has waited for others; None where nobody counts."""
+        return None if self.ledger is None else self.ledger.seconds_waited
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Return a number of bytes with three digits and a decimal unit: 1.23 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def _ddp_traffic(trainer: pl.Trainer) -> Traffic:
+    if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        raise TypeError(
+            f"The recipes cannot say what `{type(trainer.strategy).__name__}` sends. Use a"
+            " strategy of `lightning_commfree`, or Lightning's `DDPStrategy`."
+        )
+    trainable = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
+    per_step = ring_all_reduce_bytes(4 * trainable, trainer.world_size)
+    return Traffic(float(per_step), per_step, 1, float(per_step))

@@ -190,7 +190,7 @@ def test_then_chains_and_shares_the_one_transfer() -> None:
 
 
 def test_a_second_wait_counts_no_second() -> None:
-    """Time is counted inside of the transfer's wait alone, so a result that is here costs nothing."""
+    """Time counts inside of the transfer's wait alone: a result that is here costs nothing."""
     ledger = Ledger()
 
     class Work:
@@ -243,7 +243,7 @@ def talk_along_two_axes(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_two_axes_of_four_ranks(tmp_path: Path) -> None:
-    """Rank r stands at row r // 2 of `replica`, column r % 2 of `data`; sources count in the group."""
+    """Rank r stands in row r // 2, column r % 2; `source` counts within the group."""
     for rank, result in enumerate(run_ranks(talk_along_two_axes, 4, tmp_path)):
         row, column = divmod(rank, 2)
         columns, rows = (column, column + 2), (2 * row, 2 * row + 1)
@@ -257,15 +257,28 @@ def test_two_axes_of_four_ranks(tmp_path: Path) -> None:
         }
 
 
-def gather_in_uneven_groups(rank: int, size: int) -> tuple[list[float], int]:
-    channel = Channel.open([[2, 0], [1]], rank, Ledger())
+def gather_in_groups(rank: int, size: int, groups: list[list[int]]) -> Any:
+    channel = Channel.open(groups, rank, Ledger())
     gathered = channel.all_gather(torch.tensor(float(rank)), "t").wait()
-    return gathered.tolist(), channel.ledger.bytes_sent
+    return gathered.tolist(), list(channel.ranks), channel.rank, channel.ledger.bytes_sent
 
 
 def test_groups_may_differ_in_size_and_a_single_rank_is_one(tmp_path: Path) -> None:
-    pair, alone = ([2.0, 0.0], 4), ([1.0], 0)
-    assert run_ranks(gather_in_uneven_groups, 3, tmp_path) == [pair, alone, pair]
+    assert run_ranks(gather_in_groups, 3, tmp_path, [[0, 2], [1]]) == [
+        ([0.0, 2.0], [0, 2], 0, 4),
+        ([1.0], [1], 0, 0),
+        ([0.0, 2.0], [0, 2], 1, 4),
+    ]
+
+
+def test_ranks_are_in_the_order_of_the_results_however_the_group_was_written(
+    tmp_path: Path,
+) -> None:
+    """torch sorts the ranks of a new group; a channel that does not know it mixes up its peers."""
+    for rank, outcome in enumerate(run_ranks(gather_in_groups, 3, tmp_path, [[2, 0, 1]])):
+        gathered, ranks, place, _ = outcome
+        assert gathered == ranks
+        assert ranks[place] == rank
 
 
 def test_misuse_of_a_channel_is_an_error_of_ours() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that mean different jobs are told so, on all ranks alike; agreement costs 32 bytes a rank."""
+"""Ranks that mean different jobs are told so, all alike; agreement costs 32 bytes a rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def second_half_disagrees(rank: int, size: int) -> str:
 
 
 def texts(cases: list[list[dict[str, str]]], folder: Path) -> list[str]:
-    """Return what all ranks were told, case by case, after checking that they were told the same."""
+    """Return what the ranks were told, case by case; all must have been told the same."""
     told = [[text for text, *_ in outcomes] for outcomes in run_ranks(told_apart, 3, folder, cases)]
     assert told[0] == told[1] == told[2]
     return told[0]

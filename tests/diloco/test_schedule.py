@@ -1,0 +1,127 @@
+"""The schedule against tables by hand, and what holds for every H, P and tau."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_commfree.diloco.schedule import Schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    sync_every = draw(st.integers(1, 24))
+    num_fragments = draw(st.integers(1, 2 * sync_every))  # also more fragments than steps
+    return Schedule(sync_every, num_fragments, draw(st.integers(0, sync_every - 1)))
+
+
+def launches_of(schedule: Schedule, fragment: int, last_step: int) -> list[int]:
+    steps = range(1, last_step + 1)
+    return [step for step in steps if fragment in schedule.launched_at(step)]
+
+
+def landings_of(schedule: Schedule, fragment: int, last_step: int) -> list[int]:
+    return [step for step in range(1, last_step + 1) if fragment in schedule.landed_at(step)]
+
+
+def test_four_steps_two_fragments_overlap_one_by_hand() -> None:
+    schedule = Schedule(sync_every=4, num_fragments=2, overlap_steps=1)
+    launched = {4: [0], 6: [1], 8: [0], 10: [1], 12: [0]}
+    landed = {5: [0], 7: [1], 9: [0], 11: [1], 13: [0]}
+    for step in range(14):
+        assert schedule.launched_at(step) == launched.get(step, []), step
+        assert schedule.landed_at(step) == landed.get(step, []), step
+    assert schedule.complete_after == 7
+
+
+def test_the_example_of_the_paper() -> None:
+    """Section 2.2: fragments leave 50 steps apart, the first after a whole cycle."""
+    schedule = Schedule(sync_every=100, num_fragments=2, overlap_steps=1)
+    assert launches_of(schedule, 0, 400) == [100, 200, 300, 400]
+    assert launches_of(schedule, 1, 400) == [150, 250, 350]
+    assert landings_of(schedule, 0, 400) == [101, 201, 301]
+    assert landings_of(schedule, 1, 400) == [151, 251, 351]
+
+
+def test_offsets_are_rounded_down_where_fragments_do_not_divide_the_cycle() -> None:
+    """10 / 4 = 2.5: neither 0, 3, 5, 8 (rounded) nor a cycle of another length (0, 2, 4, 6)."""
+    schedule = Schedule(sync_every=10, num_fragments=4, overlap_steps=0)
+    assert [schedule.offset(p) for p in range(4)] == [0, 2, 5, 7]
+
+
+def test_one_fragment_without_overlap_is_every_sync_every_steps() -> None:
+    schedule = Schedule(sync_every=3, num_fragments=1, overlap_steps=0)
+    assert launches_of(schedule, 0, 10) == landings_of(schedule, 0, 10) == [3, 6, 9]
+
+
+def test_more_fragments_than_steps_leave_several_at_once() -> None:
+    schedule = Schedule(sync_every=2, num_fragments=5, overlap_steps=1)
+    assert [schedule.offset(p) for p in range(5)] == [0, 0, 0, 1, 1]
+    assert [schedule.launched_at(step) for step in range(1, 6)] == [
+        [],
+        [0, 1, 2],
+        [3, 4],
+        [0, 1, 2],
+        [3, 4],
+    ]
+    assert schedule.landed_at(4) == [3, 4]
+
+
+def test_step_one_is_the_first_and_nothing_leaves_before_it() -> None:
+    schedule = Schedule(sync_every=1, num_fragments=1, overlap_steps=0)
+    assert schedule.launched_at(0) == schedule.landed_at(0) == []
+    assert schedule.launched_at(1) == schedule.landed_at(1) == [0]
+
+
+@given(schedules())
+def test_each_fragment_leaves_after_a_whole_cycle_and_then_once_per_cycle(
+    schedule: Schedule,
+) -> None:
+    cycle = schedule.sync_every
+    for p in range(schedule.num_fragments):
+        first = cycle + schedule.offset(p)
+        assert launches_of(schedule, p, 4 * cycle) == list(range(first, 4 * cycle + 1, cycle))
+
+
+@given(schedules())
+def test_what_is_launched_lands_overlap_steps_later(schedule: Schedule) -> None:
+    for step in range(1, 3 * schedule.sync_every + 1):
+        assert schedule.landed_at(step + schedule.overlap_steps) == schedule.launched_at(step)
+        if step <= schedule.sync_every:  # what would be launched before the first step
+            assert schedule.landed_at(step) == [] or step - schedule.overlap_steps >= 1
+
+
+@given(schedules())
+def test_a_fragment_has_landed_before_it_leaves_again(schedule: Schedule) -> None:
+    for p in range(schedule.num_fragments):
+        launches = launches_of(schedule, p, 5 * schedule.sync_every)
+        landings = landings_of(schedule, p, 5 * schedule.sync_every)
+        for landing, next_launch in zip(landings, launches[1:], strict=False):
+            assert landing < next_launch
+
+
+@given(schedules())
+def test_offsets_spread_the_fragments_over_one_cycle(schedule: Schedule) -> None:
+    """Any `sync_every` consecutive steps after the first cycle launch every fragment once."""
+    cycle, start = schedule.sync_every, 2 * schedule.sync_every
+    launched = [p for step in range(start, start + cycle) for p in schedule.launched_at(step)]
+    assert sorted(launched) == list(range(schedule.num_fragments))
+    counts = [len(schedule.launched_at(step)) for step in range(start, start + cycle)]
+    assert max(counts) - min(counts) <= 1, "no step has more to send than another by two"
+
+
+@given(schedules())
+def test_complete_after_is_the_last_first_landing(schedule: Schedule) -> None:
+    landings = range(schedule.num_fragments)
+    last = 2 * schedule.sync_every + schedule.overlap_steps
+    assert schedule.complete_after == max(landings_of(schedule, p, last)[0] for p in landings)
+
+
+@pytest.mark.parametrize("overlap_steps", [0, 1, 5])
+def test_launched_and_landed_fragments_come_in_ascending_order(overlap_steps: int) -> None:
+    """All ranks launch in this order, so it must not depend on anything but the step."""
+    schedule = Schedule(sync_every=6, num_fragments=20, overlap_steps=overlap_steps)
+    for step in range(1, 30):
+        for fragments in (schedule.launched_at(step), schedule.landed_at(step)):
+            assert fragments == sorted(fragments)

@@ -1,0 +1,155 @@
+"""Every value out of range is answered by a sentence: what came, what is legal, what to do."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_commfree.diloco.settings import DiLoCoSettings, default_outer_optimizer
+
+LEGAL: dict[str, Any] = {
+    "sync_every": 100,
+    "num_fragments": None,
+    "fragment_pattern": "strided",
+    "overlap_steps": 1,
+    "mix": 0.5,
+    "wire_dtype": "fp4",
+    "outer_optimizer": default_outer_optimizer,
+    "replica_size": 1,
+}
+
+
+def make(**changes: Any) -> DiLoCoSettings:
+    return DiLoCoSettings(**{**LEGAL, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"sync_every": 1, "overlap_steps": 0},
+        {"sync_every": 2, "overlap_steps": 1},
+        {"num_fragments": 1},
+        {"num_fragments": 1000},
+        {"mix": 0},
+        {"mix": 1.0},
+        *[{"fragment_pattern": pattern} for pattern in ("sequential", "balanced")],
+        *[{"wire_dtype": wire_dtype} for wire_dtype in ("fp32", "bf16", "int8")],
+        {"outer_optimizer": partial(torch.optim.Adam, lr=0.1)},
+    ],
+)
+def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
+    settings = make(**changes)
+    for field in fields(settings):
+        assert getattr(settings, field.name) == {**LEGAL, **changes}[field.name]
+
+
+REFUSED = [
+    ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),
+    ({"sync_every": -5}, r"`sync_every=-5` must be at least 1"),
+    ({"num_fragments": 0}, r"`num_fragments=0` must be at least 1, or None to choose it"),
+    (
+        {"fragment_pattern": "stripes"},
+        r"`fragment_pattern='stripes'` is unknown\. Choose one of"
+        r" 'strided', 'sequential', 'balanced'\.",
+    ),
+    ({"fragment_pattern": None}, r"`fragment_pattern=None` is unknown"),
+    (
+        {"sync_every": 4, "overlap_steps": 4},
+        r"`overlap_steps=4` must be at least 0 and below `sync_every=4`: a fragment has to land"
+        r" before it leaves again\. Lower `overlap_steps` or raise `sync_every`\.",
+    ),
+    ({"sync_every": 4, "overlap_steps": 9}, r"`overlap_steps=9` must be .* `sync_every=4`"),
+    ({"overlap_steps": -1}, r"`overlap_steps=-1` must be at least 0"),
+    ({"mix": 1.5}, r"`mix=1\.5` is outside \[0, 1\]\. It is the weight of the local parameters"),
+    ({"mix": -0.1}, r"`mix=-0\.1` is outside \[0, 1\]"),
+    ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
+    (
+        {"wire_dtype": "fp8"},
+        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4'\.",
+    ),
+    ({"wire_dtype": None}, r"`wire_dtype=None` is unknown"),
+    ({"wire_dtype": torch.bfloat16}, r"`wire_dtype=torch\.bfloat16` is unknown"),
+    ({"replica_size": 0}, r"`replica_size=0` must be at least 1: it counts the ranks of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), REFUSED)
+def test_values_out_of_range_are_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("outer_optimizer", "came"),
+    [("sgd", "str"), (torch.optim.SGD([nn.Parameter(torch.ones(1))]), "SGD"), (None, "NoneType")],
+)
+def test_an_outer_optimizer_that_is_no_factory_is_refused(outer_optimizer: Any, came: str) -> None:
+    text = (
+        r"`outer_optimizer` must be a factory that takes a list of parameters, like"
+        rf" `functools\.partial\(torch\.optim\.SGD, lr=0\.4\)`, but it is a {came}\."
+    )
+    with pytest.raises(TypeError, match=text):
+        make(outer_optimizer=outer_optimizer)
+
+
+def test_replicas_of_several_ranks_are_not_built_yet() -> None:
+    text = r"`replica_size=2`: .* not built yet\. Use `replica_size=1`"
+    with pytest.raises(NotImplementedError, match=text):
+        make(replica_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sync_every", 2.5),
+        ("sync_every", "100"),
+        ("num_fragments", 1.5),
+        ("overlap_steps", 0.5),
+        ("replica_size", 1.5),
+        ("mix", "0.5"),
+    ],
+)
+def test_a_number_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
+    """From a config file `1e2` is a float and `"100"` a string; half a step counts nothing."""
+    with pytest.raises((TypeError, ValueError), match=f"`{name}={value!r}`"):
+        make(**{name: value})
+
+
+def test_the_settings_cannot_be_changed_afterwards() -> None:
+    with pytest.raises(FrozenInstanceError):
+        make().sync_every = 3  # type: ignore[misc]
+
+
+def test_facts_hold_every_setting_that_two_ranks_can_compare() -> None:
+    facts = make().facts()
+    assert facts.keys() == LEGAL.keys() - {"outer_optimizer"}
+    assert facts["sync_every"] == "100"
+    assert facts["wire_dtype"] == "'fp4'"
+    assert facts["num_fragments"] == "None"
+    changes = {
+        "sync_every": 50,
+        "num_fragments": 2,
+        "fragment_pattern": "balanced",
+        "overlap_steps": 0,
+        "mix": 0.0,
+        "wire_dtype": "bf16",
+    }
+    for name, value in changes.items():
+        other = make(**{name: value}).facts()
+        assert {key for key in facts if facts[key] != other[key]} == {name}
+
+
+def test_the_default_outer_optimizer_is_the_papers() -> None:
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    optimizer = default_outer_optimizer(parameters)
+    assert isinstance(optimizer, torch.optim.SGD)
+    (group,) = optimizer.param_groups
+    assert group["params"] == parameters
+    chosen = {"lr": 0.4, "momentum": 0.9, "nesterov": True, "dampening": 0, "weight_decay": 0}
+    assert {name: group[name] for name in chosen} == chosen

@@ -1,0 +1,227 @@
+"""How a run ends, buffers, refusals, bytes, and the wish to stop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.diloco.training import (
+    ADAMW,
+    AVERAGING,
+    Net,
+    Run,
+    State,
+    after_some_steps,
+    alone,
+    assert_equal_states,
+    backward,
+    batch,
+    start,
+    state_of,
+    train,
+    world,
+)
+from tests.world import run_ranks
+
+# The end
+
+
+def finish_twice(rank: int, size: int, changes: dict[str, Any]) -> list[State]:
+    module = Net()
+    diloco = start(module, world(rank, size), **changes)
+    optimizer = ADAMW(module.parameters())
+    for step in range(1, 7):
+        backward(module, rank, step)
+        optimizer.step()
+        diloco.after_inner_step()
+    states = []
+    for _ in range(2):
+        diloco.finish()
+        assert diloco.in_flight == []
+        outer = torch.cat([fragment.global_copy for fragment in diloco.fragments])
+        states.append({**state_of(module), "global copies": outer})
+    return states
+
+
+def test_finish_twice_leaves_all_replicas_equal(tmp_path: Path) -> None:
+    for first, second in zip(*run_ranks(finish_twice, 2, tmp_path, {}), strict=True):
+        assert_equal_states(first, second)
+
+
+def test_a_second_finish_finds_nothing_to_exchange(tmp_path: Path) -> None:
+    """The replicas are equal after the first: without momentum the outer step is one of 0."""
+    for once, twice in run_ranks(finish_twice, 2, tmp_path, {"outer_optimizer": AVERAGING}):
+        assert_equal_states(once, twice)
+
+
+@pytest.mark.parametrize("mix", [0.5, 1.0])
+def test_finish_before_the_first_launch_is_one_averaging_step(mix: float, tmp_path: Path) -> None:
+    """A fit shorter than `sync_every`, whatever the mix."""
+    changes = {"sync_every": 100, "mix": mix, "outer_optimizer": AVERAGING}
+    traces = run_ranks(train, 2, tmp_path, Run(3, changes))
+    for name in traces[0].local[-1]:
+        mean = (traces[0].local[2][name] + traces[1].local[2][name]) / 2
+        for trace in traces:
+            torch.testing.assert_close(trace.local[3][name], mean, rtol=1e-5, atol=1e-7)
+        apart = (traces[0].local[2][name] - traces[1].local[2][name]).abs().max()
+        assert apart > 1e-3, "there was something to average"
+
+
+def test_training_may_go_on_after_finish() -> None:
+    """What is foreseen to be the last step need not be it; a landing of `finish` is done then."""
+    module, diloco = after_some_steps(4)
+    assert diloco.in_flight == [0]
+    diloco.finish()
+    landings = [fragment.landings for fragment in diloco.fragments]
+    diloco.after_inner_step()  # step 5, at which fragment 0 would have landed
+    assert [fragment.landings for fragment in diloco.fragments] == landings
+    for _ in range(8):
+        diloco.after_inner_step()
+    later = [fragment.landings for fragment in diloco.fragments]
+    assert [now - before for before, now in zip(landings, later, strict=True)] == [2, 2]
+
+
+# Buffers
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def train_normed(rank: int, size: int) -> list[State]:
+    """Return buffers before and after the landing of step 3; rank 1 saw a batch more."""
+    module = Normed()
+    diloco = start(module, world(rank, size), sync_every=3, overlap_steps=0, mix=0.0)
+    for step in range(1, 4):
+        module(batch(rank, step)[0] + 10.0 * rank)
+        if step == 3 and rank == 1:
+            module(batch(rank, 4)[0])
+        before = {name: b.clone() for name, b in module.named_buffers()}
+        diloco.after_inner_step()
+    with diloco.outer_weights():
+        outer = {name: b.clone() for name, b in module.named_buffers()}
+    return [before, {name: b.clone() for name, b in module.named_buffers()}, outer]
+
+
+def test_batch_norm_statistics_are_averaged_and_counters_stay(tmp_path: Path) -> None:
+    (before_0, after_0, outer_0), (before_1, after_1, outer_1) = run_ranks(
+        train_normed, 2, tmp_path
+    )
+    for name in ("norm.running_mean", "norm.running_var"):
+        mean = (before_0[name] + before_1[name]) / 2
+        assert (before_0[name] - before_1[name]).abs().min() > 1e-2, "nothing to average"
+        torch.testing.assert_close(after_0[name], mean, rtol=1e-5, atol=1e-6)
+        for other in (after_1, outer_0, outer_1):
+            assert torch.equal(other[name], after_0[name])
+    counter = "norm.num_batches_tracked"
+    assert (after_0[counter].item(), after_1[counter].item()) == (3, 4)
+
+
+# Refusals, bytes, stop
+
+
+def test_a_parameter_that_becomes_trainable_later_is_refused_at_the_next_launch() -> None:
+    module = Net()
+    module.embed.requires_grad_(False)
+    diloco = start(module, alone())
+    for _ in range(3):
+        diloco.after_inner_step()
+    module.embed.requires_grad_(True)
+    text = (
+        r"The parameters \['embed\.bias', 'embed\.weight'\] became trainable after the fit had"
+        r" begun and belong to no fragment.*Make them trainable before `fit`"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        diloco.after_inner_step()
+
+
+def test_a_parameter_that_is_frozen_later_goes_on_being_exchanged() -> None:
+    module, diloco = after_some_steps(3)
+    module.embed.requires_grad_(False)
+    for _ in range(6):
+        diloco.after_inner_step()
+    assert all(fragment.landings for fragment in diloco.fragments)
+
+
+def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
+    """Return `bytes_per_cycle`, what the third cycle sent, and what the first H - 1 steps did."""
+    module = Net()
+    channel = world(rank, size) if size > 1 else alone()
+    diloco = start(module, channel, **changes)
+    sent = []
+    for _ in range(3 * diloco.schedule.sync_every):
+        sent.append(channel.ledger.bytes_sent)
+        diloco.after_inner_step()
+    total, cycle = channel.ledger.bytes_sent, diloco.schedule.sync_every
+    return [diloco.bytes_per_cycle, total - sent[2 * cycle], sent[cycle - 1]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("wire_dtype", "fragment_bytes"),
+    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 8 bytes of header and the
+    # payload, filled up to a multiple of 8
+    [
+        ("fp32", [8 + 240, 8 + 120, 8 + 100 + 4]),
+        ("bf16", [8 + 120, 8 + 60 + 4, 8 + 50 + 6]),
+        ("int8", [8 + 4 + 60, 8 + 4 + 30 + 6, 8 + 4 + 25 + 3]),
+        ("fp4", [8 + 32 + 1 + 7, 8 + 16 + 1 + 7, 8 + 16 + 1 + 7]),
+    ],
+)
+def test_the_ledger_counts_what_a_cycle_is_said_to_send(
+    size: int, wire_dtype: str, fragment_bytes: list[int], tmp_path: Path
+) -> None:
+    changes = {"num_fragments": 3, "wire_dtype": wire_dtype, "sync_every": 6, "overlap_steps": 2}
+    expected = sum(fragment_bytes) * (size - 1)
+    for outcome in run_ranks(bytes_of_cycles, size, tmp_path, changes):
+        assert outcome == [expected, expected, 0]
+
+
+def steps_told_to_stop(rank: int, size: int, asks_from: dict[int, int]) -> tuple[list[int], bool]:
+    """Return the steps at which this rank was told to stop, and what `finish` said.
+
+    Args:
+        rank: this rank.
+        size: of the world.
+        asks_from: by rank, the first step at which it wants to stop.
+    """
+    module = Net()
+    diloco = start(module, world(rank, size), num_fragments=2, overlap_steps=1)
+    first = asks_from.get(rank, math.inf)
+    told = [step for step in range(1, 12) if diloco.after_inner_step(stop=step >= first)]
+    return told, diloco.finish(stop=rank == 2)
+
+
+@pytest.mark.parametrize(
+    ("asks_from", "told"),
+    [
+        ({}, []),
+        ({1: 5}, [7, 9, 11]),  # leaves with fragment 1 after step 6, lands after step 7
+        ({1: 6}, [7, 9, 11]),
+        ({0: 7, 2: 9}, [9, 11]),
+        ({2: 11}, []),
+    ],
+)
+def test_one_replica_that_wants_to_stop_tells_all_at_the_same_step(
+    asks_from: dict[int, int], told: list[int], tmp_path: Path
+) -> None:
+    """Launches after steps 4, 6, 8, 10, landings a step later; without a launch nothing travels."""
+    assert run_ranks(steps_told_to_stop, 3, tmp_path, asks_from) == [(told, True)] * 3
+
+
+def test_nobody_stops_a_finish_that_nobody_asked_for() -> None:
+    _, diloco = after_some_steps(5)
+    assert diloco.finish() is False
+    assert diloco.finish(stop=True) is True

@@ -1,0 +1,150 @@
+"""Every wire format: the size of a payload, a round trip, and what the docstring promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_commfree.diloco.quantize import (
+    BLOCK,
+    decode_e3m0,
+    decode_int8,
+    encode_e3m0,
+    encode_int8,
+)
+from lightning_commfree.diloco.wire import WIRE_FORMATS
+
+NAMES = list(WIRE_FORMATS)
+ODD_NUMELS = [0, 1, 2, 3, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7]
+GUARD = 0xA5
+
+
+def payload_of(name: str, values: Tensor) -> Tensor:
+    wire = WIRE_FORMATS[name]
+    payload = torch.full((wire.num_bytes(values.numel()),), GUARD, dtype=torch.uint8)
+    wire.encode(values, out=payload)
+    return payload
+
+
+def through_the_wire(name: str, values: Tensor) -> Tensor:
+    return WIRE_FORMATS[name].decode(payload_of(name, values), values.numel())
+
+
+def test_the_names_of_the_design() -> None:
+    assert NAMES == ["fp32", "bf16", "int8", "fp4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"), [("fp32", 32.0), ("bf16", 16.0), ("int8", 8.125), ("fp4", 4.03125)]
+)
+def test_bits_a_value_are_those_of_the_table(name: str, bits: float) -> None:
+    numel = 1000 * BLOCK
+    assert 8 * WIRE_FORMATS[name].num_bytes(numel) / numel == bits
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("fp32", 4), ("bf16", 2), ("int8", 4 + 1), ("fp4", 8 + 1)]
+)
+def test_one_value_takes_its_code_and_its_scale(name: str, num_bytes: int) -> None:
+    assert WIRE_FORMATS[name].num_bytes(1) == num_bytes
+
+
+@pytest.mark.parametrize("numel", ODD_NUMELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_encode_fills_the_payload_and_nothing_else(name: str, numel: int) -> None:
+    """Written into the middle of a larger buffer, once over zeros and once over ones.
+
+    The payload must not depend on what was there before, and its neighbours must stay.
+    """
+    values = torch.randn(numel)
+    wire = WIRE_FORMATS[name]
+    size = wire.num_bytes(numel)
+    payloads = []
+    for before in (0x00, 0xFF):
+        buffer = torch.full((8 + size + 8,), GUARD, dtype=torch.uint8)
+        payload = buffer[8:][:size]
+        payload.fill_(before)
+        wire.encode(values, out=payload)
+        assert buffer[:8].tolist() == buffer[8 + size :].tolist() == [GUARD] * 8
+        payloads.append(payload.clone())
+    assert torch.equal(payloads[0], payloads[1])
+
+
+@pytest.mark.parametrize("numel", ODD_NUMELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_gives_fp32_of_the_same_length_and_is_a_fixed_point(name: str, numel: int) -> None:
+    """What has been on the wire once goes over it again unchanged, up to int8's rounded scale."""
+    values = torch.randn(numel)
+    decoded = through_the_wire(name, values)
+    assert (decoded.dtype, decoded.shape) == (torch.float32, values.shape)
+    again = through_the_wire(name, decoded)
+    torch.testing.assert_close(again, decoded, rtol=1e-6 if name == "int8" else 0.0, atol=0.0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(width=32), max_size=300))
+def test_fp32_is_exact_bit_for_bit(numbers: list[float]) -> None:
+    values = torch.tensor(numbers, dtype=torch.float32)
+    decoded = through_the_wire("fp32", values)
+    assert torch.equal(decoded.view(torch.int32), values.view(torch.int32))
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), max_size=300))
+def test_bf16_rounds_to_nearest_even(numbers: list[float]) -> None:
+    """On the bits: add half of what is cut off, and one more where the last kept bit is 1."""
+    values = torch.tensor(numbers, dtype=torch.float32)
+    bits = values.view(torch.int32).to(torch.int64) & 0xFFFF_FFFF
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    expected = torch.where(rounded >= 1 << 31, rounded - (1 << 32), rounded).to(torch.int32)
+    assert torch.equal(through_the_wire("bf16", values).view(torch.int32), expected)
+
+
+def test_bf16_ties_and_what_is_not_finite() -> None:
+    tie_down, tie_up = 1 + 2.0**-8, 1 + 3 * 2.0**-8  # halfway between neighbours 2^-7 apart
+    values = torch.tensor([tie_down, tie_up, math.inf, -math.inf, math.nan])
+    decoded = through_the_wire("bf16", values)
+    assert decoded[:4].tolist() == [1.0, 1 + 2.0**-6, math.inf, -math.inf]
+    assert decoded[4].isnan()
+
+
+@pytest.mark.parametrize("numel", [n for n in ODD_NUMELS if n])
+@pytest.mark.parametrize(
+    ("name", "encode", "decode"),
+    [("int8", encode_int8, decode_int8), ("fp4", encode_e3m0, decode_e3m0)],
+)
+def test_codes_and_scales_come_back_as_quantize_made_them(
+    name: str, encode: object, decode: object, numel: int
+) -> None:
+    """Blocks differ in magnitude, so that a scale at the wrong block would be seen."""
+    values = torch.randn(numel) * 10.0 ** (torch.arange(numel) // BLOCK)
+    expected = decode(*encode(values))  # type: ignore[operator]
+    assert torch.equal(through_the_wire(name, values), expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp4"])
+def test_a_block_that_diverged_does_not_spoil_the_others(name: str) -> None:
+    values = torch.ones(3 * BLOCK)
+    values[BLOCK + 1] = math.nan
+    decoded = through_the_wire(name, values).view(3, BLOCK)
+    assert decoded[1].isnan().all()
+    torch.testing.assert_close(decoded[::2], torch.ones(2, BLOCK), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_stay_where_they_are(name: str) -> None:
+    assert torch.equal(through_the_wire(name, torch.zeros(BLOCK + 3)), torch.zeros(BLOCK + 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("fp32", 0.0), ("bf16", 2.0**-8), ("int8", 0.02), ("fp4", 0.22)]
+)
+def test_relative_rms_error_grows_as_the_bits_fall(name: str, limit: float) -> None:
+    values = torch.randn(64 * BLOCK)
+    error = float((through_the_wire(name, values) - values).norm() / values.norm())
+    assert limit / 4 <= error <= limit

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+
+from recipes.cache import build_once, cache_key
+
+
+def _build_slowly(folder, rank):
+    def build(path):
+        (folder / f"built_by_{rank}").touch()
+        with path.open("w") as file:
+            for _ in range(20):
+                file.write("line\n")
+                file.flush()
+                time.sleep(0.01)  # long enough that the others arrive in between
+
+    build_once(folder / "cache" / "result", build)
+    # whoever comes back finds the whole file
+    assert (folder / "cache" / "result").read_text() == "line\n" * 20
+
+
+def test_processes_that_start_together_build_once(tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_build_slowly, args=(tmp_path, rank)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * 4
+    assert len(list(tmp_path.glob("built_by_*"))) == 1
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path) -> None:
+    def interrupted(path):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(tmp_path / "result", interrupted)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
+    build_once(tmp_path / "result", lambda path: path.write_text("whole"))
+    assert (tmp_path / "result").read_text() == "whole"
+
+
+def test_what_is_there_is_not_built_again(tmp_path) -> None:
+    (tmp_path / "result").write_text("old")
+    assert build_once(tmp_path / "result", lambda path: pytest.fail("built")).read_text() == "old"
+
+
+def test_a_folder_can_be_built(tmp_path) -> None:
+    def build(path):
+        path.mkdir()
+        (path / "file").touch()
+
+    assert (build_once(tmp_path / "folder", build) / "file").exists()
+
+
+def test_keys() -> None:
+    assert cache_key("a", 1, {"x": [1], "y": None}) == cache_key("a", 1, {"y": None, "x": [1]})
+    keys = [cache_key("a"), cache_key("a", 1), cache_key("a", "1"), cache_key(["a", 1])]
+    assert len(set(keys)) == 4

@@ -1,0 +1,193 @@
+"""Every file in `conf/` builds what it describes; strategy files mirror their constructors."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.errors import ConfigCompositionException
+from hydra.utils import get_class, instantiate
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
+
+from recipes.pretrain import build_data, build_module, build_trainer
+from recipes.tokenizer import byte_tokenizer
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
+GROUPS = {
+    "data": ["shakespeare", "synthetic", "text"],
+    "experiment": ["demo", "gpt2_gpu", "llama_1b_multinode"],
+    "logger": ["csv", "none", "wandb"],
+    "model": ["gpt2", "gpt2_tiny", "llama_1b", "llama_tiny"],
+    "optimizer": ["adamw"],
+    "strategy": ["ddp", "streaming_diloco"],
+    "tokenizer": ["bpe", "bytes", "pretrained"],
+    "trainer": ["cpu", "gpu", "multinode"],
+}
+# what a machine without a GPU can build of a Trainer for GPUs: everything but the accelerator
+ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
+
+
+def test_the_files_are_those_that_the_tests_below_look_at() -> None:
+    expected = [f"{group}/{name}.yaml" for group, names in GROUPS.items() for name in names]
+    assert sorted([*expected, "pretrain.yaml"]) == FILES
+    assert len(FILES) == 23
+
+
+@pytest.mark.parametrize("name", GROUPS["strategy"])
+def test_strategy(name, compose_config) -> None:
+    config = compose_config(f"strategy={name}")["strategy"]
+    strategy = instantiate(config, _convert_="all")
+    assert type(strategy) is get_class(config["_target_"])
+    assert strategy._start_method == "fork"
+    assert strategy._timeout == timedelta(minutes=30)
+
+
+def _assert_mirrors_the_constructor(config: dict[str, Any]) -> None:
+    target = get_class(config["_target_"])
+    inherited = inspect.signature(DDPStrategy.__init__).parameters
+    own = {} if target is DDPStrategy else inspect.signature(target.__init__).parameters
+    own = {n: p for n, p in own.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
+
+    keys = [key for key in config if key != "_target_"]
+    assert keys[: len(own)] == list(own), "all of the constructor's own parameters, in its order"
+    rest = keys[len(own) :]
+    assert rest == [n for n in inherited if n in rest], "then DDP's, in DDP's order"
+    assert rest == ["process_group_backend", "timeout", "start_method"]
+
+    values = instantiate({key: config[key] for key in keys}, _convert_="all")
+    assert values.pop("start_method") == "fork", "popen, DDP's default, does not go with -m"
+    for key, value in values.items():
+        assert value == {**inherited, **own}[key].default, key
+
+
+@pytest.mark.parametrize("name", GROUPS["strategy"])
+def test_strategy_keys_and_defaults_are_the_constructors(name) -> None:
+    _assert_mirrors_the_constructor(_strategy_file(name))
+
+
+def test_a_file_that_left_its_constructor_would_be_found() -> None:
+    config = _strategy_file("streaming_diloco")
+    for wrong in (
+        {key: value for key, value in config.items() if key != "mix"},
+        {"_target_": config["_target_"], "num_fragments": None, **config},
+        {**config, "overlap_steps": 2},
+        {**config, "more": 1},
+    ):
+        with pytest.raises(AssertionError):
+            _assert_mirrors_the_constructor(wrong)
+
+
+def _strategy_file(name: str) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{name}.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "block_size", "millions"),
+    [
+        ("gpt2", 50257, 1024, 124.44),  # what `GPT2LMHeadModel.from_pretrained("gpt2")` has
+        ("gpt2_tiny", 2048, 128, 1.07),
+        ("llama_1b", 128256, 2048, 1235.81),  # what the model card of Llama 3.2 1B says: 1.23 B
+        ("llama_tiny", 2048, 128, 1.00),
+    ],
+)
+def test_model(name, vocab_size, block_size, millions, compose_config) -> None:
+    config = compose_config(f"model={name}", f"data.block_size={block_size}")["model"]
+    model_config = instantiate(config, vocab_size=vocab_size, _convert_="all")
+    with torch.device("meta"):  # shapes only: a billion parameters would not fit into a test
+        model = AutoModelForCausalLM.from_config(model_config)
+    assert model_config.max_position_embeddings == block_size
+    assert model_config.vocab_size == vocab_size
+    found = sum(p.numel() for p in model.parameters()) / 1e6
+    assert found == pytest.approx(millions, abs=0.01)
+
+
+@pytest.mark.parametrize("name", GROUPS["tokenizer"])
+def test_tokenizer(name, compose_config, tmp_path) -> None:
+    overrides = ["data=synthetic", "data.corpus.train_characters=2000", f"tokenizer={name}"]
+    if name == "pretrained":
+        byte_tokenizer().save_pretrained(tmp_path / "saved")
+        overrides.append(f"tokenizer.name_or_path={tmp_path}/saved")
+    tokenizer = instantiate(compose_config(*overrides)["tokenizer"], _convert_="all")
+    assert tokenizer.decode(tokenizer("abba")["input_ids"]) == "abba"
+
+
+@pytest.mark.parametrize("name", GROUPS["data"])
+def test_data(name, compose_config, corpus) -> None:
+    files = [f"data.corpus.{split}={paths[0]}" for split, paths in corpus.files.items()]
+    config = compose_config(f"data={name}", "tokenizer=bytes", *(files if name == "text" else []))
+    data = build_data(config)
+    assert next(data.corpus.documents("train"))
+    assert next(data.corpus.documents("validation"))
+    assert (data.block_size, data.batch_size) == (128, 8)
+
+
+@pytest.mark.parametrize("name", GROUPS["trainer"])
+def test_trainer(name, compose_config) -> None:
+    config = compose_config(f"trainer={name}", "tokenizer=bytes", "strategy=ddp")
+    inspect.signature(Trainer).bind(**{k: v for k, v in config["trainer"].items() if k[0] != "_"})
+    expected = {"cpu": ("cpu", 2, 1), "gpu": ("gpu", -1, 1), "multinode": ("gpu", 8, 2)}[name]
+    found = tuple(config["trainer"][key] for key in ("accelerator", "devices", "num_nodes"))
+    assert found == expected
+
+    config = compose_config(f"trainer={name}", "tokenizer=bytes", "strategy=ddp", *ON_CPU)
+    trainer = build_trainer(config, build_data(config))
+    assert trainer.max_steps == config["trainer"]["max_steps"]
+    assert trainer.max_epochs == -1
+
+
+@pytest.mark.parametrize("name", GROUPS["logger"])
+def test_logger(name, compose_config) -> None:
+    config = compose_config(f"logger={name}", "tokenizer=bytes", "strategy=ddp")
+    trainer = build_trainer(config, build_data(config))
+    found = [type(logger).__name__ for logger in trainer.loggers]
+    assert found == {"csv": ["CSVLogger"], "none": [], "wandb": ["WandbLogger"]}[name]
+
+
+def test_two_loggers(compose_config) -> None:
+    config = compose_config("logger=[csv,wandb]", "tokenizer=bytes", "strategy=ddp")
+    assert len(build_trainer(config, build_data(config)).loggers) == 2
+
+
+@pytest.mark.parametrize("name", GROUPS["optimizer"])
+def test_optimizer(name, compose_config) -> None:
+    config = compose_config(f"optimizer={name}", "trainer.max_steps=70")["optimizer"]
+    module = torch.nn.Linear(2, 2)
+    made = instantiate(config, _partial_=True, _convert_="all")(module)
+    assert made["optimizer"].param_groups[0]["params"] == [module.weight]
+
+
+@pytest.mark.parametrize("name", GROUPS["experiment"])
+def test_experiment(name, compose_config, corpus, tmp_path) -> None:
+    overrides = [f"experiment={name}"]
+    if name != "demo":
+        overrides += [f"data.corpus.{split}={paths[0]}" for split, paths in corpus.files.items()]
+        overrides += ON_CPU
+    if name == "llama_1b_multinode":
+        byte_tokenizer().save_pretrained(tmp_path / "saved")
+        overrides.append(f"tokenizer.name_or_path={tmp_path}/saved")
+    config = compose_config(*overrides)
+    data = build_data(config)
+    with torch.device("meta"):
+        module = build_module(config, data)
+    assert module.model.config.vocab_size == len(data.tokenizer)
+    assert build_trainer(config, data).max_steps == config["trainer"]["max_steps"]
+
+
+def test_every_experiment_says_how_to_run_it() -> None:
+    for name in GROUPS["experiment"]:
+        lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+        assert lines[0] == "# @package _global_", "Hydra reads no header further down"
+        assert f"-m recipes.pretrain experiment={name}" in lines[1]
+
+
+def test_a_misspelt_key_is_refused(compose_config) -> None:
+    with pytest.raises(ConfigCompositionException, match="trainer.max_stepz"):
+        compose_config("trainer.max_stepz=10")

@@ -1,0 +1,220 @@
+"""`python -m recipes.pretrain` as a person runs it, and what it refuses before it launches."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.corpus import MarkovChain
+from recipes.language_model import LanguageModel
+from recipes.pretrain import build_data, pretrain
+
+ROOT = Path(__file__).parents[2]
+# letters with a known entropy and a model of the smallest size that can learn it
+SMALL = [
+    "data=synthetic",
+    "tokenizer=bytes",
+    "data.corpus.num_states=8",
+    "data.corpus.train_characters=200000",
+    "data.corpus.validation_characters=20000",
+    "data.block_size=32",
+    "model.n_embd=32",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "+model.initializer_range=0.2",  # 0.02 is meant for a hundred times the width
+    "optimizer.lr=1e-2",
+    "optimizer.warmup_steps=10",
+    "report.sample_tokens=20",
+]
+CHAIN = MarkovChain(num_states=8, train_characters=200_000, validation_characters=20_000)
+
+
+def _command(folder, *overrides, multirun=False, threads="1") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    job, flags = ("sweep", ["-m"]) if multirun else ("run", [])
+    places = [f"hydra.{job}.dir={folder}/run", f"cache_dir={folder}/cache"]
+    return subprocess.run(
+        [sys.executable, "-m", "recipes.pretrain", *flags, *SMALL, *places, *overrides],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrain")
+    steps = [
+        "trainer.max_steps=120",
+        "trainer.val_check_interval=50",
+        "checkpoint_every_n_steps=90",
+    ]
+    result = _command(folder, "strategy=ddp", *steps)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, json.loads((folder / "run" / "summary.json").read_text()), folder
+
+
+def test_it_learns_what_there_is_to_learn(finished_run) -> None:
+    _, summary, _ = finished_run
+    # no model is better than the source, from which 20 kB of text deviate by less than 0.03 nats
+    assert CHAIN.entropy_nats - 0.03 < summary["validation_loss"] < CHAIN.entropy_nats + 0.05
+    assert summary["validation_loss"] < summary["unigram_loss"] - 0.5
+
+
+def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> None:
+    shown, summary, folder = finished_run
+    assert shown.count("Before training") == shown.count("After training") == 1
+    assert re.search(r"loss \d\.\d+, val \d\.\d+, [\d,]+ tokens/s, [\d.,]+ kB/step sent", shown)
+    assert "Traceback" not in shown
+    run = folder / "run"
+    assert summary["checkpoint"] == str(run / "checkpoints" / "last.ckpt")
+    assert sorted(file.name for file in (run / "checkpoints").iterdir()) == [
+        "last.ckpt",
+        "step-90.ckpt",
+    ]
+    assert Image.open(summary["figure"]).format == "PNG"
+    with open(summary["metrics"]) as file:
+        rows = list(csv.DictReader(file))
+    [final] = [float(row["final/val_loss"]) for row in rows if row["final/val_loss"]]
+    assert final == pytest.approx(summary["validation_loss"])
+    assert [row["step"] for row in rows if row["val/loss"]] == ["49", "99"]
+    assert summary["sample"]
+
+
+def _compose_as_the_run(compose_config, folder):
+    return compose_config(*SMALL, f"cache_dir={folder}/cache", "strategy=ddp")
+
+
+def test_the_newest_checkpoint_gives_the_printed_loss(finished_run, compose_config) -> None:
+    shown, summary, folder = finished_run
+    data = build_data(_compose_as_the_run(compose_config, folder))
+    module = LanguageModel.load_from_checkpoint(summary["checkpoint"])
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    [metrics] = trainer.validate(module, datamodule=data, verbose=False)
+    # the same sums in another order, on one rank instead of two
+    assert metrics["val/loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
+    assert f"{metrics['val/loss']:.3f}" in shown
+
+
+def test_the_exported_folder_gives_the_printed_loss(finished_run) -> None:
+    _, summary, _ = finished_run
+    model = AutoModelForCausalLM.from_pretrained(summary["huggingface"])
+    tokenizer = AutoTokenizer.from_pretrained(summary["huggingface"])
+    [text] = CHAIN.documents("validation")
+    tokens = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    rows = tokens[: len(tokens) - (len(tokens) - 1) % 32].unfold(0, 33, 32)
+    with torch.no_grad():
+        logits = model(input_ids=rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    assert float(loss) == pytest.approx(summary["validation_loss"], rel=1e-5)
+
+
+def test_a_run_goes_on_from_its_checkpoint(finished_run, compose_config, tmp_path) -> None:
+    """120 steps in one go, and 90 and then 30: the same losses, bit for bit on one machine."""
+    _, _, folder = finished_run
+    settings = ["trainer.max_steps=120", f"ckpt_path={folder}/run/checkpoints/step-90.ckpt"]
+    result = _command(tmp_path, "strategy=ddp", "logger=csv", *settings)
+    assert result.returncode == 0, result.stderr
+    losses = []
+    for run in (folder / "run", tmp_path / "run"):
+        with open(run / "csv" / "version_0" / "metrics.csv") as file:
+            rows = {
+                row["step"]: row["train/loss"] for row in csv.DictReader(file) if row["train/loss"]
+            }
+        losses.append((rows["99"], rows["119"]))
+    assert losses[0] == losses[1]
+
+
+def test_one_process_on_a_checkpoint_of_the_users_own_callbacks(compose_config, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    config = compose_config(
+        *SMALL,
+        "strategy=ddp",
+        "trainer.devices=1",
+        "trainer.max_steps=11",
+        "logger=none",
+        "callbacks=[{_target_: lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'}]",
+    )
+    trainer = pretrain(config)
+    assert [type(c).__name__ for c in trainer.callbacks if type(c).__name__ == "Timer"] == ["Timer"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"] is None
+
+
+def test_two_forked_jobs_of_a_multirun(tmp_path) -> None:
+    """The second job forks from a process that has copied weights: with threads it would hang."""
+    settings = ["trainer.max_steps=2", "trainer.devices=1", "model.n_embd=256", "logger=none"]
+    settings += ["optimizer.warmup_steps=0", "data.corpus.validation_characters=1000"]
+    result = _command(tmp_path, "strategy=ddp", "seed=1,2", *settings, multirun=True, threads="2")
+    assert result.returncode == 0, result.stderr
+    losses = [
+        json.loads((tmp_path / "run" / job / "summary.json").read_text())["validation_loss"]
+        for job in ("0", "1")
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_wandb_keeps_the_rows_of_a_forked_worker(tmp_path) -> None:
+    settings = ["trainer.max_steps=21", "logger=wandb", "logger.wandb.offline=true"]
+    result = _command(tmp_path, "strategy=ddp", *settings)
+    assert result.returncode == 0, result.stderr
+    [file] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    written = file.read_bytes()
+    # the names stand in the rows as they are; a run whose worker was not ended has none of them
+    for name in (b"train/loss", b"tokens/s", b"final/val_loss"):
+        assert name in written
+
+
+def test_multirun_with_popen_is_refused(tmp_path) -> None:
+    overrides = ["strategy=ddp", "seed=1,2", "strategy.start_method=popen"]
+    result = _command(tmp_path, *overrides, multirun=True)
+    assert result.returncode != 0
+    assert "multirun (-m) does not go with strategy.start_method=popen" in result.stderr
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    monkeypatch.setattr(Trainer, "fit", lambda *_, **__: pytest.fail("something was launched"))
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_a_data_path_that_does_not_exist(compose_config) -> None:
+    paths = ["data.corpus.train=no/such/*.txt", "data.corpus.validation=README.md"]
+    config = compose_config("data=text", *paths, "strategy=ddp")
+    with pytest.raises(Exception, match=r"data.corpus.train: 'no/such/\*.txt' matches no file"):
+        pretrain(config)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_a_checkpoint_that_does_not_exist(compose_config) -> None:
+    config = compose_config(*SMALL, "strategy=ddp", "ckpt_path=no/such.ckpt")
+    with pytest.raises(FileNotFoundError, match=r"ckpt_path='no/such.ckpt' does not exist"):
+        pretrain(config)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_a_run_without_a_length(compose_config) -> None:
+    config = compose_config(*SMALL, "strategy=ddp", "trainer.max_steps=-1")
+    with pytest.raises(ValueError, match=r"trainer.max_steps=-1 must be positive"):
+        pretrain(config)
+
+
+def test_a_mandatory_value_is_asked_for(compose_config) -> None:
+    with pytest.raises(
+        Exception, match=r"Missing mandatory value: train\s+full_key: data.corpus.train"
+    ):
+        compose_config("data=text")

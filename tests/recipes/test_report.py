@@ -1,0 +1,202 @@
+"""The figures of a report, each against a count by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from PIL import Image
+from transformers import GPT2Config
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from recipes.corpus import MarkovChain
+from recipes.data import TokenDataModule
+from recipes.evaluation import generate_text, unigram_loss
+from recipes.figures import draw_run
+from recipes.language_model import LanguageModel
+from recipes.optimizer import adamw_cosine
+from recipes.progress import History, RunRecorder
+from recipes.report import RunReport, RunSummary, summary_rows
+from recipes.token_blocks import TokenBlocks
+from recipes.tokenizer import byte_tokenizer
+from recipes.traffic import TrafficMeter, human_bytes
+
+BLOCK_SIZE, BATCH_SIZE, ACCUMULATE, STEPS = 16, 2, 3, 8
+CONFIG = GPT2Config(vocab_size=257, n_positions=BLOCK_SIZE, n_embd=8, n_layer=2, n_head=2)
+
+
+def _blocks(path, tokens, block_size):
+    np.asarray(tokens, dtype="<u2").tofile(path)
+    return TokenBlocks(path, block_size)
+
+
+def test_unigram_loss_by_hand(tmp_path) -> None:
+    train = _blocks(tmp_path / "train.uint16", [0, 0, 0, 1], 2)  # counts and one: 4, 2, 1 of 7
+    # targets are tokens 1 to 4: the first is no target, and the last one fills no block
+    validation = _blocks(tmp_path / "validation.uint16", [2, 0, 0, 1, 2, 1], 2)
+    expected = -(2 * math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 4
+    assert unigram_loss(train, validation, vocab_size=3) == pytest.approx(expected)
+
+
+def test_unigram_loss_of_a_uniform_text_is_the_logarithm(tmp_path) -> None:
+    text = _blocks(tmp_path / "text.uint16", list(range(50)) * 20, 10)
+    assert unigram_loss(text, text, vocab_size=50) == pytest.approx(math.log(50))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (4_287_488, "4.29 MB"),
+        (999_600, "1 MB"),
+        (2.5e9, "2.5 GB"),
+        (7e15, "7e+03 TB"),
+    ],
+)
+def test_human_bytes(num_bytes, text) -> None:
+    assert human_bytes(num_bytes) == text
+
+
+@pytest.fixture
+def data(tmp_path):
+    corpus = MarkovChain(26, 400 * BLOCK_SIZE, 11 * BLOCK_SIZE)
+    cache = str(tmp_path / "cache")
+    return TokenDataModule(corpus, byte_tokenizer(), cache, BLOCK_SIZE, BATCH_SIZE)
+
+
+@pytest.fixture
+def fit(data, quiet_trainer, tmp_path):
+    """Fit a small model with the report in its Trainer; return recorder, module and summary."""
+
+    def run(devices=2, strategy=None, **kwargs):
+        (tmp_path / "run").mkdir()
+        recorder = RunRecorder(data)
+        report = RunReport(data, recorder, str(tmp_path / "run"), sample_tokens=5)
+        trainer = quiet_trainer(
+            devices=devices,
+            strategy=strategy or DDPStrategy(start_method="fork"),
+            max_steps=STEPS,
+            max_epochs=-1,
+            accumulate_grad_batches=ACCUMULATE,
+            val_check_interval=4 * ACCUMULATE,
+            check_val_every_n_epoch=None,
+            log_every_n_steps=2,
+            callbacks=[recorder, report],
+            **kwargs,
+        )
+        module = LanguageModel(CONFIG.to_dict(), lambda m: adamw_cosine(m, STEPS, warmup_steps=1))
+        trainer.fit(module, datamodule=data)
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        return recorder, module, RunSummary(**summary)
+
+    return run
+
+
+def test_a_ddp_runs_figures(fit, tmp_path, capfd) -> None:
+    logger = CSVLogger(tmp_path, name="csv")
+    _, module, summary = fit(logger=logger)
+    parameters = sum(p.numel() for p in module.parameters())
+    assert summary.steps == STEPS
+    assert summary.tokens == STEPS * ACCUMULATE * 2 * BATCH_SIZE * BLOCK_SIZE
+    # two ranks: a ring all-reduce sends every fp32 gradient once
+    assert summary.bytes_sent == summary.ddp_bytes == STEPS * 4 * parameters
+    assert not summary.bytes_are_counted
+    assert summary.seconds_waited is None
+    assert summary.perplexity == pytest.approx(math.exp(summary.validation_loss))
+    assert summary.checkpoint is None, "there is no ModelCheckpoint in this Trainer"
+
+    shown = capfd.readouterr().out
+    assert shown.count("Before training") == shown.count("After training") == 1, "rank 0 alone"
+    assert f"{summary.validation_loss:.4f}" in shown
+    assert f"{parameters:,}" in shown
+    rows = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
+    assert summary.metrics == str(tmp_path / "csv" / "version_0" / "metrics.csv")
+    for name in ("train/loss", "tokens/s", "comm/bytes_sent", "val/loss", "final/val_loss"):
+        assert name in rows.splitlines()[0]
+
+
+def test_a_diloco_runs_figures_are_the_ledgers(fit) -> None:
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=4, num_fragments=2, wire_dtype="fp32", start_method="fork"
+    )
+    _, module, summary = fit(strategy=strategy)
+    parameters = sum(p.numel() for p in module.parameters())
+    assert summary.bytes_are_counted
+    assert summary.seconds_waited > 0
+    assert summary.ddp_bytes == STEPS * 4 * parameters
+    assert 0 < summary.bytes_sent < summary.ddp_bytes
+
+
+def test_one_rank_sends_nothing(fit) -> None:
+    recorder, _, summary = fit(devices=1, strategy="auto")
+    assert summary.bytes_sent == summary.ddp_bytes == 0
+    assert "none of it" in summary_rows(summary)["fp32 DDP"]
+    # in this process, so the history can be looked at
+    history = recorder.history
+    assert history.steps == [1, 2, 4, 6, 8]
+    assert history.bytes_sent == [0] * 5
+    assert history.validation_steps == [4, 8]
+    assert summary.validation_loss == pytest.approx(history.validation_loss[-1], rel=1e-6)
+
+
+def test_a_strategy_that_nobody_can_count(quiet_trainer) -> None:
+    trainer = quiet_trainer(accelerator="cpu")
+    trainer.strategy.connect(LightningModule())
+    trainer._accelerator_connector.strategy = FSDPStrategy.__new__(FSDPStrategy)
+    with pytest.raises(TypeError, match="cannot say what `FSDPStrategy` sends. Use a strategy of"):
+        TrafficMeter(trainer)
+
+
+def test_text_is_repeatable_and_fits_the_context() -> None:
+    torch.manual_seed(1)
+    module, tokenizer = LanguageModel(CONFIG.to_dict()), byte_tokenizer()
+    before = torch.random.get_rng_state()
+    texts = [generate_text(module, tokenizer, "ab", 8, seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("ab")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert module.training
+    # nothing to begin with, and more asked for than the context of 16 has
+    for prompt in ("", "a" * 40):
+        text = generate_text(module, tokenizer, prompt, 1000, seed=0)
+        assert text.count("a") <= BLOCK_SIZE or prompt == ""
+
+
+def test_the_figure_is_a_picture(tmp_path) -> None:
+    history = History(0, [1, 2], [5.0, 4.0], [0, 100], [2], [4.5])
+    draw_run(history, 1000.0, "a run", tmp_path / "run.png")
+    draw_run(History(), 0.0, "nothing yet", tmp_path / "empty.png")
+    sizes = [Image.open(tmp_path / name).size for name in ("run.png", "empty.png")]
+    assert sizes == [(960, 720)] * 2
+
+
+def test_a_sample_is_shown_without_its_empty_lines() -> None:
+    summary = RunSummary(
+        steps=1,
+        tokens=1,
+        seconds=1.0,
+        validation_loss=1.0,
+        perplexity=2.7,
+        unigram_loss=2.0,
+        bytes_sent=10,
+        bytes_are_counted=True,
+        ddp_bytes=40,
+        seconds_waited=0.5,
+        sample="a\n\n \nb [bold]",
+        checkpoint=None,
+        huggingface="hf",
+        metrics=None,
+        figure="f.png",
+    )
+    rows = summary_rows(summary)
+    assert rows["sample"] == "a\nb [bold]"
+    assert "1/4" in rows["fp32 DDP"]
+    assert rows["checkpoint"] == "none was written"

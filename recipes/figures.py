@@ -10,11 +10,14 @@ from matplotlib.figure import Figure
 from recipes.progress import History
 
 
-def draw_run(history: History, ddp_bytes_per_step: float, title: str, path: Path) -> None:
+def draw_run(
+    history: History, final_loss: float, ddp_bytes_per_step: float, title: str, path: Path
+) -> None:
     """Write a PNG with loss and bytes sent by one rank, over optimizer steps.
 
     Args:
         history: of the run.
+        final_loss: validation loss of the final weights, nats per token.
         ddp_bytes_per_step: what fp32 DDP sends, for comparison.
         title: of the picture.
         path: of the PNG.
@@ -27,6 +30,7 @@ def draw_run(history: History, ddp_bytes_per_step: float, title: str, path: Path
     loss.plot(
         history.validation_steps, history.validation_loss, "o-", color="C0", label="validation"
     )
+    loss.plot(history.steps[-1:], [final_loss][: len(history.steps)], "*", ms=12, label="final")
     loss.set(title=title, ylabel="loss (nats per token)")
     loss.legend()
     steps_done = [step - history.first_step for step in history.steps]

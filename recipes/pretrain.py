@@ -22,6 +22,9 @@ import lightning.pytorch as pl
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +40,7 @@ from recipes.threads import ThreadsAfterFork
 
 Config = dict[str, Any]
 
+_LAUNCHERS = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
 _CKPT_WORDS = ("last", "best", "hpc")  # Lightning looks for these itself
 
 
@@ -58,6 +62,7 @@ def pretrain(config: Config) -> pl.Trainer:
     _check_ckpt_path(config["ckpt_path"])
     _check_length(config["trainer"]["max_steps"])
     pl.seed_everything(config["seed"], workers=True, verbose=False)
+    config = _with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
     callbacks = [ThreadsAfterFork()] if forks else []  # before there is a model
     data = build_data(config)
@@ -134,6 +139,14 @@ def _factory(config: Config) -> Callable[..., Any]:
     return instantiate(config, _partial_=True, _convert_="all")
 
 
+def _with_launcher(config: Config) -> Config:
+    # with any other start method Lightning launches its own processes even where torchrun or a
+    # cluster has launched all of them already; "popen" takes those
+    if not any(environment.detect() for environment in _LAUNCHERS):
+        return config
+    return {**config, "strategy": {**config["strategy"], "start_method": "popen"}}
+
+
 def _check_ckpt_path(ckpt_path: str | None) -> None:
     if ckpt_path not in (None, *_CKPT_WORDS) and not Path(ckpt_path).exists():
         raise FileNotFoundError(
@@ -152,12 +165,13 @@ def _check_length(max_steps: int) -> None:
 
 
 def _check_multirun(config: Config) -> None:
-    if HydraConfig.get().mode == RunMode.MULTIRUN and config["strategy"]["start_method"] == "popen":
+    start_method = _with_launcher(config)["strategy"]["start_method"]
+    if HydraConfig.get().mode == RunMode.MULTIRUN and start_method == "popen":
         raise ValueError(
-            "Hydra's multirun (-m) does not go with strategy.start_method=popen: each child"
-            " process would run the whole sweep again, and later jobs would lose ranks without a"
-            " word. Use strategy.start_method=fork or spawn, or run each job as a command of its"
-            " own."
+            "Hydra's multirun (-m) does not go with strategy.start_method=popen, which torchrun"
+            " and clusters need too: each child process would run the whole sweep again, and later"
+            " jobs would lose ranks without a word. Use strategy.start_method=fork or spawn, or"
+            " run each job as a command of its own."
         )
 
 

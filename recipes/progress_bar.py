@@ -11,6 +11,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from typing_extensions import override
 
 _LOG_FILE_SECONDS = 10.0
+_BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+_LINE = "step {n_fmt}/{total_fmt}, {elapsed}<{remaining}{postfix}"
 
 
 class StepProgressBar(ProgressBar):
@@ -37,13 +39,11 @@ class StepProgressBar(ProgressBar):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         moves = sys.stdout.isatty()
         self._bar = tqdm(
-            desc="training",
             total=trainer.max_steps,
             initial=trainer.global_step,
-            unit="step",
+            bar_format=(_BAR if moves else _LINE),
             disable=not self._enabled,
             dynamic_ncols=moves,
-            ncols=None if moves else 0,  # 0: figures without a bar
             mininterval=0.2 if moves else _LOG_FILE_SECONDS,
             file=sys.stdout,
         )
@@ -75,6 +75,6 @@ def _figures(metrics: Any) -> str:
         "train/loss": "loss {:.3f}",
         "val/loss": "val {:.3f}",
         "tokens/s": "{:,.0f} tokens/s",
-        "kB/step": "{:,.1f} kB/step sent",
+        "kB/step": "{:,.1f} kB/step",
     }
     return ", ".join(text.format(metrics[key]) for key, text in formats.items() if key in metrics)

@@ -158,7 +158,7 @@ class RunReport(pl.Callback):
             checkpoint=_newest_checkpoint(self._run_dir / CHECKPOINT_FOLDER),
             huggingface=self._export(module),
             metrics=_metrics_file(trainer),
-            figure=self._draw(trainer),
+            figure=self._draw(trainer, validation_loss),
         )
 
     def _sample(self, module: LanguageModel) -> str:
@@ -173,10 +173,11 @@ class RunReport(pl.Callback):
         self._data.tokenizer.save_pretrained(folder)
         return str(folder)
 
-    def _draw(self, trainer: pl.Trainer) -> str:
+    def _draw(self, trainer: pl.Trainer, final_loss: float) -> str:
         path = self._run_dir / "run.png"
         title = f"{type(trainer.strategy).__name__} on {trainer.world_size} rank(s)"
-        draw_run(self._recorder.history, self._recorder.meter.plan.ddp_bytes_per_step, title, path)
+        ddp_bytes = self._recorder.meter.plan.ddp_bytes_per_step
+        draw_run(self._recorder.history, final_loss, ddp_bytes, title, path)
         return str(path)
 
 

@@ -133,6 +133,7 @@ def test_any_torch_optimizer_gets_fp32_tensors_in_the_parameters_shapes() -> Non
     assert fragment.global_copy[:4].tolist() == pytest.approx([0.9, 1.9, 2.9, 3.9])
     state = fragment.optimizer.state[parameters[0]]
     assert state["exp_avg"].dtype == torch.float32
+    assert [p.grad for p in parameters] == [None, None], "the mean is as large as the fragment"
 
 
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("sgd", "str")])

@@ -1,4 +1,5 @@
-"""E3M0 and int8 against the nearest value by brute force, and what becomes of zeros, NaN and Inf."""
+"""E3M0 and int8 against the nearest value by brute force, and what becomes of zeros, NaN and
+Inf."""
 
 from __future__ import annotations
 
@@ -67,14 +68,17 @@ def test_powers_of_two_and_zero_are_exact() -> None:
 
 
 def test_code_and_scale_by_hand() -> None:
-    """1.4 rounds to 2^0, whose biased exponent is 127; 2^-6 is code 1, 2^0 code 7; bit 3 is the sign."""
+    """1.4 rounds to 2^0, whose biased exponent is 127; 2^-6 is code 1, 2^0 code 7; bit 3 is the
+    sign."""
     codes, scales = encode_e3m0(torch.tensor([1.4, -1.0, 2.0**-6, 0.0]))
     assert scales.tolist() == [127]
     assert codes.tolist() == [7, 15, 1, 0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("encode", "decode"), [(encode_e3m0, decode_e3m0), (encode_int8, decode_int8)])
+@pytest.mark.parametrize(
+    ("encode", "decode"), [(encode_e3m0, decode_e3m0), (encode_int8, decode_int8)]
+)
 def test_a_block_with_nan_or_inf_decodes_to_nan(bad: float, encode: object, decode: object) -> None:
     values = torch.ones(2 * BLOCK)
     values[3] = bad
@@ -99,7 +103,8 @@ def test_int8_error_is_half_a_step() -> None:
 
 
 def test_relative_rms_error_is_what_the_docstring_says() -> None:
-    """Normal values, like outer gradients, lose a fifth of their norm; a block of 256 is no worse than one of 64."""
+    """Normal values, like outer gradients, lose a fifth of their norm; a block of 256 is no worse
+    than one of 64."""
     values = torch.randn(256 * 64)
     error = float((through_e3m0(values) - values).norm() / values.norm())
     assert 0.17 < error < 0.22

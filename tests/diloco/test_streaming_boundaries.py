@@ -1,4 +1,4 @@
-"""At its boundaries the algorithm is something known: plain training, averaging, data parallelism."""
+"""Where the algorithm collapses to something known: plain training, averaging, DDP."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_data(name, compose_config, corpus) -> None:
     data = build_data(config)
     assert next(data.corpus.documents("train"))
     assert next(data.corpus.documents("validation"))
-    assert (data.block_size, data.batch_size) == (128, 8)
+    assert (data.block_size, data.batch_size) == (64, 16)
 
 
 @pytest.mark.parametrize("name", GROUPS["trainer"])
@@ -158,7 +158,7 @@ def test_two_loggers(compose_config) -> None:
 
 @pytest.mark.parametrize("name", GROUPS["optimizer"])
 def test_optimizer(name, compose_config) -> None:
-    config = compose_config(f"optimizer={name}", "trainer.max_steps=70")["optimizer"]
+    config = compose_config(f"optimizer={name}", "trainer.max_steps=170")["optimizer"]
     module = torch.nn.Linear(2, 2)
     made = instantiate(config, _partial_=True, _convert_="all")(module)
     assert made["optimizer"].param_groups[0]["params"] == [module.weight]

@@ -41,7 +41,8 @@ CHAIN = MarkovChain(num_states=8, train_characters=200_000, validation_character
 
 
 def _command(folder, *overrides, multirun=False, threads="1") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    # passive: threads that wait do not take the cores from others
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
     job, flags = ("sweep", ["-m"]) if multirun else ("run", [])
     places = [f"hydra.{job}.dir={folder}/run", f"cache_dir={folder}/cache"]
     return subprocess.run(
@@ -78,7 +79,7 @@ def test_it_learns_what_there_is_to_learn(finished_run) -> None:
 def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> None:
     shown, summary, folder = finished_run
     assert shown.count("Before training") == shown.count("After training") == 1
-    assert re.search(r"loss \d\.\d+, val \d\.\d+, [\d,]+ tokens/s, [\d.,]+ kB/step sent", shown)
+    assert re.search(r"loss \d\.\d+, val \d\.\d+, [\d,]+ tokens/s, [\d.,]+ kB/step", shown)
     assert "Traceback" not in shown
     run = folder / "run"
     assert summary["checkpoint"] == str(run / "checkpoints" / "last.ckpt")
@@ -107,7 +108,8 @@ def test_the_newest_checkpoint_gives_the_printed_loss(finished_run, compose_conf
     [metrics] = trainer.validate(module, datamodule=data, verbose=False)
     # the same sums in another order, on one rank instead of two
     assert metrics["val/loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
-    assert f"{metrics['val/loss']:.3f}" in shown
+    [printed] = re.findall(r"validation loss +(\d+\.\d+)", shown)
+    assert metrics["val/loss"] == pytest.approx(float(printed), abs=6e-5)
 
 
 def test_the_exported_folder_gives_the_printed_loss(finished_run) -> None:

@@ -172,8 +172,8 @@ def test_text_is_repeatable_and_fits_the_context() -> None:
 
 def test_the_figure_is_a_picture(tmp_path) -> None:
     history = History(0, [1, 2], [5.0, 4.0], [0, 100], [2], [4.5])
-    draw_run(history, 1000.0, "a run", tmp_path / "run.png")
-    draw_run(History(), 0.0, "nothing yet", tmp_path / "empty.png")
+    draw_run(history, 4.4, 1000.0, "a run", tmp_path / "run.png")
+    draw_run(History(), 4.4, 0.0, "nothing yet", tmp_path / "empty.png")
     sizes = [Image.open(tmp_path / name).size for name in ("run.png", "empty.png")]
     assert sizes == [(960, 720)] * 2
 

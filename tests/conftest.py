@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-torch.set_num_threads(
-    1
-)  # ranks share the cores; and a fork of a process that has used OpenMP hangs
+# ranks share the cores; and a fork of a process that has computed with OpenMP threads hangs
+torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")

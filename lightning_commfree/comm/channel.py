@@ -59,7 +59,7 @@ class Channel:
     """One rank's end of a group of ranks.
 
     Args:
-        ranks: global ranks of the group, in the order in which results are laid out.
+        ranks: global ranks of the group; results are laid out in ascending order.
         rank: global rank of this process.
         ledger: where bytes and waits are counted.
         group: the process group; None for a channel of one rank.
@@ -74,7 +74,7 @@ class Channel:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.ranks = tuple(ranks)
+        self.ranks = tuple(sorted(ranks))  # as `new_group` orders them, however they are written
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.ledger = ledger
@@ -136,7 +136,7 @@ class Channel:
         )
         if self._group is None:
             return Pending(lambda: tensor)
-        received = torch.empty_like(tensor)
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self._count(tag, all_to_all_bytes(tensor.nbytes, self.size))
         work = dist.all_to_all_single(
             received, tensor.contiguous(), group=self._group, async_op=True

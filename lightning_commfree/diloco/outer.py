@@ -25,8 +25,7 @@ class OuterFragment:
             parameters' shapes.
 
     Attributes:
-        local: the module's own tensors, parameters before buffers.
-        global_copy: fp32, shape (N,): the same tensors, one after the other.
+        global_copy: fp32, shape (N,): all tensors one after the other, parameters before buffers.
         optimizer: the outer optimizer.
         landings: how many outer steps have been taken.
 
@@ -37,12 +36,13 @@ class OuterFragment:
     def __init__(
         self, module: nn.Module, fragment: Fragment, outer_optimizer: OuterOptimizerFactory
     ) -> None:
-        parameters = [module.get_parameter(name).detach() for name in fragment.parameters]
-        self.local = parameters + [module.get_buffer(name) for name in fragment.buffers]
-        self.global_copy = torch.cat([local.detach().reshape(-1).float() for local in self.local])
+        self._module = module
+        self._fragment = fragment
+        self.global_copy = torch.cat([local.reshape(-1).float() for local in self.local])
         views = self._views(self.global_copy)
-        self._outer_parameters = [nn.Parameter(view) for view in views[: len(parameters)]]
-        self._outer_buffers = views[len(parameters) :]
+        split = len(fragment.parameters)
+        self._outer_parameters = [nn.Parameter(view) for view in views[:split]]
+        self._outer_buffers = views[split:]
         self.optimizer = outer_optimizer(self._outer_parameters)
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
@@ -52,12 +52,25 @@ class OuterFragment:
             )
         self.landings = 0
 
+    @property
+    def local(self) -> list[Tensor]:
+        """The module's own tensors, parameters before buffers; they are asked for at every use.
+
+        A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
+        """
+        parameters = [self._module.get_parameter(name) for name in self._fragment.parameters]
+        buffers = [self._module.get_buffer(name) for name in self._fragment.buffers]
+        return [tensor.detach() for tensor in [*parameters, *buffers]]
+
     def outer_gradient(self) -> Tensor:
         """Return global copy minus local copy, old minus new: fp32, shape (N,), a new tensor."""
         gradient = torch.empty_like(self.global_copy)
         outers = self._views(self.global_copy)
-        for out, outer, local in zip(self._views(gradient), outers, self.local, strict=True):
+        tensors = zip(self._views(gradient), outers, self.local, strict=True)
+        for i, (out, outer, local) in enumerate(tensors):
             torch.sub(outer, local, out=out)
+            if i >= len(self._outer_parameters):  # a mask of -inf does not differ from itself
+                out.masked_fill_(outer == local.float(), 0.0)
         return gradient
 
     def outer_step(self, mean: Tensor) -> None:
@@ -82,10 +95,18 @@ class OuterFragment:
     def merge(self, mix: float) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
-        With `mix` 0 the global copy is taken whatever the local one holds, NaN included.
+        With `mix` 0 the global copy is taken and with 1 the local one, whatever the other holds,
+        NaN included. A buffer's value that equals the global one in fp32 stays as it is, so that
+        constants keep their infinities and their precision.
         """
-        for local, outer in zip(self.local, self._views(self.global_copy), strict=True):
-            local.copy_(torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer)
+        if mix == 1.0:
+            return
+        views = self._views(self.global_copy)
+        for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
+            merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
+            if i >= len(self._outer_parameters):
+                merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
+            local.copy_(merged)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, [local.numel() for local in self.local])

@@ -26,7 +26,7 @@ class DiLoCoSettings:
 
     Raises:
         ValueError: a value outside its range.
-        TypeError: `outer_optimizer` cannot be called.
+        TypeError: a value of another kind, or an `outer_optimizer` that cannot be called.
         NotImplementedError: `replica_size` above 1.
     """
 
@@ -40,6 +40,7 @@ class DiLoCoSettings:
     replica_size: int
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._check_schedule()
         self._check_exchange()
 
@@ -47,6 +48,14 @@ class DiLoCoSettings:
         """Return what must be equal on all ranks, as text; a factory has no comparable value."""
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         return {name: repr(getattr(self, name)) for name in names}
+
+    def _check_kinds(self) -> None:
+        for name in ("sync_every", "num_fragments", "overlap_steps", "replica_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "num_fragments" and value is None):
+                raise TypeError(f"`{name}={value!r}` must be a whole number.")
+        if not isinstance(self.mix, int | float):
+            raise TypeError(f"`mix={self.mix!r}` must be a number.")
 
     def _check_schedule(self) -> None:
         if self.sync_every < 1:

@@ -84,7 +84,9 @@ class StreamingDiLoCo:
             self._check_trainable()
         for p in launches:
             self._launch(p, stop)
-        stops = [self._land(p, self._mix) for p in self.schedule.landed_at(self.step)]
+        # what `finish` has landed ahead of its step does not land again
+        landings = [p for p in self.schedule.landed_at(self.step) if p in self._in_flight]
+        stops = [self._land(p, self._mix) for p in landings]
         return any(stops)
 
     @torch.no_grad()

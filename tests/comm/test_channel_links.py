@@ -69,7 +69,7 @@ def test_a_silent_or_dead_peer_makes_wait_raise_and_not_hang(tmp_path: Path) -> 
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(timeout=30)
+        rank.join(timeout=20)
     exit_codes = [rank.exitcode for rank in ranks]
     for rank in ranks:
         rank.kill()  # one that hangs after all
@@ -92,6 +92,7 @@ def test_a_silent_or_dead_peer_makes_wait_raise_and_not_hang(tmp_path: Path) -> 
 CLONE_NEWNET = 0x4000_0000  # of linux/sched.h; `os.unshare` comes with Python 3.12
 SENDERS = 3  # with two ranks b (n - 1) and b are the same, and some mistakes are not seen
 NUMEL = SENDERS * 400_000  # fp32: 4.8 MB
+ROUNDS = 3
 TOLERANCE = 0.02  # headers of TCP and IP, 64 KB a packet here, and the barriers
 
 FORMULAS = {
@@ -122,11 +123,14 @@ def bytes_on_the_interface() -> int:
 
 
 def send_and_look(rank: int, size: int) -> dict[str, tuple[int, int]]:
-    """For every collective: what the ledger counts, and what all ranks put on the interface."""
+    """For every collective: what the ledger counts, and what all ranks put on the interface.
+
+    The least of some rounds: now and then TCP sends a piece a second time.
+    """
     channel = Channel.open([list(range(size))], rank, Ledger())
     tensor = torch.ones(size, NUMEL // size)
     counted: dict[str, tuple[int, int]] = {}
-    for name in ["nothing", *FORMULAS]:
+    for name in ["nothing", *FORMULAS] * ROUNDS:
         dist.barrier()
         on_interface, in_ledger = bytes_on_the_interface(), channel.ledger.bytes_sent
         dist.barrier()
@@ -134,7 +138,8 @@ def send_and_look(rank: int, size: int) -> dict[str, tuple[int, int]]:
             getattr(channel, name)(tensor, "t").wait()
         dist.barrier()
         in_ledger = channel.ledger.bytes_sent - in_ledger
-        counted[name] = (in_ledger, bytes_on_the_interface() - on_interface)
+        seen = (in_ledger, bytes_on_the_interface() - on_interface)
+        counted[name] = min(seen, counted.get(name, seen))
     return counted
 
 

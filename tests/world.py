@@ -37,6 +37,7 @@ def run_ranks(function: Callable[..., Any], size: int, folder: Path, *args: Any)
         (function, size, free_port(), folder, args),
         nprocs=size,
         join=False,
+        daemon=True,
         start_method="fork",
     )
     while not context.join():

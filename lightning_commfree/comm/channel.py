@@ -6,7 +6,9 @@ rank takes the same path and sends nothing. Bytes and waits go to the `Ledger` u
 tag.
 
 Collectives of one channel must be launched in the same order on all of its ranks, from one thread;
-that order is a function of the training step alone. Pendings may be waited for in any order.
+that order is a function of the training step alone. Pendings may be waited for in any order. What
+goes in must not be written to before the result is here; with one rank the result may be the same
+memory.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Channel:
 
     Args:
         ranks: global ranks of the group; results are laid out in ascending order.
-        rank: global rank of this process.
+        rank: global rank of this process; the attribute `rank` is its place among `ranks`.
         ledger: where bytes and waits are counted.
         group: the process group; None for a channel of one rank.
         device: where tensors must be that go in, and are that come out.
@@ -115,7 +117,7 @@ class Channel:
         """Sum `tensor` (any shape, same on all ranks) over the ranks, in place."""
         if self._group is None:
             return Pending(lambda: tensor)
-        self._count(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
+        self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return self._pending(work, tensor, tag)
 
@@ -124,7 +126,7 @@ class Channel:
         if self._group is None:
             return Pending(lambda: tensor.unsqueeze(0))
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._count(tag, all_gather_bytes(tensor.nbytes, self.size))
+        self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
         rows = list(gathered.unbind())
         work = dist.all_gather(rows, tensor.contiguous(), group=self._group, async_op=True)
         return self._pending(work, gathered, tag)
@@ -137,7 +139,7 @@ class Channel:
         if self._group is None:
             return Pending(lambda: tensor)
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        self._count(tag, all_to_all_bytes(tensor.nbytes, self.size))
+        self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
         work = dist.all_to_all_single(
             received, tensor.contiguous(), group=self._group, async_op=True
         )
@@ -147,7 +149,7 @@ class Channel:
         """Overwrite `tensor` with that of the channel's rank `source`."""
         if self._group is None:
             return Pending(lambda: tensor)
-        self._count(tag, broadcast_bytes(tensor.nbytes, self.size))
+        self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
         work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
         return self._pending(work, tensor, tag)
 
@@ -155,9 +157,6 @@ class Channel:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-
-    def _count(self, tag: str, num_bytes: int) -> None:
-        self.ledger.count_sent(tag, num_bytes)
 
     def _pending(self, work: Any, result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:

@@ -3,8 +3,8 @@
 Every collective of the package reports here when it leaves, under a *tag* that says what it is for.
 Nothing else in the package adds up bytes, and what a strategy will send is foretold with the same
 formulas. They give the bytes that *one rank* puts on the wire, averaged over the ranks of the
-group, for the algorithms that gloo and nccl use at the
-message sizes that matter (n ranks, a payload of b bytes per rank):
+group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
+payload of b bytes per rank):
 
 ============== ======================= ====================================================
 collective     bytes sent by a rank    why
@@ -19,7 +19,7 @@ broadcast      b (n - 1) / n           n - 1 ranks receive b each
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class Ledger:
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
-    seconds_by_tag: dict[str, float] = field(default_factory=dict)
+    seconds_by_tag: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -97,5 +97,4 @@ class Ledger:
         try:
             yield
         finally:
-            elapsed = time.perf_counter() - start
-            self.seconds_by_tag[tag] = self.seconds_by_tag.get(tag, 0.0) + elapsed
+            self.seconds_by_tag[tag] += time.perf_counter() - start

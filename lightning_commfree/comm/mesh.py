@@ -1,7 +1,7 @@
 """How the ranks of a job are laid out: axis names, sizes, and who shares a group with whom.
 
 A mesh is integers only. `torch.distributed.device_mesh` is not used to build the groups because,
-from the oldest torch we support on, it gives one backend to all axes of a device type, while our
+in the oldest torch that we support, it gives one backend to all axes of a device type, while our
 axes differ: `replica` and `worker` cross the slow link (gloo, CPU buffers), `data` and `tensor`
 stay inside a node (nccl). `Channel.open` turns a list of groups into process groups with the
 backend that fits the axis.

@@ -134,11 +134,17 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
 
 
 def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
-    """Give each buffer to the group with most of its module's parameters, else to the last."""
+    """Give each buffer to the group with most parameters of its module.
+
+    A module without any (BatchNorm with `affine=False`) goes with the nearest one around it.
+    """
     buffers: list[list[str]] = [[] for _ in groups]
     for name in averaged_buffers(module):
         owner = name.rpartition(".")[0]
-        siblings = [sum(_inside(p, owner) for p in group) for group in groups]
+        siblings = [0]
+        while owner and not any(siblings):
+            siblings = [sum(_inside(p, owner) for p in group) for group in groups]
+            owner = owner.rpartition(".")[0]
         buffers[siblings.index(max(siblings)) if any(siblings) else -1].append(name)
     return buffers
 

@@ -53,9 +53,15 @@ class DiLoCoSettings:
         for name in ("sync_every", "num_fragments", "overlap_steps", "replica_size"):
             value = getattr(self, name)
             if not isinstance(value, int) and not (name == "num_fragments" and value is None):
-                raise TypeError(f"`{name}={value!r}` must be a whole number.")
+                raise TypeError(
+                    f"`{name}={value!r}` must be a whole number, but it is a"
+                    f" {type(value).__name__}. Give an int."
+                )
         if not isinstance(self.mix, int | float):
-            raise TypeError(f"`mix={self.mix!r}` must be a number.")
+            raise TypeError(
+                f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Give"
+                " a float between 0 and 1."
+            )
 
     def _check_schedule(self) -> None:
         if self.sync_every < 1:
@@ -86,7 +92,7 @@ class DiLoCoSettings:
                 f"`mix={self.mix}` is outside [0, 1]. It is the weight of the local parameters at"
                 " a landing: 0 takes the global ones, 1 ignores them."
             )
-        if self.wire_dtype not in WIRE_FORMATS:
+        if self.wire_dtype not in tuple(WIRE_FORMATS):  # a tuple compares what cannot be hashed
             raise ValueError(
                 f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
                 f" {', '.join(map(repr, WIRE_FORMATS))}."

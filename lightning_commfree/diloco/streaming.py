@@ -93,7 +93,8 @@ class StreamingDiLoCo:
     def finish(self, stop: bool = False) -> bool:
         """Land what is in flight, then exchange every fragment with mix 0.
 
-        All replicas end with the same weights, the outer ones, in their modules.
+        All replicas end with the same weights, the outer ones, in their modules. A second call
+        moves them again: the outer momentum goes on.
 
         Returns:
             Whether any replica wants to stop, as `after_inner_step` does.
@@ -107,6 +108,13 @@ class StreamingDiLoCo:
         if swapped:
             self.swap_in()
         return any(stops)
+
+    def outer_facts(self) -> dict[str, str]:
+        """Return kind and settings of the outer optimizer, which all replicas must share."""
+        optimizer = self.fragments[0].optimizer
+        plain = (int, float, str, tuple, type(None))  # others show an address when printed
+        defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
+        return {"outer_optimizer": f"{type(optimizer).__name__} {defaults}"}
 
     def wait_in_flight(self) -> None:
         """Take what is in flight off the wire; it still lands at its step."""

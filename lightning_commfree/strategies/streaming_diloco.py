@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     Fragment,
@@ -136,6 +137,8 @@ class StreamingDiLoCoStrategy(ReplicatedStrategy):
             module, self.settings.num_fragments, self.settings.fragment_pattern
         )
         self._diloco = StreamingDiLoCo(module, self._fragments, self.settings, self.channel)
+        # a factory cannot be compared, what it makes can
+        check_agreement(self.channel, self._diloco.outer_facts())
         self._finished_at = None
         self._saved_before_finish = []
 

@@ -93,7 +93,7 @@ def _strategy_file(name: str) -> dict[str, Any]:
     ("name", "vocab_size", "block_size", "millions"),
     [
         ("gpt2", 50257, 1024, 124.44),  # what `GPT2LMHeadModel.from_pretrained("gpt2")` has
-        ("gpt2_tiny", 2048, 128, 1.07),
+        ("gpt2_tiny", 1024, 64, 0.22),
         ("llama_1b", 128256, 2048, 1235.81),  # what the model card of Llama 3.2 1B says: 1.23 B
         ("llama_tiny", 2048, 128, 1.00),
     ],

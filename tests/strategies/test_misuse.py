@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
     return [
         attempt(Tiny(), size, mix=0.5 if rank else 0.25, overlap_steps=2 if rank == 2 else 1),
         attempt(wider if rank == 1 else Tiny(), size),
+        attempt(Tiny(), size, outer_optimizer=partial(torch.optim.SGD, lr=0.4 + 0.1 * rank)),
         attempt(Tiny(), size),
     ]
 
@@ -151,7 +153,7 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
 def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
     """Every rank gets the same error, none hangs, and the next fit on the same ranks is not
     disturbed."""
-    for settings, shapes, good in run_ranks(fit_disagreeing, 3, tmp_path):
+    for settings, shapes, outer, good in run_ranks(fit_disagreeing, 3, tmp_path):
         assert settings[0] == "ValueError"
         assert (
             "mix is 0.5 on rank 1, 0.25 on rank 0; mix is 0.5 on rank 2, 0.25 on rank 0;"
@@ -159,6 +161,7 @@ def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
         )
         assert "overlap_steps is 2 on rank 2, 1 on rank 0" in settings[1]
         assert "head.bias is float32 [1], trainable on rank 1, absent on rank 0" in shapes[1]
+        assert "outer_optimizer is SGD {'lr': 0.5," in outer[1]
         assert good == ("", "no error")
 
 

@@ -1,10 +1,11 @@
-"""Pretrain a language model: a composed configuration in, `Trainer.fit` out.
+r"""Pretrain a language model: a composed configuration in, `Trainer.fit` out.
 
 Run it from the repository's root; every group of `conf/` can be swapped and every key overridden::
 
-    python -m recipes.pretrain experiment=demo python -m recipes.pretrain strategy=ddp
-    model=llama_tiny trainer.max_steps=200 python -m recipes.pretrain data=text
-    'data.corpus.train=books/*.txt' data.corpus.validation=held_out.txt
+    python -m recipes.pretrain experiment=demo
+    python -m recipes.pretrain strategy=ddp model=llama_tiny trainer.max_steps=200
+    python -m recipes.pretrain data=text 'data.corpus.train=books/*.txt' \
+        data.corpus.validation=held_out.txt
 """
 
 from __future__ import annotations

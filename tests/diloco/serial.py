@@ -1,6 +1,6 @@
 """The serial twin: Streaming DiLoCo in one process, replicas played by a for-loop.
 
-Written from Algorithm 2 of arXiv:2501.18512 and the design page, on purpose without the package:
+Written from Algorithm 2 of arXiv:2501.18512, on purpose without the package:
 dictionaries of tensors by name, no flat buffers, no schedule object, no channel. Messages are kept
 in a list until they land.
 """

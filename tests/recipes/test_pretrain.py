@@ -56,15 +56,19 @@ def _command(folder, *overrides, multirun=False, threads="1") -> subprocess.Comp
     )
 
 
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
+DDP = "strategy=ddp"
+DILOCO = "strategy=streaming_diloco strategy.sync_every=5"
+
+
+@pytest.fixture(scope="module", params=[DDP, DILOCO])
+def finished_run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrain")
     steps = [
         "trainer.max_steps=120",
         "trainer.val_check_interval=50",
         "checkpoint_every_n_steps=90",
     ]
-    result = _command(folder, "strategy=ddp", *steps)
+    result = _command(folder, *request.param.split(), *steps)
     assert result.returncode == 0, result.stderr
     return result.stdout, json.loads((folder / "run" / "summary.json").read_text()), folder
 
@@ -125,6 +129,7 @@ def test_the_exported_folder_gives_the_printed_loss(finished_run) -> None:
     assert float(loss) == pytest.approx(summary["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("finished_run", [DDP], indirect=True)
 def test_a_run_goes_on_from_its_checkpoint(finished_run, compose_config, tmp_path) -> None:
     """120 steps in one go, and 90 and then 30: the same losses, bit for bit on one machine."""
     _, _, folder = finished_run

@@ -119,12 +119,25 @@ class ReplicatedStrategy(DDPStrategy):
             self._check_module(trainer)
         super().setup(trainer)
         if fitting:
-            self._check_optimizers()
             self._sigterm.install(trainer)
             self._begin_fit(trainer)
             self._traffic = self._forecast()
             window_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
             self._fit_log = _FitLog(self.ledger, self._traffic.ddp_bytes_per_step, window_steps)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning's advice, manual optimization, would be refused next
+            raise ValueError(
+                f"`{type(self).__name__}` needs exactly one optimizer, but `configure_optimizers`"
+                " returned several. Put all parameters into one, with parameter groups where they"
+                " differ."
+            ) from error
 
     @override
     def configure_ddp(self) -> None:
@@ -223,14 +236,6 @@ class ReplicatedStrategy(DDPStrategy):
                 f"`{name}` does not support SyncBatchNorm, which exchanges statistics in every"
                 " forward. Leave out `sync_batchnorm=True`: the statistics of ordinary BatchNorm"
                 " layers are averaged at every sync."
-            )
-
-    def _check_optimizers(self) -> None:
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"`{type(self).__name__}` needs exactly one optimizer, but `configure_optimizers`"
-                f" returned {len(self.optimizers)}. Put all parameters into one optimizer, with"
-                " parameter groups where they differ."
             )
 
     def _forecast(self) -> Traffic:

@@ -187,7 +187,6 @@ def test_a_wrong_size_place_or_value_is_refused(call, text: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("numel", [1, 65, 100_003])
 def test_a_gpu_packs_the_same_bytes(numel: int) -> None:
     flags, codes = random_flags(numel, 0), random_codes(numel, 0)

@@ -102,7 +102,12 @@ class Sharing(Tiny):
 
 MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
     (Manual, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support manual optimization"),
-    (TwoOptimizers, {}, "", "optimizers is only supported with manual optimization"),  # Lightning's
+    (
+        TwoOptimizers,
+        {},
+        "ValueError",
+        "needs exactly one optimizer, but `configure_optimizers` returned several",
+    ),
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
     (Thawing, {}, "RuntimeError", "The parameters ['head.weight'] became trainable after the fit"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),

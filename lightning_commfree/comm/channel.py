@@ -14,6 +14,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +29,8 @@ from lightning_commfree.comm.ledger import (
     broadcast_bytes,
     ring_all_reduce_bytes,
 )
+from lightning_commfree.comm.peers import TAG as PEERS_TAG
+from lightning_commfree.comm.peers import PeerWatch
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -40,12 +43,17 @@ class Pending(Generic[T]):
         self._resolve: Callable[[], T] | None = resolve
         self._result: T
 
+    @classmethod
+    def here(cls, result: T) -> Pending[T]:
+        """Return a `Pending` whose result has arrived already."""
+        return cls(lambda: result)
+
     def wait(self) -> T:
         """Block until the result is here; a second call returns the same object at once.
 
         Raises:
             RuntimeError: the transfer failed, for example because a peer died or the channel's
-                timeout ran out.
+                timeout ran out. The message names the ranks that are gone.
         """
         if self._resolve is not None:
             self._result = self._resolve()
@@ -82,6 +90,7 @@ class Channel:
         self.ledger = ledger
         self.device = device or torch.device("cpu")
         self._group = group
+        self._watch: PeerWatch | None = None  # from `open` on, for several ranks
         assert (group is None) == (self.size == 1), (
             "a channel of several ranks needs a process group"
         )
@@ -100,6 +109,9 @@ class Channel:
 
         Collective over the world: every rank must call it with the same `groups`, which together
         name each rank once. gloo wants CPU tensors, nccl tensors on `device`.
+
+        A channel of several ranks also listens on a TCP port, by which its ranks find out who is
+        gone when an exchange fails (`comm.peers`); 64 bytes a rank travel here to agree on it.
         """
         mine = None
         for ranks in groups:
@@ -111,6 +123,7 @@ class Channel:
             if rank in ranks:
                 mine = cls(ranks, rank, ledger, handle, None if backend == "gloo" else device)
         assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
+        mine._meet(timeout or dist.constants.default_pg_timeout)
         return mine
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -118,7 +131,8 @@ class Channel:
         if self._group is None:
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        with self._launching(tag):
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return self._pending(work, tensor, tag)
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -128,7 +142,8 @@ class Channel:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
         rows = list(gathered.unbind())
-        work = dist.all_gather(rows, tensor.contiguous(), group=self._group, async_op=True)
+        with self._launching(tag):
+            work = dist.all_gather(rows, tensor.contiguous(), group=self._group, async_op=True)
         return self._pending(work, gathered, tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -140,9 +155,10 @@ class Channel:
             return Pending(lambda: tensor)
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
-        work = dist.all_to_all_single(
-            received, tensor.contiguous(), group=self._group, async_op=True
-        )
+        with self._launching(tag):
+            work = dist.all_to_all_single(
+                received, tensor.contiguous(), group=self._group, async_op=True
+            )
         return self._pending(work, received, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
@@ -150,18 +166,38 @@ class Channel:
         if self._group is None:
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
-        work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
+        with self._launching(tag):
+            work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
         return self._pending(work, tensor, tag)
 
     def close(self) -> None:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
+        if self._watch is not None:
+            # first, so that a peer whose connection breaks now finds that this rank has left
+            self._watch.close()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
+
+    def _meet(self, timeout: timedelta) -> None:
+        if self._group is None:
+            return
+        watch = PeerWatch(self.ranks[self.rank], timeout)
+        card = torch.frombuffer(bytearray(watch.card), dtype=torch.uint8).to(self.device)
+        cards = self.all_gather(card, PEERS_TAG).wait().cpu()
+        watch.meet({r: bytes(row.tolist()) for r, row in zip(self.ranks, cards, strict=True)})
+        self._watch = watch
+
+    def _launching(self, tag: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.launching(tag)
 
     def _pending(self, work: Any, result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
-                work.wait()
+                # nccl's `wait` orders streams and does not block: there is nothing to watch
+                if self._watch is None or self.device.type != "cpu":
+                    work.wait()
+                else:
+                    self._watch.wait(work, tag)
             return result
 
         return Pending(resolve)

@@ -7,6 +7,8 @@ of the next outer gradient: replicas would drift apart.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -108,6 +110,28 @@ class OuterFragment:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the global copy, the outer optimizer's state and the number of landings."""
+        optimizer = self.optimizer.state_dict()
+        return {
+            "global_copy": self.global_copy.clone(),
+            "optimizer": {**optimizer, "state": _copied(optimizer["state"])},
+            "landings": self.landings,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.global_copy.copy_(state["global_copy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.landings = state["landings"]
+
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, [local.numel() for local in self.local])
         return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]
+
+
+def _copied(state: Any) -> Any:
+    """Return a nested state with its tensors cloned: the optimizer writes to them in place."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    return {k: _copied(v) for k, v in state.items()} if isinstance(state, dict) else state

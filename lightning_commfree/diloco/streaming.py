@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +161,33 @@ class StreamingDiLoCo:
             for tensor, kept in zip(local, self._put_aside, strict=True):
                 tensor.copy_(kept)
             self._put_aside = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that this replica needs to go on bit for bit, with nothing on the wire.
+
+        What is in flight is waited for and stands in the state with its fragment; it lands at its
+        step. The tensors are copies.
+        """
+        local = [local for fragment in self.fragments for local in fragment.local]
+        return {
+            "step": self.step,
+            "local": [tensor.clone() for tensor in self._put_aside or local],
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "in_flight": {p: pending.wait().clone() for p, pending in self._in_flight.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: same fragments, same settings, same replicas."""
+        assert not self._in_flight, "a state is loaded before the first step"
+        assert self._put_aside is None, "a state is loaded into the local copy"
+        self.step = state["step"]
+        for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(fragment_state)
+        local = [local for fragment in self.fragments for local in fragment.local]
+        for tensor, saved in zip(local, state["local"], strict=True):
+            tensor.copy_(saved)
+        self._in_flight = {p: Pending.here(arrived) for p, arrived in state["in_flight"].items()}
 
     def _launch(self, p: int, stop: bool) -> None:
         assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"

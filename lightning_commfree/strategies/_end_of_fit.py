@@ -30,7 +30,11 @@ def fit_is_ending(trainer: pl.Trainer, in_optimizer_step: bool = False) -> bool:
         return True
     if loop.max_epochs is None or loop.max_epochs == -1:
         return False
-    # `ready` counts the epochs that were begun, `processed` those that ran through
     epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
-    ran_through = epoch.processed >= loop.max_epochs or loop.epoch_loop._num_ready_batches_reached()
-    return epoch.ready >= loop.max_epochs and ran_through
+    batches_reached = loop.epoch_loop._num_ready_batches_reached()
+    if in_optimizer_step:  # within an epoch, which is processed when it has run through
+        return epoch.processed >= loop.max_epochs - 1 and batches_reached
+    # `ready` counts the epochs that were begun; a fit resumed at an epoch's end counts one too few
+    return epoch.ready >= loop.max_epochs and (
+        epoch.processed >= loop.max_epochs or batches_reached
+    )

@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -25,10 +24,10 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.strategies._end_of_fit import fit_is_ending
-from lightning_commfree.strategies._replicated import ReplicatedStrategy
+from lightning_commfree.strategies._resumable import ResumableStrategy
 
 
-class StreamingDiLoCoStrategy(ReplicatedStrategy):
+class StreamingDiLoCoStrategy(ResumableStrategy):
     """Replicas train apart and exchange outer gradients while they go on computing.
 
     Every replica takes its own optimizer steps on its own share of the data. After every
@@ -216,17 +215,17 @@ class StreamingDiLoCoStrategy(ReplicatedStrategy):
         super().remove_checkpoint(filepath)
 
     @override
-    def load_checkpoint(
-        self, checkpoint_path: _PATH, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:  # later releases of Lightning pass more arguments
-        if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            raise NotImplementedError(
-                f"`{type(self).__name__}` cannot resume a fit from {str(checkpoint_path)!r} yet:"
-                " the checkpoint holds the outer weights, but neither every replica's local state"
-                " nor the outer momentum. Load the weights with `load_from_checkpoint` and begin a"
-                " new fit, or use them with `validate`, `test` and `predict`."
-            )
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+    def _rank_state(self) -> dict[str, Any]:
+        return self._running.state_dict()
+
+    @override
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        self._running.load_state_dict(state)
+
+    @override
+    def _resume_facts(self) -> dict[str, str]:
+        outer = type(self._running.fragments[0].optimizer).__name__
+        return {"fragments": repr(self.fragments), "outer_optimizer": outer}
 
     # -- inside
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
@@ -168,30 +167,3 @@ def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
         assert "head.bias is float32 [1], trainable on rank 1, absent on rank 0" in shapes[1]
         assert "outer_optimizer is SGD {'lr': 0.5," in outer[1]
         assert good == ("", "no error")
-
-
-def fit_from_checkpoint(rank: int, size: int, folder: Path) -> Any:
-    strategy = StreamingDiLoCoStrategy(sync_every=4)
-    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
-    trainer.fit(Tiny(), loader(8 * 2 * size))
-    trainer.save_checkpoint(folder / "end.ckpt")
-    again = quiet_trainer(strategy=StreamingDiLoCoStrategy(), devices=size, max_epochs=2)
-    try:
-        again.fit(Tiny(), loader(8 * 2 * size), ckpt_path=folder / "end.ckpt")
-        resumed = "no error"
-    except NotImplementedError as error:
-        resumed = str(error)
-    plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
-    ours = quiet_trainer(strategy=StreamingDiLoCoStrategy(), devices=size)
-    return resumed, [
-        trainer.validate(Tiny(), loader(8), ckpt_path=folder / "end.ckpt", verbose=False)[0][
-            "val_loss"
-        ]
-        for trainer in (plain, ours)
-    ]
-
-
-def test_resuming_is_refused_and_evaluating_is_not(tmp_path: Path) -> None:
-    for resumed, (plain, ours) in run_ranks(fit_from_checkpoint, 2, tmp_path, tmp_path):
-        assert "`StreamingDiLoCoStrategy` cannot resume a fit from" in resumed
-        assert plain == ours

@@ -1,0 +1,173 @@
+"""Exact resume for strategies whose ranks differ from each other. It knows no algorithm.
+
+A checkpoint stays a normal one; beside it every rank keeps what only it knows (`_rank_files`), and
+the checkpoint says where. A fit that resumes on the same number of ranks with the same settings
+goes on bit for bit; any other one starts from the checkpoint's weights, and a message says why.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_commfree.strategies._rank_files import RankFiles, damaged
+from lightning_commfree.strategies._replicated import ReplicatedStrategy
+from lightning_commfree.strategies._resume import random_state, restore_place
+
+KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
+
+
+class ResumableStrategy(ReplicatedStrategy):
+    """A `ReplicatedStrategy` that saves and restores every rank's own state.
+
+    A subclass gives its algorithm's part (`_rank_state`), takes it back (`_load_rank_state`) and
+    names what must be as it was (`_facts` and `_resume_facts`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fit_runs = False
+        self._resume_from: tuple[_PATH, dict[str, Any]] | None = None
+        self._own: dict[str, Any] | None = None  # this rank's state, until all of it is in place
+
+    @abstractmethod
+    def _rank_state(self) -> dict[str, Any]:
+        """Return the algorithm's state on this rank: tensors and plain values, copies."""
+
+    @abstractmethod
+    def _load_rank_state(self, state: dict[str, Any]) -> None:
+        """Put back what `_rank_state` returned; the algorithm stands at its beginning."""
+
+    @abstractmethod
+    def _resume_facts(self) -> dict[str, str]:
+        """Return what besides `_facts` must be as it was for an exact resume."""
+
+    # -- saving
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write the ranks' files, then the checkpoint, then remove the files of its predecessor."""
+        if not self._fit_runs or "optimizer_states" not in checkpoint:  # weights only
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        files = RankFiles(filepath)
+        token = self.broadcast(f"{self._module.trainer.global_step}-{time.time_ns():x}")
+        place = files.save(token, self.global_rank, self._whole_rank_state())
+        checkpoint[KEY] = {
+            "place": place,
+            "ranks": self.world_size,
+            "facts": {**self._facts(), **self._resume_facts()},
+        }
+        self.barrier("every rank's file is written")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self.barrier("the checkpoint is written")
+        files.keep_only(token)
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        RankFiles(filepath).remove()
+
+    def _whole_rank_state(self) -> dict[str, Any]:
+        return {
+            "algorithm": self._rank_state(),
+            "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
+            "precision": self.precision_plugin.state_dict(),
+            "random": random_state(),
+        }
+
+    # -- resuming, in the order in which the Trainer calls it
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:  # later releases of Lightning pass more arguments
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        except (RuntimeError, EOFError, OSError, ValueError) as error:
+            if not Path(checkpoint_path).is_file() or "weights_only" in str(error):
+                raise
+            raise damaged(checkpoint_path, error) from error
+        if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._resume_from = (checkpoint_path, checkpoint.get(KEY, {}))
+        return checkpoint
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self._fit_runs = trainer.state.fn == TrainerFn.FITTING
+        if self._fit_runs and self._resume_from is not None:
+            path, entry = self._resume_from
+            self._resume_from = None
+            reason, own = self._find_own(path, entry)
+            if own is None:
+                rank_zero_warn(
+                    f"The fit does not go on exactly where {str(path)!r} was saved: {reason}. Every"
+                    " rank starts from the checkpoint's weights, with the optimizer state of rank 0"
+                    " where it stands in the checkpoint; what else is the strategy's own begins"
+                    " anew."
+                )
+            else:
+                self._load_rank_state(own["algorithm"])
+            self._own = own
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore this rank's own optimizers and gradient scaler, the checkpoint's without it."""
+        if self._own is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        super().load_optimizer_state_dict({"optimizer_states": self._own["optimizers"]})
+        self.precision_plugin.load_state_dict(self._own["precision"])
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._own is not None:
+            restore_place(self._module.trainer, self._own["random"])
+            self._own = None
+
+    @override
+    def teardown(self) -> None:
+        self._fit_runs = False
+        self._resume_from = self._own = None
+        super().teardown()
+
+    def _find_own(self, path: _PATH, entry: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+        """Return this rank's part if all ranks have theirs, else the reason why they go without."""
+        if not entry:
+            return "it holds no state of single ranks, as another strategy saves it", None
+        facts, saved = {**self._facts(), **self._resume_facts()}, entry["facts"]
+        changed = [
+            f"{name} was {saved.get(name, 'absent')} and is {facts.get(name, 'absent')}"
+            for name in sorted(facts.keys() | saved.keys())
+            if facts.get(name) != saved.get(name)
+        ]
+        if entry["ranks"] != self.world_size:
+            changed.insert(
+                0, f"it was saved by {entry['ranks']} ranks, these are {self.world_size}"
+            )
+        if changed:
+            return "; ".join(changed), None
+        own = RankFiles(path).load(entry["place"], self.global_rank)
+        found = self._all_flags(own is not None)
+        missing = [str(rank) for rank, has in enumerate(found) if not has]
+        if missing:
+            return f"the files of rank {', '.join(missing)} below {entry['place']!r} are gone", None
+        return "", own
+
+    def _all_flags(self, mine: bool) -> list[bool]:
+        flags = torch.zeros(self.world_size, device=self.root_device)
+        flags[self.global_rank] = float(mine)
+        total = ReplicatedStrategy.reduce(self, flags, reduce_op="sum")
+        return [bool(flag) for flag in total.tolist()]

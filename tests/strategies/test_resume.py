@@ -1,0 +1,208 @@
+"""A fit that is resumed from any of its checkpoints goes on bit for bit, on every replica."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from tests.strategies.models import Recorder, Tiny, dataset, loader, quiet_trainer
+from tests.world import run_ranks
+
+BATCH = 2
+EPOCH_STEPS = 9  # not a multiple of the cycle
+STEPS = 2 * EPOCH_STEPS
+SETTINGS: dict[str, Any] = {
+    "sync_every": 6,
+    "num_fragments": 3,
+    "overlap_steps": 3,  # above 6 / 3, so that two fragments are in flight at some steps
+    "wire_dtype": "fp4",
+    "outer_optimizer": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+}
+
+
+class Noisy(Tiny):
+    """Draws random numbers in every step, and other ones on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(x))
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(100 + self.global_rank)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def fit(folder: Path, size: int, module: Tiny | None = None, **kwargs: Any) -> Any:
+    """A shuffling loader: Lightning puts its own DistributedSampler in."""
+    recorder = Recorder()
+    settings = {**SETTINGS, **kwargs.pop("settings", {})}
+    save = ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
+    )
+    trainer = quiet_trainer(
+        strategy=StreamingDiLoCoStrategy(**settings),
+        devices=size,
+        enable_checkpointing=True,
+        callbacks=[recorder, save],
+        max_epochs=2,
+        **kwargs,
+    )
+    module = module or Noisy()
+    data = DataLoader(dataset(EPOCH_STEPS * BATCH * size), batch_size=BATCH, shuffle=True)
+    return trainer, module, recorder, data
+
+
+def straight_and_resumed(rank: int, size: int, folder: Path) -> Any:
+    trainer, module, straight, data = fit(folder / "straight", size)
+    trainer.fit(module, data)
+    resumed = {}
+    for step in range(1, STEPS):
+        torch.manual_seed(step)  # what else happened in the new process must not matter
+        again, module, recorder, data = fit(folder / f"resumed_{step}", size)
+        again.fit(module, data, ckpt_path=folder / "straight" / f"step={step}.ckpt")
+        resumed[step] = recorder.local, recorder.outer
+    return straight.local, straight.outer, resumed
+
+
+def test_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
+    ranks = run_ranks(straight_and_resumed, 2, tmp_path, tmp_path)
+    assert not torch.equal(ranks[0][0][0]["head.weight"], ranks[1][0][0]["head.weight"])
+    for rank, (local, outer, resumed) in enumerate(ranks):
+        assert len(local) == STEPS
+        for step, (got_local, got_outer) in resumed.items():
+            assert len(got_local) == STEPS - step, f"resumed after step {step}"
+            for i, (got, expected) in enumerate(zip(got_local, local[step:], strict=True)):
+                for name in expected:
+                    assert torch.equal(got[name], expected[name]), (rank, step, step + i + 1, name)
+            for got_copies, copies in zip(got_outer, outer[step:], strict=True):
+                assert all(map(torch.equal, got_copies, copies)), (rank, step)
+
+
+def other_worlds(rank: int, size: int, folder: Path) -> Any:
+    trainer, module, _, data = fit(folder / "first", size)
+    trainer.fit(module, data)
+    checkpoint = folder / "first" / "step=13.ckpt"
+    trainer.strategy.barrier()
+    if rank == 0:
+        shutil.copytree(folder / "first", folder / "moved")
+        shutil.rmtree(folder / "first" / "replicas" / "step=12.ckpt")
+        (folder / "link.ckpt").symlink_to(checkpoint)
+        (folder / "moved" / "step=13.ckpt").rename(folder / "moved" / "other.ckpt")
+    trainer.strategy.barrier()
+    texts = {}
+    for name, path, settings in (
+        ("gone", folder / "first" / "step=12.ckpt", {}),
+        ("settings", checkpoint, {"mix": 0.25}),
+        ("link", folder / "link.ckpt", {}),
+        ("moved", folder / "moved" / "other.ckpt", {}),
+    ):
+        again, module, recorder, data = fit(folder / name, size, settings=settings)
+        with pytest.MonkeyPatch.context() as patch:
+            said: list[str] = []
+            patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+            again.fit(module, data, ckpt_path=path)
+        texts[name] = said, recorder.local[-1]
+    return texts
+
+
+def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
+    for texts in run_ranks(other_worlds, 2, tmp_path, tmp_path):
+        assert "the files of rank 0, 1 below" in texts["gone"][0][0]
+        assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]
+        assert not texts["link"][0]
+        assert not texts["moved"][0]
+        for name, tensor in texts["link"][1].items():
+            assert torch.equal(tensor, texts["moved"][1][name])
+
+
+def alone(rank: int, size: int, folder: Path) -> Any:
+    path = folder / "step=13.ckpt"
+    again, module, recorder, data = fit(folder / "alone", size)
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+        again.fit(module, data, ckpt_path=path)
+    state = torch.load(path, weights_only=True)
+    plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
+    validated = plain.validate(Noisy(), loader(8), ckpt_path=path, verbose=False)
+    loaded = Noisy.load_from_checkpoint(path).state_dict()
+    return said, validated, all(torch.equal(loaded[k], v) for k, v in state["state_dict"].items())
+
+
+def first_fit(rank: int, size: int, folder: Path) -> None:
+    trainer, module, _, data = fit(folder, size)
+    trainer.fit(module, data)
+
+
+def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path: Path) -> None:
+    run_ranks(first_fit, 2, tmp_path, tmp_path)
+    ((said, validated, same),) = run_ranks(alone, 1, tmp_path, tmp_path)
+    assert "it was saved by 2 ranks, these are 1" in said[0]
+    assert validated[0]["val_loss"] > 0
+    assert same
+
+
+def truncated(rank: int, size: int, folder: Path) -> list[str]:
+    trainer, module, _, data = fit(folder / "whole", size)
+    trainer.fit(module, data)
+    checkpoint = folder / "whole" / "step=13.ckpt"
+    rank_file = next((folder / "whole" / "replicas" / checkpoint.name).glob("*/rank_0.pt"))
+    texts = []
+    offsets = torch.Generator().manual_seed(3)
+    for file in [checkpoint] * 12 + [rank_file] * 12:
+        whole = file.read_bytes()
+        cut = int(torch.randint(0, len(whole), (), generator=offsets))
+        file.write_bytes(whole[:cut])
+        again, module, _, data = fit(folder / "cut", size)
+        try:
+            again.fit(module, data, ckpt_path=checkpoint)
+            texts.append(f"no error at {cut} of {file.name}")
+        except RuntimeError as error:
+            texts.append(str(error))
+        file.write_bytes(whole)
+    return texts
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    ((*texts,),) = run_ranks(truncated, 1, tmp_path, tmp_path)
+    assert len(texts) == 24
+    for text in texts:
+        assert "cannot be read" in text
+        assert "resume from an earlier checkpoint" in text
+
+
+def overwriting(rank: int, size: int, folder: Path) -> list[str]:
+    trainer, module, _, data = fit(folder / "all", size)
+    last = ModelCheckpoint(folder / "last", save_top_k=1, every_n_train_steps=4, save_last=True)
+    trainer.callbacks.append(last)
+    trainer.fit(module, data)
+    trainer.strategy.barrier()
+    files = [path for path in (folder / "last").rglob("*") if path.is_file()]
+    return sorted(str(path.relative_to(folder / "last")) for path in files)
+
+
+def test_sets_of_overwritten_and_removed_checkpoints_go(tmp_path: Path) -> None:
+    for files in run_ranks(overwriting, 2, tmp_path, tmp_path):
+        checkpoints = [name for name in files if name.endswith(".ckpt")]
+        assert len(checkpoints) == 2
+        assert "last.ckpt" in checkpoints
+        for checkpoint in checkpoints:
+            for rank in range(2):
+                own = [n for n in files if n.startswith(f"replicas/{checkpoint}/")]
+                assert sum(n.endswith(f"rank_{rank}.pt") for n in own) == 1, files

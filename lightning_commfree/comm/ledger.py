@@ -18,6 +18,7 @@ broadcast      b (n - 1) / n           n - 1 ranks receive b each
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -65,21 +66,22 @@ class Ledger:
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
     seconds_by_tag: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
+    _idle_threads: set[int] = field(default_factory=set, repr=False, compare=False)
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent, over all tags."""
-        return sum(self.bytes_by_tag.values())
+        return sum(list(self.bytes_by_tag.values()))  # another thread may add a tag
 
     @property
     def seconds_waited(self) -> float:
         """Seconds that this rank has waited for collectives, over all tags."""
-        return sum(self.seconds_by_tag.values())
+        return sum(list(self.seconds_by_tag.values()))
 
     @property
     def collectives(self) -> int:
         """Number of collectives that this rank has launched, over all tags."""
-        return sum(self.collectives_by_tag.values())
+        return sum(list(self.collectives_by_tag.values()))
 
     def totals(self) -> LedgerTotals:
         """Return the sums over all tags as they stand now."""
@@ -90,6 +92,10 @@ class Ledger:
         self.bytes_by_tag[tag] += num_bytes
         self.collectives_by_tag[tag] += 1
 
+    def ignore_waits_of_this_thread(self) -> None:
+        """Count no waits of the calling thread from now on: the training does not stand still."""
+        self._idle_threads.add(threading.get_ident())
+
     @contextmanager
     def count_wait(self, tag: str) -> Iterator[None]:
         """Add the time that the body takes to the seconds waited for `tag`."""
@@ -97,4 +103,5 @@ class Ledger:
         try:
             yield
         finally:
-            self.seconds_by_tag[tag] += time.perf_counter() - start
+            if threading.get_ident() not in self._idle_threads:
+                self.seconds_by_tag[tag] += time.perf_counter() - start

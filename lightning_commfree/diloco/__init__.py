@@ -20,7 +20,8 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 ======  ==================  ===============  ===============  =================================
 
 Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travels), `outer` (what
-one replica does with it), `streaming` (the algorithm).
+one replica does with it), `exchange` (how the mean is formed), `streaming` (the algorithm), `eager`
+(the form that hides a whole cycle).
 
 Departures from the paper:
 
@@ -33,6 +34,7 @@ Departures from the paper:
   paper's models have none.
 """
 
+from lightning_commfree.diloco.eager import EagerDiLoCo
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -47,6 +49,7 @@ from lightning_commfree.diloco.wire import WIRE_FORMATS, WireFormat
 __all__ = [
     "WIRE_FORMATS",
     "DiLoCoSettings",
+    "EagerDiLoCo",
     "Fragment",
     "OuterFragment",
     "OuterOptimizerFactory",

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory
+
+_DIGEST_CHUNK = 1 << 20  # values; keeps the temporary integers small
+_DIGEST_PRIME = 0x9E3779B1  # arithmetic wraps at 2^64
 
 
 class OuterFragment:
@@ -29,6 +33,7 @@ class OuterFragment:
     Attributes:
         global_copy: fp32, shape (N,): all tensors one after the other, parameters before buffers.
         optimizer: the outer optimizer.
+        scheduler: of its learning rate, stepped after each outer step; None without one.
         landings: how many outer steps have been taken.
 
     Raises:
@@ -45,12 +50,16 @@ class OuterFragment:
         split = len(fragment.parameters)
         self._outer_parameters = [nn.Parameter(view) for view in views[:split]]
         self._outer_buffers = views[split:]
-        self.optimizer = outer_optimizer(self._outer_parameters)
+        made = outer_optimizer(self._outer_parameters)
+        self.optimizer: Optimizer
+        self.scheduler: LRScheduler | None
+        self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(
                 f"`outer_optimizer` returned a {type(self.optimizer).__name__}; it must take a list"
                 " of parameters and return a `torch.optim.Optimizer`, like"
-                " `functools.partial(torch.optim.SGD, lr=0.4)`."
+                " `functools.partial(torch.optim.SGD, lr=0.4)`, or a tuple of it and a learning"
+                " rate scheduler."
             )
         self.landings = 0
 
@@ -75,6 +84,12 @@ class OuterFragment:
                 out.masked_fill_(outer == local.float(), 0.0)
         return gradient
 
+    def digest(self) -> Tensor:
+        """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
+        words = self.global_copy.view(torch.int32)
+        sums = [_digest(part) for part in torch.split(words, _DIGEST_CHUNK)]
+        return _digest(torch.stack(sums)) + 1
+
     def outer_step(self, mean: Tensor) -> None:
         """Step the outer optimizer on the global copy.
 
@@ -89,6 +104,8 @@ class OuterFragment:
         for outer, gradient in zip(self._outer_parameters, means[:split], strict=True):
             outer.grad = gradient
         self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         for buffer, gradient in zip(self._outer_buffers, means[split:], strict=True):
             buffer.sub_(gradient)
@@ -116,6 +133,7 @@ class OuterFragment:
         return {
             "global_copy": self.global_copy.clone(),
             "optimizer": {**optimizer, "state": _copied(optimizer["state"])},
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "landings": self.landings,
         }
 
@@ -123,11 +141,19 @@ class OuterFragment:
         """Put back what `state_dict` returned."""
         self.global_copy.copy_(state["global_copy"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
         self.landings = state["landings"]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, [local.numel() for local in self.local])
         return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]
+
+
+def _digest(words: Tensor) -> Tensor:
+    """Return the sum of integers weighted by place and size: order and values both count."""
+    places = torch.arange(1, 2 * words.numel(), 2, device=words.device)
+    return ((words.to(torch.int64) * _DIGEST_PRIME + 1) * (places * _DIGEST_PRIME)).sum()
 
 
 def _copied(state: Any) -> Any:

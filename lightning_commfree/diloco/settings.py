@@ -8,11 +8,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_commfree.diloco.fragments import PATTERNS
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 
-OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
+EAGER = "eager"
 
 
 def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
@@ -33,11 +35,17 @@ class DiLoCoSettings:
     sync_every: int
     num_fragments: int | None
     fragment_pattern: str
-    overlap_steps: int
+    overlap_steps: int | str
     mix: float
     wire_dtype: str
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
+    check_drift_every: int = 1
+
+    @property
+    def eager(self) -> bool:
+        """Whether a whole cycle is hidden (arXiv:2502.12996)."""
+        return self.overlap_steps == EAGER
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -50,12 +58,21 @@ class DiLoCoSettings:
         return {name: repr(getattr(self, name)) for name in names}
 
     def _check_kinds(self) -> None:
-        for name in ("sync_every", "num_fragments", "overlap_steps", "replica_size"):
+        counts = (
+            "sync_every",
+            "num_fragments",
+            "overlap_steps",
+            "replica_size",
+            "check_drift_every",
+        )
+        others = (("num_fragments", None), ("overlap_steps", EAGER))
+        for name in counts:
             value = getattr(self, name)
-            if not isinstance(value, int) and not (name == "num_fragments" and value is None):
+            if not isinstance(value, int) and (name, value) not in others:
                 raise TypeError(
                     f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int."
+                    f" {type(value).__name__}. Give an int"
+                    f"{' or ' + repr(EAGER) if name == 'overlap_steps' else ''}."
                 )
         if not isinstance(self.mix, int | float):
             raise TypeError(
@@ -79,7 +96,8 @@ class DiLoCoSettings:
                 f"`fragment_pattern={self.fragment_pattern!r}` is unknown. Choose one of"
                 f" {', '.join(map(repr, PATTERNS))}."
             )
-        if not 0 <= self.overlap_steps < self.sync_every:
+        steps = 0 if self.eager else int(self.overlap_steps)
+        if not 0 <= steps < self.sync_every:
             raise ValueError(
                 f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
                 f" `sync_every={self.sync_every}`: a fragment has to land before it leaves again."
@@ -107,6 +125,11 @@ class DiLoCoSettings:
             raise ValueError(
                 f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"
                 " one replica."
+            )
+        if self.check_drift_every < 0:
+            raise ValueError(
+                f"`check_drift_every={self.check_drift_every}` must be 0 (never) or more: it counts"
+                " the cycles from one comparison of the global copies to the next."
             )
         if self.replica_size > 1:
             raise NotImplementedError(

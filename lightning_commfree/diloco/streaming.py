@@ -14,23 +14,38 @@ fragment with mix 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.ledger import all_gather_bytes
+from lightning_commfree.diloco.exchange import Arrival, Header, cheaper_exchange
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 
-TAG = "outer_gradient"
-_HEADER_BYTES = 8  # one int64 ahead of the payload: 1 where the sender wants all replicas to stop
+
+class Landing(NamedTuple):
+    """One fragment's latest landing."""
+
+    gradient_norm: float  # of the mean outer gradient
+    cosine: float  # similarity of the replicas' outer gradients, mean over the pairs
+    outer_lr: float  # with which the outer step was taken
+    flight_s: float  # seconds from launch to landing
+    waited_s: float  # seconds of it in which the training stood still
+    num_bytes: int  # sent by this replica
+
+
+class _Flight(NamedTuple):
+    pending: Pending[Tensor]
+    launched_s: float  # on the clock of `time.perf_counter`
 
 
 class StreamingDiLoCo:
@@ -47,6 +62,7 @@ class StreamingDiLoCo:
         step: inner steps done, counted as attempts: one that a gradient scaler skips counts too.
         fragments: one `OuterFragment` per fragment.
         schedule: when they launch and land.
+        landings: the latest `Landing` by fragment.
     """
 
     def __init__(
@@ -57,14 +73,22 @@ class StreamingDiLoCo:
         channel: Channel,
     ) -> None:
         self.fragments = [OuterFragment(module, f, settings.outer_optimizer) for f in fragments]
-        self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
+        overlap_steps = 0 if settings.eager else int(settings.overlap_steps)
+        self.schedule = Schedule(settings.sync_every, len(fragments), overlap_steps)
         self.step = 0
         self._module = module
+        self._names = [fragment.parameters for fragment in fragments]
         self._exchanged = {name for fragment in fragments for name in fragment.parameters}
+        self.landings: dict[int, Landing] = {}
         self._channel = channel
         self._wire = WIRE_FORMATS[settings.wire_dtype]
-        self._mix = settings.mix
-        self._in_flight: dict[int, Pending[Tensor]] = {}  # by fragment, in the order of launch
+        self._settings = settings
+        self._background = Background(channel.ledger)
+        self._exchanges = [
+            cheaper_exchange(channel, self._background, self._wire, f.global_copy.numel())
+            for f in self.fragments
+        ]
+        self._in_flight: dict[int, _Flight] = {}  # by fragment, in the order of launch
         self._put_aside: list[Tensor] | None = None  # local copy while the module holds the outer
 
     @torch.no_grad()
@@ -83,12 +107,7 @@ class StreamingDiLoCo:
         launches = self.schedule.launched_at(self.step)
         if launches:
             self._check_trainable()
-        for p in launches:
-            self._launch(p, stop)
-        # what `finish` has landed ahead of its step does not land again
-        landings = [p for p in self.schedule.landed_at(self.step) if p in self._in_flight]
-        stops = [self._land(p, self._mix) for p in landings]
-        return any(stops)
+        return any(self._exchange(launches, stop))
 
     @torch.no_grad()
     def finish(self, stop: bool = False) -> bool:
@@ -102,13 +121,14 @@ class StreamingDiLoCo:
         """
         swapped = self._put_aside is not None
         self.swap_out()
-        stops = [self._land(p, self._mix) for p in list(self._in_flight)]
-        for p in range(len(self.fragments)):
-            self._launch(p, stop)
-            stops.append(self._land(p, mix=0.0))
+        stops = self._finish_rounds(stop)
         if swapped:
             self.swap_in()
         return any(stops)
+
+    def close(self) -> None:
+        """End the thread of the exchanges; what is in flight is given up."""
+        self._background.close()
 
     def outer_facts(self) -> dict[str, str]:
         """Return kind and settings of the outer optimizer, which all replicas must share."""
@@ -119,8 +139,8 @@ class StreamingDiLoCo:
 
     def wait_in_flight(self) -> None:
         """Take what is in flight off the wire; it still lands at its step."""
-        for pending in self._in_flight.values():
-            pending.wait()
+        for flight in self._in_flight.values():
+            flight.pending.wait()
 
     @property
     def in_flight(self) -> list[int]:
@@ -130,8 +150,7 @@ class StreamingDiLoCo:
     @property
     def bytes_per_cycle(self) -> int:
         """Bytes that this replica sends in `sync_every` steps, in which every fragment leaves."""
-        size = self._channel.size
-        return sum(all_gather_bytes(self._message_bytes(f), size) for f in self.fragments)
+        return sum(exchange.num_bytes for exchange in self._exchanges)
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -173,7 +192,9 @@ class StreamingDiLoCo:
             "step": self.step,
             "local": [tensor.clone() for tensor in self._put_aside or local],
             "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "in_flight": {p: pending.wait().clone() for p, pending in self._in_flight.items()},
+            "in_flight": {
+                p: flight.pending.wait().clone() for p, flight in self._in_flight.items()
+            },
         }
 
     @torch.no_grad()
@@ -187,35 +208,76 @@ class StreamingDiLoCo:
         local = [local for fragment in self.fragments for local in fragment.local]
         for tensor, saved in zip(local, state["local"], strict=True):
             tensor.copy_(saved)
-        self._in_flight = {p: Pending.here(arrived) for p, arrived in state["in_flight"].items()}
+        self._in_flight = {
+            p: _Flight(Pending.here(arrived), time.perf_counter())
+            for p, arrived in state["in_flight"].items()
+        }
+
+    def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
+        """Launch and land what is due; return for each landing whether a replica wants to stop."""
+        for p in launches:
+            self._launch(p, stop)
+        # what `finish` has landed ahead of its step does not land again
+        landings = [p for p in self.schedule.landed_at(self.step) if p in self._in_flight]
+        return [self._land(p, self._settings.mix) for p in landings]
+
+    def _finish_rounds(self, stop: bool) -> list[bool]:
+        stops = [self._land(p, self._settings.mix) for p in list(self._in_flight)]
+        for p in range(len(self.fragments)):
+            self._launch(p, stop)
+            stops.append(self._land(p, mix=0.0))
+        return stops
 
     def _launch(self, p: int, stop: bool) -> None:
         assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
-        fragment = self.fragments[p]
-        gradient = fragment.outer_gradient()
-        size = self._message_bytes(fragment)
-        message = torch.zeros(size, dtype=torch.uint8, device=gradient.device)
-        message[:_HEADER_BYTES].view(torch.int64).fill_(int(stop))
-        self._wire.encode(gradient, out=self._payload(message, fragment))
-        self._in_flight[p] = self._channel.all_gather(message.to(self._channel.device), TAG)
+        gradient = self.fragments[p].outer_gradient()
+        header = Header(stop, self.step, self._digest(p))
+        pending = self._exchanges[p].launch(gradient, header)
+        self._in_flight[p] = _Flight(pending, time.perf_counter())
 
     def _land(self, p: int, mix: float) -> bool:
-        messages = self._in_flight.pop(p).wait()  # (replicas, bytes)
-        fragment = self.fragments[p]
-        mean = torch.zeros_like(fragment.global_copy)
-        for message in messages:  # in rank order, so that the sum is bit-identical everywhere
-            payload = self._payload(message.to(mean.device), fragment)
-            mean += self._wire.decode(payload, mean.numel())
-        fragment.outer_step(mean.div_(self._channel.size))
-        fragment.merge(mix)
-        return bool(messages[:, :_HEADER_BYTES].any())
+        arrival = self._receive(p)
+        self.fragments[p].outer_step(arrival.mean)
+        self.fragments[p].merge(mix)
+        return arrival.stop
 
-    def _payload(self, message: Tensor, fragment: OuterFragment) -> Tensor:
-        return message[_HEADER_BYTES:][: self._wire.num_bytes(fragment.global_copy.numel())]
+    def _receive(self, p: int) -> Arrival:
+        flight = self._in_flight.pop(p)
+        before_s = time.perf_counter()
+        arrived = flight.pending.wait()
+        waited_s = time.perf_counter() - before_s
+        fragment, exchange = self.fragments[p], self._exchanges[p]
+        arrival = exchange.read(arrived, fragment.global_copy.device)
+        if arrival.steps_differ:
+            raise RuntimeError(
+                f"The replicas are at different inner steps: the messages of fragment {p} that"
+                f" landed after step {self.step} left after different ones. Every replica must see"
+                " as many batches, and resume from the same checkpoint."
+            )
+        if arrival.drifted:
+            raise RuntimeError(
+                f"The replicas' global copies of fragment {p} differ, which landed after inner step"
+                f" {self.step}: {', '.join(self._names[p])}. They were equal when the fit began, so"
+                " something but the strategy has changed them, or a replica computes wrongly."
+                " Resume from a checkpoint before it."
+            )
+        self.landings[p] = Landing(
+            arrival.norm,
+            arrival.cosine,
+            float(fragment.optimizer.param_groups[0]["lr"]),
+            time.perf_counter() - flight.launched_s,
+            waited_s,
+            exchange.num_bytes,
+        )
+        return arrival
 
-    def _message_bytes(self, fragment: OuterFragment) -> int:
-        num_bytes = _HEADER_BYTES + self._wire.num_bytes(fragment.global_copy.numel())
-        return -(-num_bytes // 8) * 8  # every gathered row is aligned for int64 and fp32 values
+    def _digest(self, p: int) -> Tensor | int:
+        """Return what travels with this launch: the global copy's hash where it is due, else 0."""
+        every = self._settings.check_drift_every
+        cycle = (self.step - self.schedule.offset(p)) // self._settings.sync_every
+        if not every or cycle % every:
+            return 0
+        return self.fragments[p].digest()
 
     def _check_trainable(self) -> None:
         named = self._module.named_parameters()

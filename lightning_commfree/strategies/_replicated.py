@@ -169,7 +169,7 @@ class ReplicatedStrategy(DDPStrategy):
         if self._after_step(self._sigterm.requested):
             self._sigterm.agree()
         assert self._fit_log is not None, "a fit has begun"
-        figures = self._fit_log.after_step()
+        figures = {**self._fit_log.after_step(), **self._figures()}
         if not self._module.trainer.barebones:
             # Lightning writes them when a row is due, in the row of the module's own metrics
             for name, value in figures.items():
@@ -220,6 +220,10 @@ class ReplicatedStrategy(DDPStrategy):
     @abstractmethod
     def _cycle(self) -> tuple[int, int]:
         """Return the bytes that this rank sends in a cycle, and the steps of a cycle."""
+
+    def _figures(self) -> dict[str, float]:
+        """Return the algorithm's own figures for the Trainer's loggers, by name."""
+        return {}
 
     # -- inside
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.diloco import (
     DiLoCoSettings,
+    EagerDiLoCo,
     Fragment,
     OuterOptimizerFactory,
     StreamingDiLoCo,
@@ -49,14 +50,19 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         fragment_pattern: "strided" (block i to fragment i mod P), "sequential" (consecutive blocks)
             or "balanced" (tensors, equal bytes; for models without blocks).
         overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
-            in flight. At most 5 is advised.
+            in flight. At most 5 is advised. "eager" hides a whole cycle (arXiv:2502.12996): the
+            mean of the previous cycle, with this replica's own part brought up to date; the outer
+            weights then differ between replicas until `fit` ends, and rank 0's are saved.
         mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
             1 ignores them.
         wire_dtype: what travels; see `lightning_commfree.diloco.wire`.
         outer_optimizer: factory, from a list of fp32 parameters to a `torch.optim.Optimizer`; None
-            for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. With `start_method="spawn"` it must
-            pickle: a `functools.partial`, not a lambda.
+            for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
+            and a learning-rate scheduler, stepped with every landing of its fragment. With
+            `start_method="spawn"` it must pickle: a `functools.partial`, not a lambda.
         replica_size: ranks that form one replica; 1 for now.
+        check_drift_every: cycles from one comparison of the replicas' global copies to the next,
+            by a hash that travels with the exchange; a difference ends the fit. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
             them.
 
@@ -80,11 +86,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         sync_every: int = 100,
         num_fragments: int | None = None,
         fragment_pattern: str = "strided",
-        overlap_steps: int = 1,
+        overlap_steps: int | str = 1,
         mix: float = 0.5,
         wire_dtype: str = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
+        check_drift_every: int = 1,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(group_size=replica_size, **ddp_kwargs)
@@ -97,6 +104,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             wire_dtype,
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
+            check_drift_every,
         )
         self._diloco: StreamingDiLoCo | None = None
         self._fragments: list[Fragment] = []
@@ -135,7 +143,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._fragments = split_into_fragments(
             module, self.settings.num_fragments, self.settings.fragment_pattern
         )
-        self._diloco = StreamingDiLoCo(module, self._fragments, self.settings, self.channel)
+        algorithm = EagerDiLoCo if self.settings.eager else StreamingDiLoCo
+        self._diloco = algorithm(module, self._fragments, self.settings, self.channel)
         # a factory cannot be compared, what it makes can
         check_agreement(self.channel, self._diloco.outer_facts())
         self._finished_at = None
@@ -151,6 +160,22 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if fit_is_ending(self._module.trainer, in_optimizer_step=True):
             stop_agreed |= self._finish(stop)
         return stop_agreed
+
+    @override
+    def _figures(self) -> dict[str, float]:
+        """Per fragment what its latest landing says; the same figures until the next one."""
+        return {
+            f"outer/{name}_{p}": figure
+            for p, landing in self._running.landings.items()
+            for name, figure in (
+                ("gradient_norm", landing.gradient_norm),
+                ("cosine", landing.cosine),
+                ("lr", landing.outer_lr),
+                ("flight_ms", 1e3 * landing.flight_s),
+                ("waited_ms", 1e3 * landing.waited_s),
+                ("bytes", float(landing.num_bytes)),
+            )
+        }
 
     @override
     def on_validation_start(self) -> None:
@@ -178,6 +203,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def teardown(self) -> None:
         if self._diloco is not None:
             self._diloco.swap_out()  # an exception may have come in the middle of a validation
+            self._diloco.close()
             self._diloco = None
         super().teardown()
 

@@ -21,6 +21,7 @@ LEGAL: dict[str, Any] = {
     "wire_dtype": "fp4",
     "outer_optimizer": default_outer_optimizer,
     "replica_size": 1,
+    "check_drift_every": 1,
 }
 
 
@@ -36,6 +37,8 @@ def make(**changes: Any) -> DiLoCoSettings:
         {"sync_every": 2, "overlap_steps": 1},
         {"num_fragments": 1},
         {"num_fragments": 1000},
+        {"overlap_steps": "eager"},
+        {"check_drift_every": 0},
         {"mix": 0},
         {"mix": 1.0},
         *[{"fragment_pattern": pattern} for pattern in ("sequential", "balanced")],
@@ -50,6 +53,7 @@ def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
 
 
 REFUSED = [
+    ({"check_drift_every": -1}, r"`check_drift_every=-1` must be 0 \(never\) or more"),
     ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),
     ({"sync_every": -5}, r"`sync_every=-5` must be at least 1"),
     ({"num_fragments": 0}, r"`num_fragments=0` must be at least 1, or None to choose it"),

@@ -165,19 +165,19 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
         sent.append(channel.ledger.bytes_sent)
         diloco.after_inner_step()
     total, cycle = channel.ledger.bytes_sent, diloco.schedule.sync_every
-    return [diloco.bytes_per_cycle, total - sent[2 * cycle], sent[cycle - 1]]
+    return [diloco.bytes_per_cycle, total - sent[2 * cycle], sent[cycle - 1] - sent[0]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("wire_dtype", "fragment_bytes"),
-    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 8 bytes of header and the
+    # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 24 bytes of header and the
     # payload, filled up to a multiple of 8
     [
-        ("fp32", [8 + 240, 8 + 120, 8 + 100 + 4]),
-        ("bf16", [8 + 120, 8 + 60 + 4, 8 + 50 + 6]),
-        ("int8", [8 + 4 + 60, 8 + 4 + 30 + 6, 8 + 4 + 25 + 3]),
-        ("fp4", [8 + 32 + 1 + 7, 8 + 16 + 1 + 7, 8 + 16 + 1 + 7]),
+        ("fp32", [24 + 240, 24 + 120, 24 + 100 + 4]),
+        ("bf16", [24 + 120, 24 + 60 + 4, 24 + 50 + 6]),
+        ("int8", [24 + 4 + 60, 24 + 4 + 30 + 6, 24 + 4 + 25 + 3]),
+        ("fp4", [24 + 32 + 1 + 7, 24 + 16 + 1 + 7, 24 + 16 + 1 + 7]),
     ],
 )
 def test_the_ledger_counts_what_a_cycle_is_said_to_send(

@@ -38,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "wire_dtype": "fp32",
     "outer_optimizer": NESTEROV,
     "replica_size": 1,
+    "check_drift_every": 1,
 }
 
 State = dict[str, Tensor]

@@ -87,7 +87,7 @@ def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> Non
     assert "Traceback" not in shown
     run = folder / "run"
     assert summary["checkpoint"] == str(run / "checkpoints" / "last.ckpt")
-    assert sorted(file.name for file in (run / "checkpoints").iterdir()) == [
+    assert sorted(file.name for file in (run / "checkpoints").glob("*.ckpt")) == [
         "last.ckpt",
         "step-90.ckpt",
     ]

@@ -1,0 +1,99 @@
+"""Eager updates for overlapped communication and computation in DiLoCo (arXiv:2502.12996).
+
+A whole cycle is hidden: what a fragment's launch has sent lands when the fragment is launched
+again, H steps later. With M replicas, the mean D(t-H) that lands and this replica's own part d(t-H)
+of it, the outer optimizer gets
+
+    D(t-H) + (d(t) - d(t-H)) / M
+
+so that one's own part is up to date and the others' one cycle late; before the first arrival, with
+nothing of the others, d(t) / M. The outer gradients d are what was sent, as everybody decodes
+them. Every replica therefore steps a global copy of its own, and drift is not looked for. With one
+replica this is DiLoCo without delay.
+
+`finish` makes the copies equal: everybody's present outer gradient, what was taken in advance taken
+out again, then one fp32 average of the copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commfree.diloco.exchange import TAG
+from lightning_commfree.diloco.streaming import StreamingDiLoCo
+
+
+class EagerDiLoCo(StreamingDiLoCo):
+    """`StreamingDiLoCo` with `overlap_steps="eager"`; same arguments and attributes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sent: dict[int, Tensor] = {}  # by fragment in flight: its own part, encoded
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """See `StreamingDiLoCo.state_dict`; the global copies are this replica's own."""
+        return {**super().state_dict(), "sent": dict(self._sent)}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._sent = dict(state["sent"])
+
+    @override
+    def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
+        stops = []
+        for p in launches:
+            late, stopped = self._take_late(p)
+            self._launch(p, stop)
+            self.fragments[p].outer_step(late + self._own(p) / self._channel.size)
+            self.fragments[p].merge(self._settings.mix)
+            stops.append(stopped)
+        return stops
+
+    @override
+    def _finish_rounds(self, stop: bool) -> list[bool]:
+        stops = []
+        for p, fragment in enumerate(self.fragments):
+            late, stopped = self._take_late(p)
+            self._launch(p, stop)
+            arrival = self._receive(p)
+            fragment.outer_step(late + arrival.mean)
+            copies = fragment.global_copy.to(self._channel.device, copy=True)
+            total = self._channel.all_reduce(copies, TAG).wait()
+            fragment.global_copy.copy_(total / self._channel.size)
+            fragment.merge(mix=0.0)
+            stops.append(stopped or arrival.stop)
+        return stops
+
+    def _take_late(self, p: int) -> tuple[Tensor, bool]:
+        """Return the others' part of the mean that lands now, and whether somebody wants to stop.
+
+        Zeros before the first arrival.
+        """
+        if p not in self._in_flight:
+            return torch.zeros_like(self.fragments[p].global_copy), False
+        own = self._own(p)
+        arrival = self._receive(p)
+        return arrival.mean - own / self._channel.size, arrival.stop
+
+    @override
+    def _launch(self, p: int, stop: bool) -> None:
+        gradient = self.fragments[p].outer_gradient()
+        size = self._wire.num_bytes(gradient.numel())
+        sent = torch.empty(size, dtype=torch.uint8, device=gradient.device)
+        self._wire.encode(gradient, out=sent)
+        self._sent[p] = sent
+        super()._launch(p, stop)
+
+    def _own(self, p: int) -> Tensor:
+        copy = self.fragments[p].global_copy
+        return self._wire.decode(self._sent[p].to(copy.device), copy.numel())
+
+    @override
+    def _digest(self, p: int) -> int:
+        return 0

@@ -1,0 +1,208 @@
+"""How replicas form the mean of their outer gradients (arXiv:2501.18512, section 2.4).
+
+N values, M replicas, b bytes for the values in their wire format:
+
+=========  ================================================================  ===================
+way        what travels                                                      a replica sends
+=========  ================================================================  ===================
+gather     every replica's encoded gradient to every other one               b (M - 1)
+by shards  each replica gets one shard of all gradients, averages it in      2 b (M - 1) / M
+           fp32, encodes the mean once more and sends it to all
+=========  ================================================================  ===================
+
+The cheaper one in bytes is taken, headers and padding included: gather up to M = 2, shards from
+there on, except for small fragments. Either way everybody, the shard's owner too, decodes the same
+bytes and adds in the order of the replicas: the means are bit-identical everywhere. By shards, the
+mean is rounded to the wire format a second time.
+
+A *header* of three int64 goes ahead of the values: whether the sender wants all to stop; its inner
+step; a digest of its global copy (0: none). The second message of the exchange by shards says what
+its sender saw in all headers, and carries its part of the gradients' inner products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.diloco.quantize import BLOCK
+from lightning_commfree.diloco.wire import WireFormat
+
+TAG = "outer_gradient"
+_HEADER_BYTES = 3 * 8
+
+
+class Header(NamedTuple):
+    """What travels ahead of a replica's values."""
+
+    stop: bool
+    step: int
+    digest: Tensor | int  # int64; as a tensor it is not waited for
+
+
+class Arrival(NamedTuple):
+    """What all replicas sent, put together; the same on all of them."""
+
+    mean: Tensor  # (N,), fp32
+    stop: bool  # somebody wants to stop
+    drifted: bool  # the digests differ
+    steps_differ: bool  # the messages are of different inner steps
+    gram: Tensor  # (M, M), fp32: inner products of the replicas' outer gradients, as decoded
+
+    @property
+    def norm(self) -> float:
+        """Euclidean norm of the mean outer gradient."""
+        return float(self.gram.sum().clamp(min=0).sqrt()) / len(self.gram)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine similarity of two replicas' outer gradients, mean over all pairs; 1 for M = 1."""
+        norms_M = self.gram.diagonal().sqrt()
+        cosines_MM = self.gram / torch.outer(norms_M, norms_M).clamp(min=1e-30)
+        size = len(norms_M)
+        pairs = size * (size - 1)
+        return float((cosines_MM.sum() - cosines_MM.trace()) / pairs) if pairs else 1.0
+
+
+class Exchange(Protocol):
+    """A way for fragments of one size."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this replica sends for one fragment, by the ledger's formulas."""
+
+    def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
+        """Send this replica's values, fp32 of shape (N,); what arrives can be kept and read."""
+
+    def read(self, arrived: Tensor, device: torch.device) -> Arrival:
+        """Decode on `device` what arrived."""
+
+
+def cheaper_exchange(
+    channel: Channel, background: Background, wire: WireFormat, numel: int
+) -> Exchange:
+    """Return the way that sends fewer bytes for fragments of `numel` values."""
+    gather = GatherExchange(channel, wire, numel)
+    shards = ShardExchange(channel, background, wire, numel)
+    return shards if shards.num_bytes < gather.num_bytes else gather
+
+
+class GatherExchange:
+    """Every replica decodes every replica's values."""
+
+    def __init__(self, channel: Channel, wire: WireFormat, numel: int) -> None:
+        self._channel, self._letter = channel, _Letter(wire, numel)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`."""
+        return all_gather_bytes(self._letter.num_bytes, self._channel.size)
+
+    def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
+        """See `Exchange`."""
+        message = self._letter.write(values, header)
+        return self._channel.all_gather(message.to(self._channel.device), TAG)
+
+    def read(self, arrived: Tensor, device: torch.device) -> Arrival:
+        """See `Exchange`."""
+        headers_M3 = self._letter.headers(arrived)
+        mean, gram_MM = self._letter.average(arrived.to(device))
+        return Arrival(mean, *_compare(headers_M3), gram_MM)
+
+
+class ShardExchange:
+    """Every replica averages one shard for all; shards are whole blocks, the last ones padded."""
+
+    def __init__(
+        self, channel: Channel, background: Background, wire: WireFormat, numel: int
+    ) -> None:
+        self._channel, self._background, self._numel = channel, background, numel
+        self._shard = -(-numel // (channel.size * BLOCK)) * BLOCK
+        self._up = _Letter(wire, self._shard)
+        self._down = _Letter(wire, self._shard, extra_floats=channel.size**2)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`."""
+        size = self._channel.size
+        up_bytes = all_to_all_bytes(size * self._up.num_bytes, size)
+        return up_bytes + all_gather_bytes(self._down.num_bytes, size)
+
+    def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
+        """See `Exchange`."""
+        size = self._channel.size
+        padded_MS = pad(values, (0, size * self._shard - self._numel)).view(size, self._shard)
+        letters = torch.stack([self._up.write(shard, header) for shard in padded_MS])
+        return self._background.submit(self._carry(letters.to(self._channel.device)), TAG)
+
+    def read(self, arrived: Tensor, device: torch.device) -> Arrival:
+        """See `Exchange`."""
+        headers_M3 = self._down.headers(arrived)
+        on_device = arrived.to(device)
+        mean = torch.cat([self._down.values(row) for row in on_device])[: self._numel]
+        size = self._channel.size
+        gram_MM = self._down.extra(on_device).sum(0).view(size, size)
+        stop, drifted, differ = (bool(column.any()) for column in headers_M3.unbind(1))
+        return Arrival(mean, stop, drifted, differ, gram_MM)
+
+    def _carry(self, letters: Tensor) -> Callable[[], Tensor]:
+        def carry() -> Tensor:
+            received = self._channel.all_to_all(letters, TAG).wait()
+            stop, drifted, differ = _compare(self._up.headers(received))
+            mean, gram_MM = self._up.average(received)
+            seen = Header(stop, int(drifted), int(differ))
+            message = self._down.write(mean, seen, extra=gram_MM.flatten())
+            return self._channel.all_gather(message, TAG).wait()
+
+        return carry
+
+
+class _Letter:
+    """Header, extra floats, payload: one message of a fixed size, a multiple of 8 bytes."""
+
+    def __init__(self, wire: WireFormat, numel: int, extra_floats: int = 0) -> None:
+        self._wire, self._numel = wire, numel
+        self._payload_at = _HEADER_BYTES + -(-4 * extra_floats // 8) * 8
+        self._extra_end = _HEADER_BYTES + 4 * extra_floats
+        self._payload_end = self._payload_at + wire.num_bytes(numel)
+        self.num_bytes = -(-self._payload_end // 8) * 8
+
+    def write(self, values: Tensor, header: Header, extra: Tensor | None = None) -> Tensor:
+        message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=values.device)
+        for word, value in zip(message[:_HEADER_BYTES].view(torch.int64), header, strict=True):
+            word.copy_(value) if isinstance(value, Tensor) else word.fill_(value)
+        if extra is not None:
+            message[_HEADER_BYTES : self._extra_end].view(torch.float32).copy_(extra)
+        self._wire.encode(values, out=message[self._payload_at : self._payload_end])
+        return message
+
+    def headers(self, messages: Tensor) -> Tensor:
+        return torch.stack([row[:_HEADER_BYTES].view(torch.int64) for row in messages]).cpu()
+
+    def extra(self, messages: Tensor) -> Tensor:
+        rows = [row[_HEADER_BYTES : self._extra_end].view(torch.float32) for row in messages]
+        return torch.stack(rows)
+
+    def values(self, message: Tensor) -> Tensor:
+        return self._wire.decode(message[self._payload_at : self._payload_end], self._numel)
+
+    def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and inner products; the sum runs in the order of the replicas."""
+        rows_MN = torch.stack([self.values(message) for message in messages])
+        mean = torch.zeros_like(rows_MN[0])
+        for row in rows_MN:
+            mean += row
+        return mean.div_(len(rows_MN)), rows_MN @ rows_MN.T
+
+
+def _compare(headers_M3: Tensor) -> tuple[bool, bool, bool]:
+    """Return: somebody wants to stop; the digests differ; the steps differ."""
+    stops, steps, digests = headers_M3.unbind(1)
+    return bool(stops.any()), bool((digests != digests[0]).any()), bool((steps != steps[0]).any())

@@ -1,0 +1,139 @@
+"""Both ways of forming the mean: the same values on all ranks, the bytes that are foretold."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.diloco.exchange import (
+    GatherExchange,
+    Header,
+    ShardExchange,
+    cheaper_exchange,
+)
+from lightning_commfree.diloco.wire import WIRE_FORMATS
+from tests.diloco.training import NESTEROV, Net, after_some_steps, alone, start, world
+from tests.world import run_ranks
+
+NUMEL = 5000  # no multiple of a block times the ranks
+
+
+def gradient(rank: int) -> Tensor:
+    values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+    return values * (1.0 + rank)
+
+
+def through(wire_dtype: str, values: Tensor) -> Tensor:
+    wire = WIRE_FORMATS[wire_dtype]
+    payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
+    wire.encode(values, out=payload)
+    return wire.decode(payload, values.numel()).clone()
+
+
+def exchange_both(rank: int, size: int) -> Any:
+    channel = world(rank, size)
+    background = Background(channel.ledger)
+    outcomes = {}
+    for name, wire in WIRE_FORMATS.items():
+        ways = (
+            GatherExchange(channel, wire, NUMEL),
+            ShardExchange(channel, background, wire, NUMEL),
+        )
+        for way in ways:
+            before = channel.ledger.bytes_sent
+            header = Header(stop=rank == 1, step=7, digest=5 if name != "bf16" else 5 + rank)
+            arrived = way.launch(gradient(rank), header).wait()
+            sent = channel.ledger.bytes_sent - before
+            arrival = way.read(arrived, torch.device("cpu"))
+            outcomes[name, type(way)] = arrival, arrival.cosine, arrival.norm, sent, way.num_bytes
+    outcomes["cheaper"] = type(cheaper_exchange(channel, background, wire, NUMEL))
+    other_step = GatherExchange(channel, wire, NUMEL)
+    late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
+    outcomes["late"] = other_step.read(late, torch.device("cpu")).steps_differ
+    background.close()
+    channel.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_means_flags_and_bytes(size: int, tmp_path: Path) -> None:
+    ranks = run_ranks(exchange_both, size, tmp_path)
+    for name in WIRE_FORMATS:
+        sent = torch.stack([through(name, gradient(rank)) for rank in range(size)])
+        mean = torch.zeros(NUMEL)
+        for row in sent:
+            mean += row
+        mean /= size
+        units = sent / sent.norm(dim=1, keepdim=True)
+        similar = ((units @ units.T).sum() - size) / (size * (size - 1))
+        for way, expected in ((GatherExchange, mean), (ShardExchange, through(name, mean))):
+            for outcomes in ranks:
+                arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
+                assert torch.equal(arrival.mean, expected), (name, way)
+                assert arrival.stop
+                assert arrival.drifted is (name == "bf16")
+                assert not arrival.steps_differ
+                assert cosine == pytest.approx(float(similar), abs=1e-5)
+                assert norm == pytest.approx(float(mean.norm()), rel=1e-5)
+                assert num_bytes == foretold
+    for outcomes in ranks:
+        assert outcomes["late"] is True
+        assert outcomes["cheaper"] is (GatherExchange if size == 2 else ShardExchange)
+
+
+def test_small_fragments_are_gathered() -> None:
+    """A shard is at least a block, so that padding would cost more than it saves."""
+    channel = alone()
+    channel.size = 8  # the formulas ask for nothing else
+    choose = partial(cheaper_exchange, channel, Background(Ledger()), WIRE_FORMATS["fp4"])
+    assert type(choose(100)) is GatherExchange
+    assert type(choose(100_000)) is ShardExchange
+
+
+def drifting(rank: int, size: int, every: int) -> str:
+    module = Net()
+    changes = {"num_fragments": 2, "sync_every": 4, "check_drift_every": every}
+    diloco = start(module, world(rank, size), **changes)
+    try:
+        for step in range(1, 20):
+            if step == 6 and rank == 1:
+                with torch.no_grad():
+                    diloco.fragments[1].global_copy[3] += 1e-6
+            diloco.after_inner_step()
+    except RuntimeError as error:
+        return f"{diloco.step}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(("every", "found_after"), [(1, 7), (2, 11)])
+def test_drift_ends_the_run_on_all_ranks(every: int, found_after: int, tmp_path: Path) -> None:
+    """Fragment 1 leaves after steps 6, 10, ...; every second cycle is its second one, step 10."""
+    for text in run_ranks(drifting, 3, tmp_path, every):
+        assert text.startswith(f"{found_after}: The replicas' global copies of fragment 1 differ")
+        assert "embed.weight" in text
+
+
+def test_drift_is_not_looked_for_when_it_is_switched_off(tmp_path: Path) -> None:
+    assert run_ranks(drifting, 2, tmp_path, 0) == ["no error"] * 2
+
+
+def test_a_scheduler_of_the_outer_learning_rate() -> None:
+    def factory(parameters: Any) -> Any:
+        optimizer = NESTEROV(parameters)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    _, diloco = after_some_steps(10, num_fragments=1, sync_every=4, outer_optimizer=factory)
+    assert [landing.outer_lr for landing in diloco.landings.values()] == [0.35]
+    assert diloco.fragments[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.7 / 4)
+    state = diloco.state_dict()
+    other = start(Net(), alone(), num_fragments=1, sync_every=4, outer_optimizer=factory)
+    other.load_state_dict(state)
+    assert other.fragments[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.7 / 4)
+    assert other.fragments[0].scheduler.last_epoch == 2

@@ -95,6 +95,11 @@ class Channel:
             "a channel of several ranks needs a process group"
         )
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, for libraries that communicate on it; None for a single rank."""
+        return self._group
+
     @classmethod
     def open(
         cls,
@@ -141,9 +146,12 @@ class Channel:
             return Pending(lambda: tensor.unsqueeze(0))
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
-        rows = list(gathered.unbind())
+        copies = tensor.expand_as(gathered).contiguous()
         with self._launching(tag):
-            work = dist.all_gather(rows, tensor.contiguous(), group=self._group, async_op=True)
+            # Not `dist.all_gather`: when a peer dies in the middle of it, gloo's version frees the
+            # memory that its other connections still send from, and the process aborts. The bytes
+            # are the same, and so is the memory: gloo gathers into a copy of its own.
+            work = dist.all_to_all_single(gathered, copies, group=self._group, async_op=True)
         return self._pending(work, gathered, tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory
 
+REPLICA_TAG = "replica"
 _DIGEST_CHUNK = 1 << 20  # values; keeps the temporary integers small
 _DIGEST_PRIME = 0x9E3779B1  # arithmetic wraps at 2^64
 
@@ -28,10 +31,14 @@ class OuterFragment:
         module: the model; its tensors named in `fragment` are the local copy, changed in place.
         fragment: which of them.
         outer_optimizer: makes the outer optimizer from the fragment's global copies: fp32, in the
-            parameters' shapes.
+            parameters' shapes. In a replica of several ranks they are flat pieces of them, so that
+            an optimizer must treat every element by itself, as SGD and Adam do.
+        replica: channel to the ranks of the same replica. Each holds one shard of the global copy
+            and of the outer optimizer's state; they act together wherever the whole is needed.
 
     Attributes:
-        global_copy: fp32, shape (N,): all tensors one after the other, parameters before buffers.
+        global_copy: fp32, shape (S,), S = ceil(N / k) for k ranks: this rank's shard of all tensors
+            one after the other, parameters before buffers; filled up with zeros.
         optimizer: the outer optimizer.
         scheduler: of its learning rate, stepped after each outer step; None without one.
         landings: how many outer steps have been taken.
@@ -41,15 +48,24 @@ class OuterFragment:
     """
 
     def __init__(
-        self, module: nn.Module, fragment: Fragment, outer_optimizer: OuterOptimizerFactory
+        self,
+        module: nn.Module,
+        fragment: Fragment,
+        outer_optimizer: OuterOptimizerFactory,
+        replica: Channel | None = None,
     ) -> None:
         self._module = module
         self._fragment = fragment
-        self.global_copy = torch.cat([local.reshape(-1).float() for local in self.local])
-        views = self._views(self.global_copy)
+        self._replica = replica or Channel([0], 0, Ledger())
+        self._sizes = [local.numel() for local in self.local]
+        self.shard_numel = -(-sum(self._sizes) // self._replica.size)
+        self.global_copy = self._own_shard(
+            torch.cat([local.reshape(-1).float() for local in self.local])
+        )
         split = len(fragment.parameters)
-        self._outer_parameters = [nn.Parameter(view) for view in views[:split]]
-        self._outer_buffers = views[split:]
+        pieces = self._pieces(self.global_copy)
+        self._outer_parameters = [nn.Parameter(piece) for i, piece in pieces if i < split]
+        self._outer_buffers = [piece for i, piece in pieces if i >= split]
         made = outer_optimizer(self._outer_parameters)
         self.optimizer: Optimizer
         self.scheduler: LRScheduler | None
@@ -74,14 +90,15 @@ class OuterFragment:
         return [tensor.detach() for tensor in [*parameters, *buffers]]
 
     def outer_gradient(self) -> Tensor:
-        """Return global copy minus local copy, old minus new: fp32, shape (N,), a new tensor."""
-        gradient = torch.empty_like(self.global_copy)
-        outers = self._views(self.global_copy)
-        tensors = zip(self._views(gradient), outers, self.local, strict=True)
-        for i, (out, outer, local) in enumerate(tensors):
-            torch.sub(outer, local, out=out)
-            if i >= len(self._outer_parameters):  # a mask of -inf does not differ from itself
-                out.masked_fill_(outer == local.float(), 0.0)
+        """Return global copy minus local copy, old minus new: fp32, shape (S,), a new tensor."""
+        local = self._own_shard(torch.cat([local.reshape(-1).float() for local in self.local]))
+        gradient = self.global_copy - local
+        split = len(self._fragment.parameters)
+        for (i, out), (_, outer), (_, value) in zip(
+            self._pieces(gradient), self._pieces(self.global_copy), self._pieces(local), strict=True
+        ):
+            if i >= split:  # a mask of -inf does not differ from itself
+                out.masked_fill_(outer == value, 0.0)
         return gradient
 
     def digest(self) -> Tensor:
@@ -97,9 +114,9 @@ class OuterFragment:
         replicas' buffers.
 
         Args:
-            mean: the replicas' mean outer gradient, fp32, shape (N,).
+            mean: the replicas' mean outer gradient, fp32, shape (S,).
         """
-        means = self._views(mean)
+        means = [piece for _, piece in self._pieces(mean)]
         split = len(self._outer_parameters)
         for outer, gradient in zip(self._outer_parameters, means[:split], strict=True):
             outer.grad = gradient
@@ -120,10 +137,11 @@ class OuterFragment:
         """
         if mix == 1.0:
             return
-        views = self._views(self.global_copy)
+        split = len(self._fragment.parameters)
+        views = self._views(self._whole())
         for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
             merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
-            if i >= len(self._outer_parameters):
+            if i >= split:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
 
@@ -145,8 +163,40 @@ class OuterFragment:
             self.scheduler.load_state_dict(state["scheduler"])
         self.landings = state["landings"]
 
+    def _whole(self) -> Tensor:
+        """Return the global copy of all ranks of the replica, shape (N,)."""
+        if self._replica.size == 1:
+            return self.global_copy
+        shards = self._replica.all_gather(self.global_copy.to(self._replica.device), REPLICA_TAG)
+        return shards.wait().to(self.global_copy.device).view(-1)[: sum(self._sizes)]
+
+    def _own_shard(self, flat: Tensor) -> Tensor:
+        """Cut this rank's shard out of all values; a new tensor, except in a replica of one."""
+        if self._replica.size == 1:
+            return flat
+        start = self._replica.rank * self.shard_numel
+        shard = flat.new_zeros(self.shard_numel)
+        mine = flat[start : start + self.shard_numel]
+        shard[: mine.numel()].copy_(mine)
+        return shard
+
+    def _pieces(self, shard: Tensor) -> list[tuple[int, Tensor]]:
+        """Cut a shard at the borders of the tensors: the tensor's number and the piece, a view.
+
+        A replica of one rank has every tensor whole, in its shape.
+        """
+        if self._replica.size == 1:
+            return list(enumerate(self._views(shard)))
+        start, pieces, begin = self._replica.rank * self.shard_numel, [], 0
+        for i, size in enumerate(self._sizes):
+            low, high = max(begin - start, 0), min(begin + size - start, self.shard_numel)
+            if low < high:
+                pieces.append((i, shard[low:high]))
+            begin += size
+        return pieces
+
     def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = torch.split(flat, [local.numel() for local in self.local])
+        parts = torch.split(flat, self._sizes)
         return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]
 
 

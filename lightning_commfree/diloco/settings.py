@@ -29,7 +29,6 @@ class DiLoCoSettings:
     Raises:
         ValueError: a value outside its range.
         TypeError: a value of another kind, or an `outer_optimizer` that cannot be called.
-        NotImplementedError: `replica_size` above 1.
     """
 
     sync_every: int
@@ -130,9 +129,4 @@ class DiLoCoSettings:
             raise ValueError(
                 f"`check_drift_every={self.check_drift_every}` must be 0 (never) or more: it counts"
                 " the cycles from one comparison of the global copies to the next."
-            )
-        if self.replica_size > 1:
-            raise NotImplementedError(
-                f"`replica_size={self.replica_size}`: replicas of several ranks are not built yet."
-                " Use `replica_size=1`, where every rank is a replica."
             )

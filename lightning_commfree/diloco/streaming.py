@@ -26,7 +26,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.diloco.exchange import Arrival, Header, cheaper_exchange
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.wire import WIRE_FORMATS
@@ -57,6 +57,10 @@ class StreamingDiLoCo:
         settings: the knobs.
         channel: to the other replicas. One replica alone sends no bytes and is a Nesterov
             look-ahead optimizer.
+        replica: channel to the other ranks of the same replica, whose gradients are averaged by
+            whoever trains; None where a rank is a replica. Each of its k ranks holds 1/k of the
+            outer state and exchanges it with its like in the other replicas; the methods are then
+            called on all of them.
 
     Attributes:
         step: inner steps done, counted as attempts: one that a gradient scaler skips counts too.
@@ -71,8 +75,12 @@ class StreamingDiLoCo:
         fragments: Sequence[Fragment],
         settings: DiLoCoSettings,
         channel: Channel,
+        replica: Channel | None = None,
     ) -> None:
-        self.fragments = [OuterFragment(module, f, settings.outer_optimizer) for f in fragments]
+        self.fragments = [
+            OuterFragment(module, f, settings.outer_optimizer, replica) for f in fragments
+        ]
+        self._replica = replica
         overlap_steps = 0 if settings.eager else int(settings.overlap_steps)
         self.schedule = Schedule(settings.sync_every, len(fragments), overlap_steps)
         self.step = 0
@@ -248,6 +256,8 @@ class StreamingDiLoCo:
         waited_s = time.perf_counter() - before_s
         fragment, exchange = self.fragments[p], self._exchanges[p]
         arrival = exchange.read(arrived, fragment.global_copy.device)
+        if self._replica is not None and self._replica.size > 1:
+            arrival = self._share(arrival, self._replica)
         if arrival.steps_differ:
             raise RuntimeError(
                 f"The replicas are at different inner steps: the messages of fragment {p} that"
@@ -270,6 +280,15 @@ class StreamingDiLoCo:
             exchange.num_bytes,
         )
         return arrival
+
+    def _share(self, arrival: Arrival, replica: Channel) -> Arrival:
+        """Put together what the replica's ranks have learnt, each from its shard's peers."""
+        flags = torch.tensor([arrival.stop, arrival.drifted, arrival.steps_differ])
+        mine = torch.cat([flags.float(), arrival.gram.flatten().cpu()]).to(replica.device)
+        all_of_them = replica.all_gather(mine, REPLICA_TAG).wait().cpu()
+        stop, drifted, differ = (bool(flag) for flag in all_of_them[:, :3].any(dim=0))
+        gram = all_of_them[:, 3:].sum(dim=0).view_as(arrival.gram)
+        return Arrival(arrival.mean, stop, drifted, differ, gram)
 
     def _digest(self, p: int) -> Tensor | int:
         """Return what travels with this launch: the global copy's hash where it is due, else 0."""

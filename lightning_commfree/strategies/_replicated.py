@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
-from lightning_commfree.comm.mesh import REPLICA, replica_mesh
+from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._signals import DeferredSigterm
 
 START_TAG = "start"
@@ -60,22 +60,27 @@ class ReplicatedStrategy(DDPStrategy):
     ranks agreed to stop) and foretells its traffic (`_cycle`).
 
     Args:
-        group_size: ranks that act as one on the channel.
+        group_size: ranks that act as one on the channel; their gradients are averaged by DDP.
         **ddp_kwargs: what `DDPStrategy` takes, without its settings of gradient synchronization.
 
     Attributes:
-        ledger: bytes sent by this rank and seconds waited, by tag.
+        ledger: bytes sent by this rank to other groups and seconds waited, by tag.
+        group_ledger: the same for what the strategy sends within the group; DDP's is not counted.
 
     Raises:
         TypeError: an argument that DDP has and that means nothing here, or one that nobody knows.
     """
 
     def __init__(self, group_size: int = 1, **ddp_kwargs: Any) -> None:
-        _check_ddp_kwargs(type(self).__name__, ddp_kwargs)
+        if group_size == 1:  # within a group there is DDP, which takes all of its own arguments
+            _check_ddp_kwargs(type(self).__name__, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self.ledger = Ledger()
+        self.group_ledger = Ledger()
         self._group_size = group_size
         self._channel: Channel | None = None
+        self._group_channel: Channel | None = None
+        self._world_channel: Channel | None = None
         self._sigterm = DeferredSigterm()
         self._training_step_runs = False
         self._fit_log: _FitLog | None = None
@@ -111,6 +116,20 @@ class ReplicatedStrategy(DDPStrategy):
             self._channel = Channel.open(
                 mesh.groups(REPLICA), self.global_rank, self.ledger, timeout=self._timeout
             )
+            self._world_channel = self._channel
+            if self._group_size > 1:
+                self._group_channel = Channel.open(
+                    mesh.groups(DATA),
+                    self.global_rank,
+                    self.group_ledger,
+                    self._get_process_group_backend(),
+                    self._timeout,
+                    self.root_device,
+                )
+                everybody = [list(range(self.world_size))]
+                self._world_channel = Channel.open(
+                    everybody, self.global_rank, self.ledger, timeout=self._timeout
+                )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -141,13 +160,21 @@ class ReplicatedStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """In place of the DDP wrapper: agree on what is trained, start from rank 0's weights."""
-        check_agreement(self.channel, {**self._facts(), **_describe(self._module)})
+        """Agree on what is trained and start from rank 0's weights.
+
+        The DDP wrapper is put on within a group only.
+        """
+        channel = self._world_channel
+        assert channel is not None, "`setup_environment` comes first"
+        check_agreement(channel, {**self._facts(), **_describe(self._module)})
         tensors = [*self._module.parameters(), *self._module.buffers()]
         for tensor in (tensor for tensor in tensors if tensor.numel()):
-            raw = tensor.detach().to(self.channel.device).contiguous().reshape(-1).view(torch.uint8)
-            received = self.channel.broadcast(raw, START_TAG).wait()
+            raw = tensor.detach().to(channel.device).contiguous().reshape(-1).view(torch.uint8)
+            received = channel.broadcast(raw, START_TAG).wait()
             tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+        if self._group_channel is not None:
+            self._ddp_kwargs["process_group"] = self._group_channel.group
+            super().configure_ddp()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,20 +208,24 @@ class ReplicatedStrategy(DDPStrategy):
         """Reduce over all ranks, but not from within `training_step`.
 
         `self.log(..., sync_dist=True)` there would send at every step. A value that is logged per
-        step stays this rank's own; one that is logged per epoch is reduced over all ranks when the
-        epoch ends.
+        step stays within this rank's group; one that is logged per epoch is reduced over all ranks
+        when the epoch ends.
         """
         if self._training_step_runs:
-            return tensor
+            if self._group_channel is None:
+                return tensor
+            group = self._group_channel.group
         return super().reduce(tensor, group, reduce_op)
 
     @override
     def teardown(self) -> None:
         self._sigterm.remove()
         super().teardown()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        for channel in {self._channel, self._group_channel, self._world_channel} - {None}:
+            assert channel is not None, "None was taken out"
+            channel.close()
+        self._channel = self._group_channel = self._world_channel = None
+        self._ddp_kwargs.pop("process_group", None)
 
     # -- for subclasses
 

@@ -60,7 +60,9 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
             and a learning-rate scheduler, stepped with every landing of its fragment. With
             `start_method="spawn"` it must pickle: a `functools.partial`, not a lambda.
-        replica_size: ranks that form one replica; 1 for now.
+        replica_size: k, consecutive ranks that form one replica: ordinary data parallelism (DDP)
+            inside it, with `devices=k, num_nodes=M` one replica per node. Each of its ranks holds
+            and exchanges 1/k of the outer state.
         check_drift_every: cycles from one comparison of the replicas' global copies to the next,
             by a hash that travels with the exchange; a difference ends the fit. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
@@ -73,7 +75,6 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     Raises:
         ValueError: an argument outside its range.
         TypeError: `outer_optimizer` cannot be called, or an argument is unknown.
-        NotImplementedError: `replica_size` above 1.
 
     Example::
 
@@ -144,9 +145,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             module, self.settings.num_fragments, self.settings.fragment_pattern
         )
         algorithm = EagerDiLoCo if self.settings.eager else StreamingDiLoCo
-        self._diloco = algorithm(module, self._fragments, self.settings, self.channel)
+        self._diloco = algorithm(
+            module, self._fragments, self.settings, self.channel, self._group_channel
+        )
         # a factory cannot be compared, what it makes can
-        check_agreement(self.channel, self._diloco.outer_facts())
+        assert self._world_channel is not None, "it is open while a fit runs"
+        check_agreement(self._world_channel, self._diloco.outer_facts())
         self._finished_at = None
         self._saved_before_finish = []
 

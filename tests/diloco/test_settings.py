@@ -102,12 +102,6 @@ def test_an_outer_optimizer_that_is_no_factory_is_refused(outer_optimizer: Any, 
         make(outer_optimizer=outer_optimizer)
 
 
-def test_replicas_of_several_ranks_are_not_built_yet() -> None:
-    text = r"`replica_size=2`: .* not built yet\. Use `replica_size=1`"
-    with pytest.raises(NotImplementedError, match=text):
-        make(replica_size=2)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -38,7 +38,6 @@ from tests.world import run_ranks
         ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
         ({"num_fragments": 0}, ValueError, "`num_fragments=0` must be at least 1, or None"),
         ({"outer_optimizer": 0.4}, TypeError, "`outer_optimizer` must be a factory"),
-        ({"replica_size": 2}, NotImplementedError, "`replica_size=2`: replicas of several ranks"),
         (
             {"find_unused_parameters": True},
             TypeError,

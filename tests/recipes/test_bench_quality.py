@@ -1,0 +1,142 @@
+"""The quality bench: its grid with a played run, one true run at toy size, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.bench import quality
+from recipes.bench.demo import run
+from recipes.bench.quality_grid import INNER_LRS, MODELS, ddp, planned
+
+TOY = [
+    "data=synthetic",
+    "data.corpus.train_characters=20000",
+    "data.corpus.validation_characters=4000",
+    "optimizer.warmup_steps=2",
+]
+Play = Callable[[dict[str, str]], float]
+
+
+def call(folder: Path, *more: str) -> str:
+    quality.main(["--work", str(folder / "runs"), "--results", str(folder / "q.json"), *more])
+    return (folder / "q.md").read_text()
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], list[dict[str, str]]]:
+    """Play the runs: a loss comes from a function of the overrides, and each call is kept."""
+
+    def play(loss: Play) -> list[dict[str, str]]:
+        calls: list[dict[str, str]] = []
+
+        def one(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+            words = dict(word.split("=", 1) for word in overrides)
+            calls.append(words)
+            return {"validation_loss": loss(words)}
+
+        monkeypatch.setattr(quality, "run", one)
+        return calls
+
+    return play
+
+
+def loss_of(words: dict[str, str]) -> float:
+    """DDP is best at 0.016; M=2 is at +0.5 %, M=4 at +3 %, or +1 % with outer lr 0.8."""
+    if words["strategy"] == "ddp":
+        return {"0.004": 4.4, "0.008": 4.2, "0.016": 4.0}[words["optimizer.lr"]]
+    if words["trainer.devices"] == "2":
+        return 4.0 * 1.005
+    if "lr: 0.8" in words["strategy.outer_optimizer"]:
+        return 4.0 * 1.01
+    return 4.0 * 1.03 / (1.004 if words["strategy.wire_dtype"] == "fp32" else 1)
+
+
+def test_the_grid_the_tuning_and_the_verdicts(
+    tmp_path: Path, played: Callable[[Play], list[dict[str, str]]]
+) -> None:
+    calls = played(loss_of)
+    page = call(tmp_path)
+    assert page.count("- command: `python -m recipes.bench.quality --steps=2000 --seeds=3`") == 1
+    # 6 of the sweep, 2 more seeds of 2 x DDP, 3 x 16 of ours, 3 outer rates for the 4 missed cells
+    assert len(calls) == 6 + 4 + 48 + 12
+    assert all(words["optimizer.lr"] == "0.016" for words in calls[6:])
+    assert (
+        "| gpt2_tiny | 2 | 30 | 3 of 3 | 4.0000 ± 0.0000 | 4.0200 ± 0.0000 | +0.50 ± 0.00 %"
+        " | 1.0 % | met | 4.0200 ± 0.0000 | +0.00 ± 0.00 % | 0.3 % | met |" in page
+    )
+    assert "| llama_tiny | 4 | 100 | 3 of 3 | 4.0000 ± 0.0000 | 4.1200 ± 0.0000" in page
+    assert "| +3.00 ± 0.00 % | 2.0 % | missed | 4.1036 ± 0.0000 | +0.40 ± 0.00 %" in page
+    assert "| llama_tiny | 4 | 100 | +3.00 % | +3.00 % | +3.00 % | +1.00 % | 2.0 % | met |" in page
+    assert "| gpt2_tiny | 4.4000 | 4.2000 | 4.0000 | 0.016 |" in page
+    assert "missing |" not in page
+    assert (tmp_path / "q.png").stat().st_size > 0
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(
+    tmp_path: Path, played: Callable[[Play], list[dict[str, str]]]
+) -> None:
+    def breaks(words: dict[str, str]) -> float:
+        if words.get("strategy.sync_every") == "100":
+            raise KeyboardInterrupt
+        return loss_of(words)
+
+    first = played(breaks)
+    with pytest.raises(KeyboardInterrupt):
+        call(tmp_path, "--seeds", "1")
+    page = (tmp_path / "q.md").read_text()
+    assert "| gpt2_tiny | 2 | 30 | 1 of 1 | 4.0000 | 4.0200 | +0.50 % | 1.0 % | met" in page
+    assert "| gpt2_tiny | 2 | 100 | 0 of 1 | 4.0000 | missing | missing | 1.0 % | missing" in page
+    second = played(loss_of)
+    assert "missing |" not in call(tmp_path, "--seeds", "1")
+    assert second[0] == first.pop()
+    assert all(words not in first for words in second)
+
+
+def test_no_time_left_begins_no_run(
+    tmp_path: Path, played: Callable[[Play], list[dict[str, str]]]
+) -> None:
+    calls = played(loss_of)
+    assert "| llama_tiny | missing | missing | missing | missing |" in call(
+        tmp_path, "--seconds", "0"
+    )
+    assert calls == []
+
+
+def test_every_run_has_a_folder_of_its_own_and_the_same_global_batch() -> None:
+    losses = {ddp(model, 1, lr): lr for model in MODELS for lr in INNER_LRS}
+    runs = list(planned(losses, 3))
+    assert len({job.name for job in runs}) == len(set(runs))
+    for job in runs:
+        words = dict(word.split("=", 1) for word in job.overrides(100))
+        assert int(words["trainer.devices"]) * int(words["data.batch_size"]) == 64
+
+
+def test_results_of_another_setting_are_refused(
+    tmp_path: Path, played: Callable[[Play], list[dict[str, str]]]
+) -> None:
+    played(loss_of)
+    call(tmp_path, "--seeds", "1")
+    with pytest.raises(ValueError, match=r"holds results of the setting .*'steps': 2000.* `--res"):
+        call(tmp_path, "--steps", "9")
+
+
+def test_a_true_run_and_that_ddp_on_two_ranks_stands_for_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, more = ddp("gpt2_tiny", 1, 8e-3), [*TOY, f"cache_dir={tmp_path}/cache"]
+    monkeypatch.setattr(quality, "planned", lambda losses, seeds: [job])
+    page = call(tmp_path, "--steps", "6", *more)
+    summary = json.loads((tmp_path / "runs" / job.name / "summary.json").read_text())
+    assert f"| gpt2_tiny | missing | {summary['validation_loss']:.4f} | missing" in page
+    assert summary["tokens"] == 6 * 64 * 32
+    four = run([*replace(job, replicas=4).overrides(6), *more], tmp_path / "four")
+    assert four["tokens"] == summary["tokens"]
+    # float32 sums in another order; 6 steps move the loss by more than a thousand times as much
+    assert four["validation_loss"] == pytest.approx(summary["validation_loss"], abs=1e-4)
+    assert abs(summary["validation_loss"] - summary["unigram_loss"]) > 0.1

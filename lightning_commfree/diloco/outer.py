@@ -35,6 +35,8 @@ class OuterFragment:
             an optimizer must treat every element by itself, as SGD and Adam do.
         replica: channel to the ranks of the same replica. Each holds one shard of the global copy
             and of the outer optimizer's state; they act together wherever the whole is needed.
+        device: where the global copy and the outer optimizer's state live; host memory is pinned
+            where there is a CUDA device. None: where the parameters are.
 
     Attributes:
         global_copy: fp32, shape (S,), S = ceil(N / k) for k ranks: this rank's shard of all tensors
@@ -53,15 +55,15 @@ class OuterFragment:
         fragment: Fragment,
         outer_optimizer: OuterOptimizerFactory,
         replica: Channel | None = None,
+        device: str | None = None,
     ) -> None:
         self._module = module
         self._fragment = fragment
         self._replica = replica or Channel([0], 0, Ledger())
         self._sizes = [local.numel() for local in self.local]
         self.shard_numel = -(-sum(self._sizes) // self._replica.size)
-        self.global_copy = self._own_shard(
-            torch.cat([local.reshape(-1).float() for local in self.local])
-        )
+        start = self._own_shard(torch.cat([local.reshape(-1).float() for local in self.local]))
+        self.global_copy = start if device is None else _moved(start, device)
         split = len(fragment.parameters)
         pieces = self._pieces(self.global_copy)
         self._outer_parameters = [nn.Parameter(piece) for i, piece in pieces if i < split]
@@ -92,10 +94,11 @@ class OuterFragment:
     def outer_gradient(self) -> Tensor:
         """Return global copy minus local copy, old minus new: fp32, shape (S,), a new tensor."""
         local = self._own_shard(torch.cat([local.reshape(-1).float() for local in self.local]))
-        gradient = self.global_copy - local
+        copy = self.global_copy.to(local.device, non_blocking=True)
+        gradient = copy - local
         split = len(self._fragment.parameters)
         for (i, out), (_, outer), (_, value) in zip(
-            self._pieces(gradient), self._pieces(self.global_copy), self._pieces(local), strict=True
+            self._pieces(gradient), self._pieces(copy), self._pieces(local), strict=True
         ):
             if i >= split:  # a mask of -inf does not differ from itself
                 out.masked_fill_(outer == value, 0.0)
@@ -138,7 +141,7 @@ class OuterFragment:
         if mix == 1.0:
             return
         split = len(self._fragment.parameters)
-        views = self._views(self._whole())
+        views = self._views(self._whole().to(self.local[0].device))
         for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
             merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
             if i >= split:
@@ -198,6 +201,12 @@ class OuterFragment:
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, self._sizes)
         return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]
+
+
+def _moved(copy: Tensor, device: str) -> Tensor:
+    """Return the copy on `device`, in pinned memory if that helps the way back."""
+    on_host = copy.to(device)
+    return on_host.pin_memory() if copy.is_cuda and on_host.device.type == "cpu" else on_host
 
 
 def _digest(words: Tensor) -> Tensor:

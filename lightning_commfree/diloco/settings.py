@@ -40,6 +40,7 @@ class DiLoCoSettings:
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
     check_drift_every: int = 1
+    outer_device: str | None = None
 
     @property
     def eager(self) -> bool:
@@ -124,6 +125,11 @@ class DiLoCoSettings:
             raise ValueError(
                 f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"
                 " one replica."
+            )
+        if self.outer_device not in (None, "cpu"):
+            raise ValueError(
+                f"`outer_device={self.outer_device!r}` is unknown. Choose 'cpu', host memory, or"
+                " None, where the parameters are."
             )
         if self.check_drift_every < 0:
             raise ValueError(

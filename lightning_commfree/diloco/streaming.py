@@ -78,7 +78,8 @@ class StreamingDiLoCo:
         replica: Channel | None = None,
     ) -> None:
         self.fragments = [
-            OuterFragment(module, f, settings.outer_optimizer, replica) for f in fragments
+            OuterFragment(module, f, settings.outer_optimizer, replica, settings.outer_device)
+            for f in fragments
         ]
         self._replica = replica
         overlap_steps = 0 if settings.eager else int(settings.overlap_steps)

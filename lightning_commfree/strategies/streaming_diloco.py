@@ -65,6 +65,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             and exchanges 1/k of the outer state.
         check_drift_every: cycles from one comparison of the replicas' global copies to the next,
             by a hash that travels with the exchange; a difference ends the fit. 0: never.
+        outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory: 8 bytes
+            per parameter less on the device. None: where the parameters are.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
             them.
 
@@ -93,6 +95,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
         check_drift_every: int = 1,
+        outer_device: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(group_size=replica_size, **ddp_kwargs)
@@ -106,6 +109,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
             check_drift_every,
+            outer_device,
         )
         self._diloco: StreamingDiLoCo | None = None
         self._fragments: list[Fragment] = []

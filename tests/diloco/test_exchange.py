@@ -137,3 +137,35 @@ def test_a_scheduler_of_the_outer_learning_rate() -> None:
     other.load_state_dict(state)
     assert other.fragments[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.7 / 4)
     assert other.fragments[0].scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("outer_device", [None, "cpu"])
+def test_the_outer_state_takes_8_bytes_a_parameter(outer_device: str | None) -> None:
+    module, diloco = after_some_steps(8, sync_every=4, outer_device=outer_device)
+    numel = sum(p.numel() for p in module.parameters())
+    held = 0
+    for fragment in diloco.fragments:
+        tensors = [fragment.global_copy]
+        for state in fragment.optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        held += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        assert all(tensor.dtype == torch.float32 for tensor in tensors)
+    assert held == 8 * numel
+
+
+@pytest.mark.gpu
+def test_the_outer_state_can_live_in_pinned_host_memory() -> None:
+    traces = []
+    for outer_device in (None, "cpu"):
+        module = Net().cuda()
+        diloco = start(module, alone(), sync_every=2, outer_device=outer_device)
+        for _ in range(6):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.mul_(0.9)
+            diloco.after_inner_step()
+        copies = [fragment.global_copy for fragment in diloco.fragments]
+        assert all(copy.is_pinned() is (outer_device == "cpu") for copy in copies)
+        traces.append([parameter.detach().cpu() for parameter in module.parameters()])
+    for one, other in zip(*traces, strict=True):
+        torch.testing.assert_close(one, other)

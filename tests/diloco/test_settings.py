@@ -22,6 +22,7 @@ LEGAL: dict[str, Any] = {
     "outer_optimizer": default_outer_optimizer,
     "replica_size": 1,
     "check_drift_every": 1,
+    "outer_device": None,
 }
 
 
@@ -39,6 +40,7 @@ def make(**changes: Any) -> DiLoCoSettings:
         {"num_fragments": 1000},
         {"overlap_steps": "eager"},
         {"check_drift_every": 0},
+        {"outer_device": "cpu"},
         {"mix": 0},
         {"mix": 1.0},
         *[{"fragment_pattern": pattern} for pattern in ("sequential", "balanced")],
@@ -53,6 +55,7 @@ def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
 
 
 REFUSED = [
+    ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),
     ({"check_drift_every": -1}, r"`check_drift_every=-1` must be 0 \(never\) or more"),
     ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),
     ({"sync_every": -5}, r"`sync_every=-5` must be at least 1"),

@@ -157,6 +157,13 @@ def test_communication_is_logged_through_the_trainers_loggers(habits: Any) -> No
     compression = 40 * ranks[0]["traffic"].ddp_bytes_per_step / ranks[0]["bytes"]["outer_gradient"]
     assert float(last["comm/compression"]) == pytest.approx(compression, rel=1e-6)
     assert float(last["comm/exposed_ms"]) >= 0.0
+    assert not any(name.startswith("outer/") and steps[0].get(name) for name in header)
+    for p in range(len(ranks[0]["numel"])):
+        assert -1.0 <= float(last[f"outer/cosine_{p}"]) <= 1.0
+        assert float(last[f"outer/gradient_norm_{p}"]) > 0.0
+        assert float(last[f"outer/lr_{p}"]) > 0.0
+        assert float(last[f"outer/flight_ms_{p}"]) >= float(last[f"outer/waited_ms_{p}"]) >= 0.0
+        assert float(last[f"outer/bytes_{p}"]) == -(-(24 + 2 * ranks[0]["numel"][p]) // 8) * 8
 
 
 def fit_alone(rank: int, size: int) -> Any:

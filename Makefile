@@ -11,12 +11,14 @@ TORCH := 2.13.0
 PYTEST_ARGS :=
 DEMO_ARGS :=
 
-.PHONY: help demo test check constraints clean
+.PHONY: help demo test check bench bench-quality constraints clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=50')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
+	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
+	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
 	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
 	@echo "make clean        remove .venv, builds and caches; what recipes wrote stays"
 
@@ -38,6 +40,20 @@ check: $(STAMP)
 	run codespell; \
 	if [ -n "$$failed" ]; then echo "make check: failed: $${failed#, }"; exit 1; fi; \
 	echo "make check: all passed"
+
+# Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
+BENCHES := bits wire sync_cost planner bandwidth demo
+
+bench: $(STAMP)
+	@export OMP_NUM_THREADS=1; failed=; \
+	for name in $(BENCHES); do \
+	  echo "== python -m recipes.bench.$$name"; $(PY) -m recipes.bench.$$name || failed="$$failed $$name"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "make bench: failed or could not run, for the reason printed above:$$failed"; exit 1; fi; \
+	echo "make bench: all have run"
+
+bench-quality: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m recipes.bench.quality
 
 # The stamp comes last, so that an interrupted set-up is taken up again.
 $(STAMP): pyproject.toml constraints.txt

@@ -1,0 +1,239 @@
+"""What one node of `recipes.bench.bandwidth` runs: row after row in one process, measured alike.
+
+Every row trains the same GPT-2 on the same made-up tokens, `WARM_UP` steps first and then the
+window: wall-clock time, the interface's counter and the ledger, from the end of the last warm-up
+step to the end of the window's last one. One more step follows, so that what a strategy does at the
+end of a fit lies outside.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+from typing_extensions import override
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.strategies import ReplicatedStrategy
+from recipes.bench._nodes import interface_counters
+
+WARM_UP = 3  # steps; DDP rebuilds its buckets after the first, PowerSGD begins with the third
+BATCH, TOKENS, VOCABULARY = 4, 128, 4096
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one node measured for one row of one round.
+
+    Attributes:
+        row: its name.
+        steps: in the window.
+        seconds: they took.
+        wire_bytes: this node's interface sent, with headers.
+        ledger_bytes: the strategy's ledger counted; None where there is no ledger.
+        parameters: of the model.
+        error: why there is no measurement; None if there is one.
+    """
+
+    row: str
+    steps: int
+    seconds: float = 0.0
+    wire_bytes: int = 0
+    ledger_bytes: int | None = None
+    parameters: int = 0
+    error: str | None = None
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Return the model of all rows: GPT-2, 6 blocks, 5.8 million parameters, random."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=TOKENS,
+            n_layer=6,
+            n_embd=256,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+class Tokens(Dataset[Tensor]):
+    """Uniformly random tokens, int64 of shape (TOKENS,), made when they are asked for."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    @override
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+
+
+class Module(pl.LightningModule):
+    """The model with AdamW and nothing that is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_gpt2()
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class HookedDDP(DDPStrategy):
+    """DDP with a communication hook also on the CPU, where Lightning leaves it out.
+
+    Args:
+        make_hook: returns the hook's state and the hook; called when the process group stands.
+    """
+
+    def __init__(self, make_hook: Callable[[], tuple[Any, Callable[..., Any]]]) -> None:
+        super().__init__()
+        self._make_hook = make_hook
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel), "DDP has wrapped the model"
+        state, hook = self._make_hook()
+        self.model.register_comm_hook(state, hook)
+
+
+def _powersgd() -> tuple[Any, Callable[..., Any]]:
+    # its default begins to compress at step 1000, and its warm start needs 2 steps before it
+    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook
+
+
+def _diloco(sync_every: int, **settings: Any) -> Callable[[], Strategy]:
+    return lambda: StreamingDiLoCoStrategy(sync_every=sync_every, **settings)
+
+
+def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
+    """Return what makes the strategy of every row that a Trainer runs, in the table's order."""
+    late = {"overlap_steps": min(5, sync_every - 1)}
+    return {
+        "none": lambda: SingleDeviceStrategy(device="cpu"),
+        "ddp": DDPStrategy,
+        "ddp_bf16": lambda: HookedDDP(lambda: (None, bf16_compress_hook)),
+        "ddp_powersgd": lambda: HookedDDP(_powersgd),
+        "diloco": _diloco(sync_every, num_fragments=1, overlap_steps=0, wire_dtype="fp32"),
+        "streaming": _diloco(sync_every, overlap_steps=0, wire_dtype="fp32"),
+        "overlap": _diloco(sync_every, wire_dtype="fp32", **late),
+        "overlap_fp4": _diloco(sync_every, wire_dtype="fp4", **late),
+    }
+
+
+class Stopwatch(pl.Callback):
+    """Measures the window of a fit.
+
+    Args:
+        row: name of the row.
+        steps: in the window.
+        sync_every: of DiLoCo. A fit of DiLoCo is silent for its first `sync_every` steps; here it
+            begins so late in that time that the window's first step is the one after which the
+            first fragment leaves: the window holds whole cycles.
+    """
+
+    def __init__(self, row: str, steps: int, sync_every: int) -> None:
+        self._row, self._steps, self._sync_every = row, steps, sync_every
+        self._start = (0.0, 0, 0)
+        self.window: Window | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if isinstance(trainer.strategy, StreamingDiLoCoStrategy):
+            running = trainer.strategy._diloco
+            assert running is not None, "a fit has begun"
+            running.step = self._sync_every - 1 - WARM_UP
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        ledger = (
+            trainer.strategy.ledger if isinstance(trainer.strategy, ReplicatedStrategy) else None
+        )
+        counted = ledger.bytes_sent if ledger else 0
+        if trainer.global_step == WARM_UP:
+            dist.barrier()  # both begin with empty sockets and at one moment
+            self._start = (time.perf_counter(), interface_counters().sent_bytes, counted)
+        elif trainer.global_step == WARM_UP + self._steps:
+            seconds, wire, before = self._start
+            seconds = time.perf_counter() - seconds
+            dist.barrier()  # what the peer waits for has left our interface
+            self.window = Window(
+                row=self._row,
+                steps=self._steps,
+                seconds=seconds,
+                wire_bytes=interface_counters().sent_bytes - wire,
+                ledger_bytes=counted - before if ledger else None,
+                parameters=sum(p.numel() for p in pl_module.parameters()),
+            )
+
+
+def measure(row: str, steps: int, sync_every: int) -> Window:
+    """Run one fit; an error of torch or Lightning becomes the window's."""
+    stopwatch = Stopwatch(row, steps, sync_every)
+    dist.barrier()
+    try:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            num_nodes=1 if row == "none" else dist.get_world_size(),
+            strategy=strategies(sync_every)[row](),
+            max_steps=WARM_UP + steps + 1,
+            callbacks=[stopwatch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Module(), DataLoader(Tokens(), batch_size=BATCH))
+    except (RuntimeError, TypeError) as error:  # torch refuses a hook: the same on both nodes
+        return Window(row, steps, error=str(error).splitlines()[0])
+    assert stopwatch.window is not None, "the fit went through the window"
+    return stopwatch.window
+
+
+def main() -> None:
+    """Measure what the first argument says, as JSON; write a line per row to the second's file."""
+    plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with path.open("a") as file:
+        for row, steps in plan["rows"]:
+            file.write(json.dumps(asdict(measure(row, steps, plan["sync_every"]))) + "\n")
+            file.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The result page of `recipes.bench.bandwidth`, from its raw results alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_commfree.comm.ledger import ring_all_reduce_bytes
+
+LABELS = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "ddp_bf16": "DDP, bf16 hook",
+    "ddp_powersgd": "DDP, PowerSGD rank 4",
+    "diloco": "DiLoCo (P=1, overlap 0, fp32)",
+    "streaming": "streaming (default fragments, overlap 0, fp32)",
+    "overlap": "+ overlap 5",
+    "overlap_fp4": "+ fp4",
+    "torchft": "torchft DiLoCo, no delay",
+    "torchft_delay": "torchft DiLoCo, delay 5, alpha 0.5",
+}
+CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each adds to the one before it
+HEADLINE_RATE = "100mbit"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table at one rate: medians over the rounds, of the slower node."""
+
+    rounds: int
+    step_ms: float
+    wire_bytes: float  # per step and node
+    ledger_bytes: float | None
+    ledger_is_counted: bool
+
+
+def cells(records: Sequence[dict[str, Any]], rate: str) -> dict[str, Cell | str]:
+    """Return the cells of a rate by row, in the table's order; for a row that failed, its error."""
+    found: dict[str, Cell | str] = {}
+    for row in LABELS:
+        rounds = [r["nodes"] for r in records if r["rate"] == rate and r["row"] == row]
+        errors = [node["error"] for nodes in rounds for node in nodes if node["error"]]
+        if errors:
+            found[row] = errors[0]
+        elif rounds:
+            found[row] = _cell(row, rounds)
+    return found
+
+
+def _cell(row: str, rounds: Sequence[Sequence[dict[str, Any]]]) -> Cell:
+    nodes = [node for round_ in rounds for node in round_]
+    step_s = [max(node["seconds"] / node["steps"] for node in round_) for round_ in rounds]
+    counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
+    # DDP has no ledger: the formula that the ledger uses for this collective
+    computed = ring_all_reduce_bytes(4 * nodes[0]["parameters"], 2) if row == "ddp" else None
+    return Cell(
+        rounds=len(rounds),
+        step_ms=1e3 * statistics.median(step_s),
+        wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
+        ledger_bytes=statistics.median(counted) if counted else computed,
+        ledger_is_counted=bool(counted),
+    )
+
+
+def table(found: dict[str, Cell | str]) -> list[str]:
+    """Return the table of one rate as lines of Markdown; `none` gives the utilization."""
+    lines = [
+        "| | ms a step | utilization | bytes a step, interface | bytes a step, ledger | rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    none = found.get("none")
+    for row, cell in found.items():
+        if isinstance(cell, str):
+            lines.append(f"| {LABELS[row]} | did not run: {cell} | | | | |")
+            continue
+        share = f"{100 * none.step_ms / cell.step_ms:.1f} %" if isinstance(none, Cell) else "-"
+        ledger = "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes:,.0f}"
+        if cell.ledger_bytes is not None and not cell.ledger_is_counted:
+            ledger += " (computed)"
+        lines.append(
+            f"| {LABELS[row]} | {cell.step_ms:.1f} | {share} | {cell.wire_bytes:,.0f}"
+            f" | {ledger} | {cell.rounds} |"
+        )
+    return lines
+
+
+def chain(found: dict[str, Cell | str]) -> list[str]:
+    """Return for every row of `CHAIN` whether it is no slower than the one before it."""
+    lines = []
+    for before, after in zip(CHAIN, CHAIN[1:], strict=False):
+        first, second = found.get(before), found.get(after)
+        if isinstance(first, Cell) and isinstance(second, Cell):
+            ratio = second.step_ms / first.step_ms
+            verdict = "holds" if ratio <= 1 else "does not hold"
+            lines.append(
+                f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time; not slower"
+                f" {verdict}."
+            )
+    return lines
+
+
+def headline(found: dict[str, Cell | str]) -> list[str]:
+    """Return the targets of the last row against no communication and DDP, with the figures."""
+    none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
+    if not (isinstance(none, Cell) and isinstance(ddp, Cell) and isinstance(ours, Cell)):
+        return [f"Not measured: it takes no communication, DDP and fp4 at {HEADLINE_RATE}."]
+    lines = ["| target | figure | |", "|---|---|---|"]
+    slower, faster = ours.step_ms / none.step_ms, ddp.step_ms / ours.step_ms
+    lines.append(_target("step time / no communication, at most 1.03", slower, slower <= 1.03))
+    lines.append(_target("DDP's step time / step time, at least 5", faster, faster >= 5))
+    fewer = ddp.wire_bytes / ours.wire_bytes
+    lines.append(_target("DDP's interface bytes / ours, at least 500", fewer, fewer >= 500))
+    assert ours.ledger_bytes is not None, "our strategies count"
+    agreement = ours.wire_bytes / ours.ledger_bytes
+    within = abs(agreement - 1) <= 0.03
+    lines.append(_target("interface / ledger, within 3 %", agreement, within))
+    return lines
+
+
+def _target(text: str, figure: float, met: bool) -> str:
+    return f"| {text} | {figure:.4g} | {'met' if met else 'missed'} |"
+
+
+def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
+    """Return the page below its provenance.
+
+    Args:
+        raw: `settings` and `records` of `recipes.bench.bandwidth`.
+        rates: in the order of the page.
+    """
+    settings = raw["settings"]
+    lines = [f"## At {HEADLINE_RATE}: no communication, DDP and Streaming DiLoCo", ""]
+    lines += headline(cells(raw["records"], HEADLINE_RATE))
+    for rate in rates:
+        found = cells(raw["records"], rate)
+        lines += ["", f"## {rate}", "", *table(found), "", *chain(found)]
+    return [
+        *lines,
+        "",
+        "## How it was measured",
+        "",
+        "Two nodes of the network laboratory (`recipes/bench/netlab.py`), every link shaped to the"
+        " rate, delay not shaped. GPT-2 with 5.8 million parameters, random tokens, batch 4 x 128 a"
+        f" rank, one thread a rank, AdamW, H={settings['sync_every']}. In a round every row runs"
+        " once, one `Trainer.fit` after the other in the same pair of processes (torchft, which is"
+        " no Lightning strategy, with a loop of its own in processes of its own, in the first round"
+        " only); the order rotates from round to round. A figure is the median over the rounds of a"
+        " window's mean step, of"
+        " the slower node; bytes are the median over nodes and rounds of what one node sent.",
+        "",
+        f"The window of a DiLoCo row is {settings['cycles']} whole cycle(s) in the steady state. A"
+        " fit is silent for its first H steps; for the timing its step counter starts a few steps"
+        " before H, so that the window begins with the first launch, and what is exchanged at the"
+        f" end of a fit lies outside. The others' window is {settings['steps']} steps, of DDP's"
+        " rows fewer on a slow link. No communication: a plain Trainer a node, both at once."
+        " Utilization: its step time over the row's. Lightning broadcasts a flag before every"
+        " batch, which is part of DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a subclass"
+        " registers the hook.",
+    ]

@@ -1,0 +1,200 @@
+"""Step time, utilization and bytes over slow links: `python -m recipes.bench.bandwidth`.
+
+Two nodes of the network laboratory train the same GPT-2 in every way of the table, at every rate.
+What was measured is kept as JSON, so a broken run goes on where it stopped, and `--page-only`
+writes the page again. It takes root and iproute2; torchft's rows take the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from recipes.bench._bandwidth_page import LABELS, page_lines
+from recipes.bench._nodes import LaboratoryUnavailable, exit_on_sigterm
+from recipes.bench.netlab import NetLab
+from recipes.bench.page import provenance, write_page
+
+RESULTS = Path(__file__).parent / "results"
+TORCHFT_ROWS = ("torchft", "torchft_delay")
+DDP_ROWS = ("ddp", "ddp_bf16", "ddp_powersgd")
+NODES = 2
+
+
+class Results:
+    """The raw results, on disk after every row.
+
+    Args:
+        path: of the JSON file; may exist.
+        settings: what every record was measured with.
+
+    Raises:
+        ValueError: the file was measured with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self._path = path
+        self.raw: dict[str, Any] = {"settings": settings, "records": []}
+        if path.exists():
+            self.raw = json.loads(path.read_text())
+            if self.raw["settings"] != settings:
+                raise ValueError(
+                    f"{path} was measured with {self.raw['settings']}, not with {settings}. Give"
+                    " the same options, or another `--raw`."
+                )
+
+    def has(self, rate: str, row: str, round_: int) -> bool:
+        """Return whether a row was measured in this round; one that failed is tried again."""
+        return any(
+            (r["rate"], r["row"], r["round"]) == (rate, row, round_)
+            and not any(node["error"] for node in r["nodes"])
+            for r in self.raw["records"]
+        )
+
+    def add(self, rate: str, round_: int, nodes: Sequence[dict[str, Any]]) -> None:
+        """Keep one row of one round, as all nodes measured it, in place of a failed attempt."""
+        key = {"rate": rate, "row": nodes[0]["row"], "round": round_}
+        others = [r for r in self.raw["records"] if not key.items() <= r.items()]
+        self.raw["records"] = [*others, {**key, "nodes": list(nodes)}]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(self.raw, indent=1) + "\n")
+
+
+def ddp_steps(rate: str, steps: int) -> int:
+    """Return how many steps of DDP to measure: all are alike, and long on a slow link."""
+    return min(steps, {"20mbit": 3, "100mbit": 8}.get(rate, 20))
+
+
+def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
+    """Yield the jobs of one round: a module, and its rows with the steps of their windows.
+
+    The order of the rows rotates with the round; torchft's rows are jobs of their own, in the
+    first round only: they are there for comparison, and they take long.
+    """
+    cycle_steps = options.cycles * options.sync_every
+    steps = dict.fromkeys(rows, cycle_steps) | {"none": options.steps}
+    steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
+    ours = [row for row in rows if row not in TORCHFT_ROWS]
+    turn = round_ % len(ours) if ours else 0
+    if ours:
+        yield "recipes.bench._bandwidth_job", [(r, steps[r]) for r in ours[turn:] + ours[:turn]]
+    for row in rows:
+        if row in TORCHFT_ROWS and round_ == 0:
+            yield "recipes.bench._torchft_job", [(row, steps[row])]
+
+
+def run_job(
+    lab: NetLab, module: str, rows: Sequence[tuple[str, int]], options: argparse.Namespace
+) -> list[list[dict[str, Any]]]:
+    """Run one job on all nodes and return, for every row, what each node measured."""
+    if module.endswith("_torchft_job") and find_spec("torchft") is None:
+        error = "torchft is not installed: pip install -e '.[bench]' -c constraints.txt"
+        return [_failed(row, steps, error) for row, steps in rows]
+    files = [options.raw.with_suffix(f".node{node}.jsonl").resolve() for node in range(NODES)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+    plan = json.dumps({"rows": rows, "sync_every": options.sync_every})
+    commands = [[sys.executable, "-m", module, plan, str(file)] for file in files]
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    results = lab.run(commands, timeout_s=options.timeout, env=env)
+    seen = [
+        [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        for file in files
+    ]
+    for file in files:
+        file.unlink(missing_ok=True)
+    measured = [list(nodes) for nodes in zip(*seen, strict=False)]
+    bad = [result for result in results if result.returncode]
+    if bad:
+        print(bad[0].output, file=sys.stderr)
+        row, steps = rows[len(measured)]
+        measured.append(_failed(row, steps, _last_line(bad[0].output, bad[0].returncode)))
+    return measured
+
+
+def _failed(row: str, steps: int, error: str) -> list[dict[str, Any]]:
+    return [{"row": row, "steps": steps, "error": error}] * NODES
+
+
+def _last_line(output: str, returncode: int) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return f"exit code {returncode}, {lines[-1] if lines else 'without a word'}"
+
+
+def measure(results: Results, options: argparse.Namespace) -> None:
+    """Measure what `results` lacks: round by round, rate by rate."""
+    for round_ in range(options.rounds):
+        for rate in options.rates:
+            lacking = [row for row in options.rows if not results.has(rate, row, round_)]
+            for module, rows in jobs(rate, lacking, round_, options):
+                while rows:  # a job ends with the first row that breaks it: go on behind that
+                    with NetLab(NODES, rate) as lab:
+                        measured = run_job(lab, module, rows, options)
+                    rows = rows[len(measured) :]
+                    for nodes in measured:
+                        results.add(rate, round_, nodes)
+                        print(f"{rate} round {round_} {_shown(nodes)}", flush=True)
+
+
+def _shown(nodes: Sequence[dict[str, Any]]) -> str:
+    first = nodes[0]
+    if first["error"]:
+        return f"{first['row']}: {first['error']}"
+    step_ms = 1e3 * max(node["seconds"] / node["steps"] for node in nodes)
+    num_bytes = first["wire_bytes"] / first["steps"]
+    return f"{first['row']}: {step_ms:.1f} ms, {num_bytes:,.0f} bytes a step"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.bench.bandwidth", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "1gbit"])
+    parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo, a window")
+    parser.add_argument("--sync-every", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=40, help="a window without cycles")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds, a job")
+    parser.add_argument("--raw", type=Path, default=Path("outputs/bench/bandwidth.json"))
+    parser.add_argument("--page", type=Path, default=RESULTS / "bandwidth.md")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    options = parser.parse_args(arguments)
+    for name in ("rounds", "cycles", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more, not {getattr(options, name)}")
+    if options.sync_every < 10 or options.sync_every % 2:
+        # the warm-up lies before the first launch, and torchft's two fragments share the cycle
+        parser.error(f"--sync-every must be even and 10 or more, not {options.sync_every}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write the page."""
+    options = parse(arguments)
+    exit_on_sigterm()
+    settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
+    try:
+        results = Results(options.raw, settings)
+        if not options.page_only:
+            measure(results, options)
+    except (LaboratoryUnavailable, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "recipes.bench.bandwidth", *words])
+    lines = ["# Bandwidth: every way to train, over slow links", "", *provenance(command), ""]
+    write_page(options.page, [*lines, *page_lines(results.raw, options.rates)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

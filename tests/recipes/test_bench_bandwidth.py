@@ -1,0 +1,172 @@
+"""The bandwidth table: its page from made-up raw results, and one round at toy size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.bench import _bandwidth_job as job
+from recipes.bench import bandwidth
+from recipes.bench._bandwidth_page import LABELS, cells, chain, headline, page_lines, table
+from recipes.bench.netlab import why_unavailable
+
+SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40}
+
+
+def record(
+    row: str,
+    step_ms: float,
+    wire: int,
+    ledger: int | None = None,
+    rate: str = "100mbit",
+    round_: int = 0,
+) -> dict[str, Any]:
+    """One row of one round; node 1 is a tenth faster."""
+    node = {
+        "row": row,
+        "steps": 100,
+        "seconds": step_ms / 10,
+        "wire_bytes": 100 * wire,
+        "ledger_bytes": ledger and 100 * ledger,
+        "parameters": 1_000_000,
+        "error": None,
+    }
+    nodes = [node, {**node, "seconds": 0.9 * step_ms / 10}]
+    return {"rate": rate, "row": row, "round": round_, "nodes": nodes}
+
+
+def good() -> list[dict[str, Any]]:
+    return [
+        record("none", 300, 0),
+        record("ddp", 2000, 8_010_000),
+        record("diloco", 330, 81_000, 80_000),
+        record("streaming", 330, 81_000, 80_000),
+        record("overlap", 320, 81_000, 80_000),
+        record("overlap_fp4", 306, 10_100, 10_000),
+    ]
+
+
+def test_the_headline_says_target_figure_and_verdict() -> None:
+    assert headline(cells(good(), "100mbit"))[2:] == [
+        "| step time / no communication, at most 1.03 | 1.02 | met |",
+        "| DDP's step time / step time, at least 5 | 6.536 | met |",
+        "| DDP's interface bytes / ours, at least 500 | 793.1 | met |",
+        "| interface / ledger, within 3 % | 1.01 | met |",
+    ]
+
+
+def test_a_missed_target_is_said_to_be_missed() -> None:
+    bad = [record("none", 300, 0), record("ddp", 600, 4_000_000)]
+    bad.append(record("overlap_fp4", 320, 10_400, 10_000))
+    verdicts = [line.split("|")[3].strip() for line in headline(cells(bad, "100mbit"))[2:]]
+    assert verdicts == ["missed"] * 4
+    assert "Not measured" in headline(cells(bad[:2], "100mbit"))[0]
+
+
+def test_every_step_of_the_chain_has_its_verdict_and_equal_is_not_slower() -> None:
+    found = cells([*good()[:-1], record("overlap_fp4", 321, 10_100, 10_000)], "100mbit")
+    lines = chain(found)
+    assert len(lines) == 4
+    assert all(line.endswith("not slower holds.") for line in lines[:3])
+    assert "1.0000 of its time" in lines[1]
+    assert lines[3].endswith("1.0031 of its time; not slower does not hold.")
+
+
+def test_a_cell_is_the_median_over_rounds_of_the_slower_node() -> None:
+    rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 100, 900])]
+    rounds += [record("ddp", 600, 8_010_000, round_=i) for i in range(3)]
+    lines = table(cells(rounds, "100mbit"))
+    assert lines[2] == "| no communication | 300.0 | 100.0 % | 0 | - | 3 |"
+    assert lines[3] == "| DDP | 600.0 | 50.0 % | 8,010,000 | 4,000,000 (computed) | 3 |"
+
+
+def test_a_row_that_failed_shows_its_error_and_no_figure() -> None:
+    nodes = bandwidth._failed("ddp_bf16", 8, "gloo has no bf16")
+    raw = {"settings": SETTINGS, "records": good()}
+    raw["records"].append({"rate": "100mbit", "row": "ddp_bf16", "round": 0, "nodes": nodes})
+    (line,) = [line for line in page_lines(raw, ["100mbit"]) if "bf16 hook" in line]
+    assert line == "| DDP, bf16 hook | did not run: gloo has no bf16 | | | | |"
+
+
+def test_the_order_rotates_and_torchft_has_jobs_of_its_own() -> None:
+    options = bandwidth.parse(["--rows", "none", "ddp", "overlap", "torchft", "--steps", "12"])
+    (_, first), (module, torchft) = bandwidth.jobs("100mbit", options.rows, 0, options)
+    ((_, second),) = bandwidth.jobs("100mbit", options.rows, 1, options)
+    assert first == [("none", 12), ("ddp", 8), ("overlap", 100)]
+    assert [row for row, _ in second] == ["ddp", "overlap", "none"]
+    assert module.endswith("_torchft_job")
+    assert torchft == [("torchft", 100)]
+
+
+def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    results = bandwidth.Results(path, SETTINGS)
+    results.add("100mbit", 0, record("ddp", 1, 1)["nodes"])
+    results.add("100mbit", 0, bandwidth._failed("torchft", 1, "no"))
+    again = bandwidth.Results(path, SETTINGS)
+    assert again.has("100mbit", "ddp", 0)
+    assert not again.has("100mbit", "ddp", 1)
+    assert not again.has("100mbit", "torchft", 0)
+    again.add("100mbit", 0, record("torchft", 1, 1)["nodes"])
+    assert again.has("100mbit", "torchft", 0)
+    assert len(again.raw["records"]) == 2
+    with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
+        bandwidth.Results(path, {**SETTINGS, "steps": 5})
+
+
+def test_a_missing_torchft_is_written_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bandwidth, "find_spec", lambda name: None)
+    (nodes,) = bandwidth.run_job(None, "recipes.bench._torchft_job", [("torchft", 1)], None)
+    assert "torchft is not installed: pip install" in nodes[0]["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--rounds", "0"], "--rounds must be 1 or more, not 0"),
+        (["--sync-every", "15"], "--sync-every must be even and 10 or more, not 15"),
+        (["--rows", "lion"], "invalid choice: 'lion'"),
+    ],
+)
+def test_options_outside_their_range_are_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bandwidth.parse(words)
+    assert text in capsys.readouterr().err
+
+
+def test_the_rows_are_those_of_the_page() -> None:
+    assert [*job.strategies(100), *bandwidth.TORCHFT_ROWS] == list(LABELS)
+    assert 5.7e6 < sum(p.numel() for p in job.tiny_gpt2().parameters()) < 6e6
+
+
+def test_without_a_laboratory_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.bench.netlab.why_unavailable", lambda: "It needs root.")
+    assert bandwidth.main(["--raw", str(tmp_path / "raw"), "--page", str(tmp_path / "page")]) == 2
+    assert capsys.readouterr().err == "It needs root.\n"
+    assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
+    tmp_path: Path,
+) -> None:
+    raw, page = tmp_path / "raw.json", tmp_path / "page.md"
+    where = ["--raw", str(raw), "--page", str(page), "--timeout", "100"]
+    few = ["--rates", "1gbit", "--rows", "none", "overlap_fp4", "--rounds", "1"]
+    assert bandwidth.main([*few, *where, "--sync-every", "10", "--steps", "2"]) == 0
+    none, ours = (r["nodes"] for r in json.loads(raw.read_text())["records"])
+    assert [node["error"] for node in (*none, *ours)] == [None] * 4
+    for node in ours:
+        # two replicas: every one sends the codes of all parameters once a cycle, and the scales
+        assert node["parameters"] / 2 < node["ledger_bytes"] < 0.55 * node["parameters"]
+        assert node["wire_bytes"] == pytest.approx(node["ledger_bytes"], rel=0.03)
+    for node in none:
+        assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
+    assert "| + fp4 |" in page.read_text()

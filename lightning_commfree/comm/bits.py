@@ -21,6 +21,8 @@ What a code means is the caller's affair.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -130,24 +132,67 @@ def unpack_nibbles(packed: Tensor, numel: int, out: Tensor | None = None) -> Ten
     return out
 
 
+def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
+    """Write some of the codes of a packed buffer, so that all of them need not exist at once.
+
+    Parts come in ascending order, the first one from code 0 on, and together cover all codes; the
+    buffer then holds what `pack_nibbles` would have made of them.
+
+    Args:
+        codes: uint8, shape (n,), values 0 to 15, which is not checked.
+        start: which code the first of them is.
+        packed: uint8, shape (packed_nibbles_size(N),), of all N codes.
+    """
+    _pack(codes, 4, packed, start)
+
+
+def unpack_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
+    """Read some of the codes of a packed buffer.
+
+    Args:
+        packed: uint8, shape (packed_nibbles_size(N),), of all N codes.
+        start: which code is the first to be read.
+        out: where codes `start` to `start` + n are written: uint8, shape (n,), values 0 to 15.
+    """
+    _unpack(packed, 4, out, start)
+
+
 def _packed_size(numel: int, bits: int) -> int:
     if numel < 0:
         raise ValueError(f"`numel={numel}` is negative. Pass the number of codes, 0 or more.")
     return -(-numel * bits // (8 * _WORD_BYTES)) * _WORD_BYTES
 
 
-def _pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    out.zero_()
-    for row, codes_of_row in enumerate(torch.split(codes, out.numel())):
-        # Rows occupy different bits, so that adding is OR-ing; `alpha` shifts in the same pass.
-        out[: codes_of_row.numel()].add_(codes_of_row, alpha=1 << bits * row)
+def _pack(codes: Tensor, bits: int, out: Tensor, start: int = 0) -> None:
+    if out.numel() == _WORD_BYTES:  # only then may fewer codes come than a row holds
+        out.zero_()
+    for row, place, part in _places(start, codes.numel(), out.numel()):
+        if row == 0:
+            out[place].copy_(codes[part])
+        else:  # rows occupy different bits: adding is OR-ing, and `alpha` shifts in the same pass
+            out[place].add_(codes[part], alpha=1 << bits * row)
 
 
-def _unpack(packed: Tensor, bits: int, out: Tensor) -> None:
-    mask = (1 << bits) - 1
-    for row, codes_of_row in enumerate(torch.split(out, packed.numel())):
-        bytes_of_row = packed[: codes_of_row.numel()]
-        torch.bitwise_right_shift(bytes_of_row, bits * row, out=codes_of_row).bitwise_and_(mask)
+def _unpack(packed: Tensor, bits: int, out: Tensor, start: int = 0) -> None:
+    mask, top_row = (1 << bits) - 1, 8 // bits - 1
+    for row, place, part in _places(start, out.numel(), packed.numel()):
+        if row == 0:
+            torch.bitwise_and(packed[place], mask, out=out[part])
+            continue
+        torch.bitwise_right_shift(packed[place], bits * row, out=out[part])
+        if row != top_row:  # above the top row's bits there is nothing to mask
+            out[part].bitwise_and_(mask)
+
+
+def _places(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield for each row that `numel` codes from code `start` on touch: row, bytes, codes."""
+    position, stop = start, start + numel
+    while position < stop:
+        row, byte = divmod(position, row_bytes)
+        count = min(row_bytes - byte, stop - position)
+        code = position - start
+        yield row, slice(byte, byte + count), slice(code, code + count)
+        position += count
 
 
 def _check(name: str, tensor: Tensor, dtype: torch.dtype, numel: int | None = None) -> None:

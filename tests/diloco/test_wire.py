@@ -10,13 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.diloco.quantize import (
-    BLOCK,
-    decode_e3m0,
-    decode_int8,
-    encode_e3m0,
-    encode_int8,
-)
+from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
+from lightning_commfree.diloco import quantize
+from lightning_commfree.diloco.quantize import BLOCK, encode_e3m0, num_blocks
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 
 NAMES = list(WIRE_FORMATS)
@@ -113,18 +109,84 @@ def test_bf16_ties_and_what_is_not_finite() -> None:
     assert decoded[4].isnan()
 
 
-@pytest.mark.parametrize("numel", [n for n in ODD_NUMELS if n])
-@pytest.mark.parametrize(
-    ("name", "encode", "decode"),
-    [("int8", encode_int8, decode_int8), ("fp4", encode_e3m0, decode_e3m0)],
-)
-def test_codes_and_scales_come_back_as_quantize_made_them(
-    name: str, encode: object, decode: object, numel: int
+@pytest.mark.parametrize("piece", [BLOCK, None])
+@pytest.mark.parametrize("numel", ODD_NUMELS)
+def test_an_fp4_payload_is_packed_codes_then_scales(
+    numel: int, piece: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks differ in magnitude, so that a scale at the wrong block would be seen."""
+    """Piece by piece as in one go: where a row of the packed codes ends, a piece is cut in two."""
+    if piece is not None:
+        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)
+    values = torch.randn(numel)
+    scales = torch.empty(num_blocks(numel), dtype=torch.uint8)
+    parts = [codes.clone() for _, codes in encode_e3m0(values, scales)]
+    codes = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+    payload = payload_of("fp4", values)
+    split = packed_nibbles_size(numel)
+    assert torch.equal(payload, torch.cat([pack_nibbles(codes), scales]))
+    assert torch.equal(unpack_nibbles(payload[:split], numel), codes)
+
+
+@pytest.mark.parametrize("piece", [BLOCK, None])
+@pytest.mark.parametrize("numel", ODD_NUMELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_on_the_wire_are_what_each_would_be_alone(
+    name: str, numel: int, piece: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks differ in magnitude, so that a scale or a code at the wrong block would be seen."""
+    if piece is not None:
+        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)
     values = torch.randn(numel) * 10.0 ** (torch.arange(numel) // BLOCK)
-    expected = decode(*encode(values))  # type: ignore[operator]
-    assert torch.equal(through_the_wire(name, values), expected)
+    alone = [through_the_wire(name, block) for block in values.split(BLOCK)]
+    assert torch.equal(through_the_wire(name, values), torch.cat(alone))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.integers(0, 2**32 - 1), max_size=300),
+    st.integers(0, 2**32 - 1),
+)
+def test_adding_what_is_decoded_gives_the_bits_of_decoding_and_adding(
+    name: str, bits: list[int], total_bits: int
+) -> None:
+    """For floats of every class on both sides, zeros of either sign included."""
+    values, total = (
+        torch.tensor(b, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        for b in (bits, [total_bits] * len(bits))
+    )
+    payload = payload_of(name, values)
+    for start in (total, torch.full_like(total, -0.0), torch.zeros_like(total)):
+        expected = start + WIRE_FORMATS[name].decode(payload, len(bits))
+        got = start.clone()
+        WIRE_FORMATS[name].add_decoded(payload, got)
+        assert torch.equal(got.isnan(), expected.isnan())
+        same = got.view(torch.int32) == expected.view(torch.int32)
+        assert (same | got.isnan()).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_payload_of_another_size_is_a_mistake(name: str) -> None:
+    payload = payload_of(name, torch.ones(BLOCK))
+    with pytest.raises(AssertionError, match="a payload has one size"):
+        WIRE_FORMATS[name].add_decoded(payload, torch.zeros(2 * BLOCK))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_makes_the_same_payload_and_sum_and_never_waits(name: str) -> None:
+    wire, values = WIRE_FORMATS[name], torch.randn(1000 * BLOCK + 7)
+    expected = payload_of(name, values)
+    on_gpu, payload, total = values.cuda(), expected.cuda().zero_(), torch.ones_like(values).cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wire.encode(on_gpu, out=payload)
+        wire.add_decoded(payload, total)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(payload.cpu(), expected)
+    assert torch.equal(total.cpu(), 1.0 + wire.decode(expected, values.numel()))
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4"])

@@ -178,6 +178,13 @@ class Channel:
             work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
         return self._pending(work, tensor, tag)
 
+    def naming_lost(self, tag: str) -> AbstractContextManager[None]:
+        """Return a context whose `RuntimeError` names the ranks of this channel that are gone.
+
+        For collectives that others run among the same ranks, as a framework's barrier.
+        """
+        return nullcontext() if self._watch is None else self._watch.naming(tag)
+
     def close(self) -> None:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
         if self._watch is not None:

@@ -8,46 +8,43 @@ at once, others wait, and whoever hears it first leaves and is then blamed by th
    gone, and only then raises.
 3. Ranks 2 and 3 were told, so they raise at once and name rank 1, though rank 0 has left as well.
 
-A rank that hangs still accepts connections (its kernel does), therefore an *answer* is asked for.
-Every rank listens on the interface that gloo uses, on a port that the kernel chooses, as gloo does:
-what lets gloo through lets this through. One connection carries one question and one answer, each a
-line of JSON:
+gloo overlooks a death now and then, so a rank that waits for long asks too. A rank that hangs still
+accepts connections (its kernel does), therefore an *answer* is asked for:
 
 ======== ================= =====================================================================
-question `key`             of the rank that is asked; whoever has no such key does not answer
-\        `lost` (optional) reason by rank: what the asking rank has found out
+question `lost` (optional) reason by rank: what the asking rank has found out
+question `left` (optional) the rank that closes its channel, and what it has launched until then
 answer   `launched`        exchanges that the rank has launched on this channel
 ======== ================= =====================================================================
 
-Nothing travels here while training goes well.
+While training goes well and an exchange takes less than `ANSWER_SECONDS`, nothing travels here but
+a word of leave at the end.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import secrets
-import socket
-import socketserver
-import struct
-import sys
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+from lightning_commfree.comm.answering import (
+    ANSWER_SECONDS,
+    CARD_BYTES,
+    Card,
+    Listener,
+    Silence,
+    ask,
+)
+
 TAG = "peers"
-ANSWER_SECONDS = 5.0  # a rank that computes answers in milliseconds, on a machine that swaps later
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices what it was told
-_CARD_BYTES = 64  # host (an IPv6 address has 39 characters), port and key
-_LINE_BYTES = 16_384
-_NAMED = 50  # lost ranks in a message, so that it fits into a line
+_NAMED = 50  # lost ranks in a message, which has to fit into a line
 _REASON_CHARACTERS = 250
-_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # asks the kernel for an interface's IPv4
 
 
 class Work(Protocol):
@@ -64,15 +61,15 @@ class Work(Protocol):
         """
 
 
-class _Card(NamedTuple):
-    host: str
-    port: int
-    key: str
-
-
 class _Answers(NamedTuple):
     launched: dict[int, int]  # by rank, of those that answer
-    lost: dict[int, str]  # reason by rank, of those that do not
+    gone: dict[int, str]  # reason by rank, of those that will never answer
+    silent: dict[int, str]  # reason by rank, of those that did not answer now
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The gone ones; where there are none, the silent ones."""
+        return self.gone or self.silent
 
 
 class PeerWatch:
@@ -82,8 +79,8 @@ class PeerWatch:
 
     Args:
         rank: global rank of this process.
-        timeout: how long `wait` waits. In its last seconds (`ANSWER_SECONDS`, at most half of it)
-            the peers are asked, so that the error comes within it.
+        timeout: how long `wait` waits. The peers are asked every `ANSWER_SECONDS`, the last time so
+            early that the error comes within it.
     """
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
@@ -91,25 +88,21 @@ class PeerWatch:
         self._timeout = timeout.total_seconds()
         self._patience = min(ANSWER_SECONDS, self._timeout / 2)
         self._launched = 0
-        self._peers: dict[int, _Card | None] = {}
+        self._peers: dict[int, Card | None] = {}
+        self._left: dict[int, int] = {}  # by rank that closed its channel: what it had launched
         self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
         self._lock = threading.Lock()
-        self._key = secrets.token_hex(4)
-        self._listener = _listen(self._answer)
-        self._thread = threading.Thread(target=self._serve, name="peer-watch", daemon=True)
-        self._thread.start()
+        self._listener = Listener(self._answer)
 
     @property
     def card(self) -> bytes:
-        """Where this rank answers: `_CARD_BYTES` bytes, the same number on every rank."""
-        if self._listener is None:
-            return bytes(_CARD_BYTES)
-        host, port = self._listener.server_address[:2]
-        return f"{host!s} {port} {self._key}".encode().ljust(_CARD_BYTES, b"\0")
+        """Where this rank answers: `CARD_BYTES` bytes, zeros where nobody can ask it."""
+        card = self._listener.card
+        return bytes(CARD_BYTES) if card is None else card.encode()
 
     def meet(self, cards: Mapping[int, bytes]) -> None:
         """Learn the cards of all ranks of the channel, by global rank."""
-        self._peers = {r: _read_card(card) for r, card in cards.items() if r != self._rank}
+        self._peers = {r: Card.decode(card) for r, card in cards.items() if r != self._rank}
 
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
@@ -119,6 +112,16 @@ class PeerWatch:
             RuntimeError: the launch failed, or a peer has told that the group is broken.
         """
         self._launched += 1
+        with self.naming(tag):
+            yield
+
+    @contextmanager
+    def naming(self, tag: str) -> Iterator[None]:
+        """Name the lost ranks if the body fails, which lets these ranks exchange something.
+
+        Raises:
+            RuntimeError: the body raised one, or a peer has told that the group is broken.
+        """
         start = time.monotonic()
         if self._lost:
             raise self._failure(tag, 0.0, "a rank had been lost before")
@@ -136,25 +139,33 @@ class PeerWatch:
         """
         start = time.monotonic()
         answers = None
+        last_s = self._timeout - self._patience
+        next_s = min(ANSWER_SECONDS, last_s)
         try:
             while not _done(work):
                 waited = time.monotonic() - start
                 if self._lost:
                     raise RuntimeError("another rank found out")
-                if answers is None and waited >= self._timeout - self._patience:
-                    answers = self._ask({})
-                elif waited >= self._timeout:
+                if waited >= self._timeout:
                     raise RuntimeError("timed out")
+                if waited >= next_s:
+                    answers = self._ask()
+                    next_s = min(next_s + ANSWER_SECONDS, last_s) if next_s < last_s else math.inf
+                    if any(self._left.get(rank, -1) < self._launched for rank in answers.gone):
+                        raise RuntimeError("a rank is gone that it waits for")
         except RuntimeError as error:
             waited = time.monotonic() - start
             raise self._failure(tag, waited, str(error), answers) from error
 
     def close(self) -> None:
-        """Stop answering."""
-        if self._listener is not None:
-            if self._thread.is_alive():  # not so in a process that was forked off later
-                self._listener.shutdown()
-            self._listener.server_close()
+        """Take leave of the peers and stop answering.
+
+        1. The last exchange of a job ends on rank 0 and is still on a slow link to rank 1.
+        2. Rank 0 closes. Rank 1, which asks in vain, must not take it for dead.
+        """
+        if self._listener.runs and not self._lost:
+            self._ask({"left": {"rank": self._rank, "launched": self._launched}})
+        self._listener.close()
 
     # -- asking
 
@@ -162,10 +173,10 @@ class PeerWatch:
         self, tag: str, waited: float, cause: str, answers: _Answers | None = None
     ) -> RuntimeError:
         if not self._lost:
-            answers = answers or self._ask({})
+            answers = answers or self._ask()
             self._learn(self._blame(answers, tag, waited))
             # all have the news before this rank can leave; who knows better keeps what it knows
-            self._ask(self._lost, skip=set(answers.lost))
+            self._ask({"lost": self._lost}, skip=answers.gone.keys() | answers.silent.keys())
         found = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._lost.items()))
         return RuntimeError(
             f"The exchange '{tag}' failed on rank {self._rank} after {waited:.1f} s"
@@ -188,42 +199,39 @@ class PeerWatch:
             " ranks that could be asked answer and are as far as it is; look at the network"
         }
 
-    def _ask(self, lost: Mapping[int, str], skip: set[int] | None = None) -> _Answers:
-        """Ask all peers at the same time, and tell them who is `lost`, if anybody is."""
-        cards = {r: c for r, c in self._peers.items() if c is not None and r not in (skip or ())}
-        answers = _Answers({}, {})
+    def _ask(self, news: Mapping[str, Any] | None = None, skip: Collection[int] = ()) -> _Answers:
+        """Ask all peers at the same time, and tell them the `news`."""
+        cards = {r: c for r, c in self._peers.items() if c is not None and r not in skip}
+        answers = _Answers({}, {}, {})
         if not cards:
             return answers
         with ThreadPoolExecutor(max_workers=min(len(cards), 64)) as callers:
             calls = {
-                r: callers.submit(_call, card, lost, self._patience) for r, card in cards.items()
+                rank: callers.submit(ask, card, news or {}, self._patience)
+                for rank, card in cards.items()
             }
         for rank, call in calls.items():
-            answer = call.result()
-            if isinstance(answer, str):
-                answers.lost[rank] = answer
-            else:
-                answers.launched[rank] = answer
+            match call.result():
+                case {"launched": int(launched)}:
+                    answers.launched[rank] = launched
+                case Silence(gone=False, reason=reason):
+                    answers.silent[rank] = reason
+                case Silence(reason=reason):
+                    answers.gone[rank] = reason
+                case _:
+                    answers.gone[rank] = "is gone (another program answers at its address)"
         return answers
 
     # -- answering, in the listener's threads
 
-    def _serve(self) -> None:
-        if self._listener is not None:
-            self._listener.serve_forever(poll_interval=_SLICE.total_seconds())
-
-    def _answer(self, line: bytes) -> bytes:
-        try:
-            question = json.loads(line)
-        except (ValueError, RecursionError):
-            return b""
-        if not isinstance(question, dict) or question.get("key") != self._key:
-            return b""
-        told = question.get("lost")
-        if isinstance(told, dict):
-            known = {str(rank): rank for rank in (self._rank, *self._peers)}
-            self._learn({known[r]: str(reason) for r, reason in told.items() if r in known})
-        return json.dumps({"launched": self._launched}).encode() + b"\n"
+    def _answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
+        match question:
+            case {"lost": dict(told)}:
+                known = {str(rank): rank for rank in (self._rank, *self._peers)}
+                self._learn({known[r]: str(reason) for r, reason in told.items() if r in known})
+            case {"left": {"rank": int(rank), "launched": int(launched)}}:
+                self._left[rank] = launched
+        return {"launched": self._launched}
 
     def _learn(self, lost: Mapping[int, str]) -> None:
         with self._lock:
@@ -231,92 +239,14 @@ class PeerWatch:
                 self._lost = {r: lost[r][:_REASON_CHARACTERS] for r in sorted(lost)[:_NAMED]}
 
 
-class _Listener(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64  # all peers may ask at the same moment
-
-    def __init__(self, host: str, answer: Callable[[bytes], bytes]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.answer = answer
-        super().__init__((host, 0), _Handler)
-
-
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = ANSWER_SECONDS  # of somebody who connects and says nothing
-
-    def handle(self) -> None:
-        assert isinstance(self.server, _Listener), "made by `_listen`"
-        with suppress(OSError):  # the other side may hang up at any moment
-            self.wfile.write(self.server.answer(self.rfile.readline(_LINE_BYTES)))
-
-
-def _listen(answer: Callable[[bytes], bytes]) -> _Listener | None:
-    """Listen where gloo listens; None where this host has no address that can be used.
-
-    Without an address the peers cannot ask this rank, and do not count it among the lost.
-    """
-    for host in _hosts():
-        with suppress(OSError):
-            return _Listener(host, answer)
-    return None
-
-
-def _hosts() -> Iterator[str]:
-    """Yield the addresses that gloo would try: the named interfaces', else the host name's."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interfaces:
-        for name in interfaces.split(","):
-            with suppress(OSError):
-                yield _interface_address(name)
-        return
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            yield str(address[0])
-    yield "127.0.0.1"
-
-
-def _interface_address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("256s", name.encode()[:15])
-        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR.get(sys.platform, 0), request)
-    return socket.inet_ntoa(answer[20:24])  # a sockaddr_in behind 16 bytes of name
-
-
-def _read_card(card: bytes) -> _Card | None:
-    text = card.rstrip(b"\0").decode()
-    if not text:
-        return None
-    host, port, key = text.split(" ")
-    return _Card(host, int(port), key)
-
-
-def _call(card: _Card, lost: Mapping[int, str], seconds: float) -> int | str:
-    """Return how many exchanges the rank has launched, or why it counts as lost."""
-    question = json.dumps({"key": card.key, **({"lost": lost} if lost else {})})
-    try:
-        with socket.create_connection((card.host, card.port), timeout=seconds) as connection:
-            connection.sendall(question.encode() + b"\n")
-            with connection.makefile("rb") as reader:
-                return int(json.loads(reader.readline(_LINE_BYTES))["launched"])
-    except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
-        return "is gone (its process has ended or has closed the channel)"
-    except TimeoutError:
-        return f"does not answer (asked for {seconds:.1f} s): it hangs, or its machine is gone"
-    except OSError as error:
-        return f"cannot be reached ({error})"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return "is gone (another program answers at its address, or nobody)"
-
-
 def _done(work: Work) -> bool:
     """Wait for a slice of time; return whether `work` has ended, raise what it failed with."""
     try:
         work.wait(_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait(_SLICE)  # it may have ended well just after the slice
     return True
 
 

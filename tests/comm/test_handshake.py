@@ -30,7 +30,7 @@ def told_apart(rank: int, size: int, cases: list[list[dict[str, str]]]) -> list[
         except ValueError as error:
             text = str(error)
         after = ledger.totals()
-        assert set(ledger.bytes_by_tag) == {TAG}
+        assert set(ledger.bytes_by_tag) == {TAG, "peers"}
         sent = after.bytes_sent - before.bytes_sent, after.collectives - before.collectives
         outcomes.append((text, *sent))
     return outcomes

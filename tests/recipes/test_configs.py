@@ -37,8 +37,8 @@ ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
 
 def test_the_files_are_those_that_the_tests_below_look_at() -> None:
     expected = [f"{group}/{name}.yaml" for group, names in GROUPS.items() for name in names]
-    assert sorted([*expected, "pretrain.yaml"]) == FILES
-    assert len(FILES) == 23
+    assert sorted([*expected, "plan.yaml", "pretrain.yaml"]) == FILES
+    assert len(FILES) == 24
 
 
 @pytest.mark.parametrize("name", GROUPS["strategy"])

@@ -1,0 +1,50 @@
+"""What a link of so many Gbit/s makes of a training run, before anything is trained.
+
+The simulation of arXiv:2501.18512 (section 3.1, Table 4): a step is a graph of forward, activation
+gradient, parameter gradient and exchange, layer by layer; of the network only the bandwidth between
+the sites counts. *Utilization* is the time of computing over the time that a step takes, waiting
+included. Pure Python: nothing but the standard library.
+
+======  ==================  =============  ========================================================
+symbol  name here           unit           meaning
+======  ==================  =============  ========================================================
+--      `step_seconds`      seconds        an inner step that waits for nobody
+--      `gbit_per_s`        10^9 bit/s     what a replica can send to the others, all its ranks
+                                           together; it receives as much meanwhile
+M       `num_replicas`      replicas
+H       `sync_every`        inner steps    1 with one fragment and no overlap is data parallelism
+P       `num_fragments`     fragments
+tau     `overlap_steps`     inner steps
+======  ==================  =============  ========================================================
+
+Read in this order: `traffic` (how many bytes), `model` (which leave together), `dag` (when),
+`job` (the methods that are compared), `search` (the bandwidth that a target needs), `advice`.
+
+What is not modelled: latency, encoding and decoding, the outer optimizer's time, replicas of
+different speed, memory.
+"""
+
+from lightning_commfree.planner.advice import Advice, advise
+from lightning_commfree.planner.dag import Exchange, Message, utilization
+from lightning_commfree.planner.job import Job, Method, methods
+from lightning_commfree.planner.model import Model, build_exchange
+from lightning_commfree.planner.search import log_grid, needed_bandwidth
+from lightning_commfree.planner.traffic import all_reduce_bytes, exchange_bytes, payload_bytes
+
+__all__ = [
+    "Advice",
+    "Exchange",
+    "Job",
+    "Message",
+    "Method",
+    "Model",
+    "advise",
+    "all_reduce_bytes",
+    "build_exchange",
+    "exchange_bytes",
+    "log_grid",
+    "methods",
+    "needed_bandwidth",
+    "payload_bytes",
+    "utilization",
+]

@@ -1,0 +1,168 @@
+"""One replica's steps as a graph, played on two clocks until a cycle repeats (arXiv:2501.18512).
+
+Nodes of a step, for layers 0 ... L-1; the machine computes one node at a time and the link carries
+one message at a time, first come first served:
+
+- *forward* of layer l, after that of layer l-1 and after every message that layer l needs;
+- *activation gradient* of layer l, after that of layer l+1; then its *parameter gradient*;
+- *exchange* of a message, after the parameter gradient of the layer with which it leaves.
+
+Forward, activation gradient and parameter gradient of a layer take a third of its time each. All
+replicas play the same game, so one of them is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_MOST_CYCLES = 100
+_SAME = 1e-9  # of a step: differences below it are rounding
+
+
+class Message(NamedTuple):
+    """What one replica sends in one piece, once a cycle."""
+
+    leaves_after: int  # the layer whose parameter gradient must be there
+    needed_by: int  # the layer whose forward waits for it
+    num_bytes: float
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is sent in a cycle, and when it is due.
+
+    Args:
+        sync_every: H, inner steps of a cycle.
+        overlap_steps: tau: what leaves in step t is waited for in the forward of step t + tau + 1.
+        fragments: the messages of each of P fragments; fragment p leaves floor(p H / P) steps into
+            the cycle.
+    """
+
+    sync_every: int
+    overlap_steps: int
+    fragments: tuple[tuple[Message, ...], ...]
+
+    def offset(self, fragment: int) -> int:
+        """Return how many steps into the cycle a fragment leaves."""
+        return fragment * self.sync_every // len(self.fragments)
+
+    @property
+    def bytes_per_cycle(self) -> float:
+        """Bytes that one replica sends in `sync_every` steps."""
+        return sum(message.num_bytes for fragment in self.fragments for message in fragment)
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that one replica sends in a step, on average."""
+        return self.bytes_per_cycle / self.sync_every
+
+    @property
+    def bytes_at_once(self) -> float:
+        """Bytes of the largest fragment."""
+        return max(sum(message.num_bytes for message in f) for f in self.fragments)
+
+
+def utilization(layer_seconds: Sequence[float], exchange: Exchange, gbit_per_s: float) -> float:
+    """Return the share of the time in which the machine computes, in the steady state.
+
+    Args:
+        layer_seconds: compute time of each layer in a step, forward and backward together.
+        exchange: what is sent.
+        gbit_per_s: bandwidth of a replica's link, in 10^9 bits a second; may be infinite.
+
+    Raises:
+        ValueError: the bandwidth is not positive.
+    """
+    if not gbit_per_s > 0:
+        raise ValueError(
+            f"`bandwidth={gbit_per_s}` Gbit/s must be positive: without a link the replicas never"
+            " meet. Give what one replica can send, for example 1 for Gigabit Ethernet."
+        )
+    bytes_per_s = gbit_per_s * 1e9 / 8
+    replica = _Replica(layer_seconds, exchange, bytes_per_s)
+    tolerance = _SAME * sum(layer_seconds)
+    cycle_s, before = 0.0, replica.state()
+    for _ in range(_MOST_CYCLES):
+        cycle_s = replica.cycle()
+        now = replica.state()
+        if _equal(before, now, tolerance):
+            break
+        before = now
+    # a link that is only just too slow falls behind for long before anybody waits for it; but no
+    # cycle can be shorter than its messages for ever
+    cycle_s = max(cycle_s, exchange.bytes_per_cycle / bytes_per_s)
+    return min(1.0, exchange.sync_every * sum(layer_seconds) / cycle_s)  # sums round
+
+
+class _Replica:
+    """The two clocks, in seconds: `_now` of the machine, `_link_free` of its link."""
+
+    def __init__(
+        self, layer_seconds: Sequence[float], exchange: Exchange, bytes_per_s: float
+    ) -> None:
+        self._layer_s = layer_seconds
+        self._step_s = sum(layer_seconds)
+        self._exchange = exchange
+        self._bytes_per_s = bytes_per_s
+        self._leaving = _by_step_and_layer(exchange)
+        self._step = 0
+        self._now = self._link_free = 0.0
+        self._due: dict[int, dict[int, float]] = {}  # step to layer to time of arrival
+
+    def cycle(self) -> float:
+        """Play `sync_every` steps; return the seconds they took."""
+        start = self._now
+        for _ in range(self._exchange.sync_every):
+            self._play_step()
+        return self._now - start
+
+    def state(self) -> tuple[float, ...]:
+        """Return all that decides about the future, in seconds from now."""
+        arrivals = [t for _, due in sorted(self._due.items()) for _, t in sorted(due.items())]
+        return tuple(max(0.0, t - self._now) for t in [self._link_free, *arrivals])
+
+    def _play_step(self) -> None:
+        due = self._due.pop(self._step, {})
+        leaving = self._leaving.get(self._step % self._exchange.sync_every, {})
+        if due or leaving:
+            self._forward(due)
+            self._backward(leaving)
+        else:
+            self._now += self._step_s
+        self._step += 1
+
+    def _forward(self, due: dict[int, float]) -> None:
+        for layer, seconds in enumerate(self._layer_s):
+            self._now = max(self._now, due.get(layer, 0.0)) + seconds / 3
+
+    def _backward(self, leaving: dict[int, list[Message]]) -> None:
+        for layer in reversed(range(len(self._layer_s))):
+            self._now += 2 * self._layer_s[layer] / 3
+            for message in leaving.get(layer, ()):
+                self._send(message)
+
+    def _send(self, message: Message) -> None:
+        start = max(self._now, self._link_free)
+        self._link_free = start + message.num_bytes / self._bytes_per_s
+        due = self._due.setdefault(self._step + self._exchange.overlap_steps + 1, {})
+        due[message.needed_by] = self._link_free  # the latest, for the link keeps the order
+
+
+def _by_step_and_layer(exchange: Exchange) -> dict[int, dict[int, list[Message]]]:
+    leaving: dict[int, dict[int, list[Message]]] = {}
+    for p, fragment in enumerate(exchange.fragments):
+        by_layer = leaving.setdefault(exchange.offset(p), defaultdict(list))
+        for message in fragment:
+            if message.num_bytes > 0:
+                by_layer[message.leaves_after].append(message)
+    return {step: by_layer for step, by_layer in leaving.items() if by_layer}
+
+
+def _equal(a: tuple[float, ...], b: tuple[float, ...], tolerance: float) -> bool:
+    return len(a) == len(b) and all(
+        math.isclose(x, y, rel_tol=_SAME, abs_tol=tolerance) for x, y in zip(a, b, strict=True)
+    )

@@ -1,0 +1,39 @@
+"""The bandwidth that a utilization needs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from lightning_commfree.planner.dag import Exchange, utilization
+
+
+def log_grid(lowest: float, highest: float, points: int) -> list[float]:
+    """Return `points` values from `lowest` to `highest` in equal ratios, both included."""
+    ratio = highest / lowest
+    return [lowest * ratio ** (i / (points - 1)) for i in range(points)]
+
+
+def needed_bandwidth(
+    layer_seconds: Sequence[float], exchange: Exchange, target: float, grid: Sequence[float]
+) -> int:
+    """Return the index of the grid's first bandwidth that reaches a utilization.
+
+    Args:
+        layer_seconds: compute time of each layer in a step.
+        exchange: what is sent.
+        target: the utilization, in (0, 1).
+        grid: bandwidths in Gbit/s, ascending. Utilization does not fall along it.
+
+    Returns:
+        0 where the lowest reaches it already, `len(grid)` where none does.
+
+    Raises:
+        ValueError: the target is outside (0, 1).
+    """
+    if not 0 < target < 1:
+        raise ValueError(
+            f"a target utilization of {target} is not strictly between 0 and 1: 1 needs an infinite"
+            " bandwidth. Give a share, for example 0.95."
+        )
+    return bisect_left(grid, target, key=lambda gbit: utilization(layer_seconds, exchange, gbit))

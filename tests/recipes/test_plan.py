@@ -1,0 +1,168 @@
+"""`recipes.plan`: the figures it prints are the planner's, for the model that would be trained."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from lightning_commfree.diloco import split_into_fragments
+from lightning_commfree.planner import Job, Model, advise, methods
+from recipes import plan as recipe
+from recipes.language_model import LanguageModel
+
+ROOT = Path(__file__).parents[2]
+TINY = ("model=gpt2_tiny", "vocab_size=1024", "data.block_size=64", "step_time=0.02")
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def composed(*overrides: str) -> Any:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("plan", [f"run_dir={ROOT}", *overrides])
+
+
+def planned(folder: Path, *overrides: str) -> str:
+    config = OmegaConf.to_container(composed(*TINY, f"run_dir={folder}", *overrides), resolve=True)
+    text = io.StringIO()
+    recipe.plan(config, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def rows(text: str) -> dict[str, list[list[str]]]:
+    """The tables' rows by their first cell."""
+    found: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        if line.startswith("│"):
+            name, *cells = (cell.strip() for cell in line.strip("│").split("│"))
+            found.setdefault(name, []).append(cells)
+    return found
+
+
+def model_of(name: str, *overrides: str) -> Model:
+    config = composed(f"model={name}", *overrides, "step_time=1", "bandwidth=1")
+    config = OmegaConf.to_container(config, resolve=True)
+    return recipe.model_from_config(config["model"], config["vocab_size"])
+
+
+def test_the_tables_say_what_the_planner_says(tmp_path: Path) -> None:
+    text = planned(tmp_path, "bandwidth=0.01", "replica_size=4", "overlap_steps=2")
+    model = model_of("gpt2_tiny", "vocab_size=1024", "data.block_size=64")
+    job = Job(model, 0.02, overlap_steps=2)
+    found = rows(text)
+    for name, setting, exchange in methods(job):
+        now, needed, sent = found[name]
+        reached = job.utilization(exchange, 0.01)
+        assert now == [setting, f"{reached:.1%}", f"{0.02 / reached:.4g}"]
+        targets = (0.5, 0.8, 0.9, 0.95, 0.99)
+        assert needed == [f"{job.needed_gbit_per_s(exchange, target):.3g}" for target in targets]
+        assert sent[0] == recipe.human_bytes(exchange.bytes_per_step)
+        assert sent[1] == recipe.human_bytes(exchange.bytes_per_step / 4)
+    assert f"GPT2, {model.params:,} parameters: 3 blocks of" in text
+    assert "P=2, tau=2, fp4" in found["+ fp4"][0]
+    advice = advise(job, 0.01, 0.95)
+    assert f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}" in text
+    assert all(reason in text.replace("\n", " ") for reason in advice.reasons)
+    assert (tmp_path / recipe.FIGURE).read_bytes().startswith(PNG)
+
+
+def test_one_replica_and_an_infinite_bandwidth(tmp_path: Path) -> None:
+    alone = rows(planned(tmp_path, "bandwidth=0.01", "num_replicas=1"))
+    assert alone["data parallel"][0][1] == "100.0%"
+    assert alone["+ fp4"][1] == ["0"] * 5
+    assert alone["+ fp4"][2][-1] == "none"
+    infinite = rows(planned(tmp_path, "bandwidth=inf"))
+    assert {cells[0][1] for name, cells in infinite.items() if name != "method"} == {"100.0%"}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "params", "blocks"),
+    [
+        ("llama_1b", ("vocab_size=128256",), 1_235_814_400, 16),
+        ("gpt2", ("data.block_size=1024",), 124_439_808, 12),
+    ],
+)
+def test_parameters_are_counted_without_allocating_them(name, overrides, params, blocks) -> None:
+    model = model_of(name, *overrides)
+    assert model.params == params
+    assert len(model.block_params) == blocks
+
+
+@pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny"])
+def test_fragments_are_those_that_pretraining_would_exchange(name) -> None:
+    config = composed(f"model={name}", "vocab_size=256", "data.block_size=16")
+    model_config = recipe.instantiate(
+        OmegaConf.to_container(config, resolve=True)["model"], vocab_size=256, _convert_="all"
+    )
+    module = LanguageModel(model_config.to_dict())
+    sizes = {n: p.numel() for n, p in module.named_parameters()}
+    model = model_of(name, "vocab_size=256", "data.block_size=16")
+    ours = model.fragments(model.default_num_fragments)
+    assert [sum(map(model.layer_params, layers)) for layers in ours] == [
+        sum(sizes[n] for n in fragment.parameters)
+        for fragment in split_into_fragments(module, None, "strided")
+    ]
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.plan", *TINY, "bandwidth=0.1"]
+    command.append(f"hydra.run.dir={tmp_path}/run")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "Advice: sync_every=100" in result.stdout
+    assert (tmp_path / "run" / recipe.FIGURE).read_bytes().startswith(PNG)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("bandwidth=-1", ValueError, "`bandwidth=-1` Gbit/s must be positive"),
+        ("bandwidth=fast", TypeError, "`bandwidth='fast'` must be a number: Gbit/s that one"),
+        ("step_time=0", ValueError, "`step_time=0` must be a positive number of seconds"),
+        ("overlap_steps=100", ValueError, "`overlap_steps=100` must be at least 0 and below"),
+        ("num_fragments=5", ValueError, "`num_fragments=5` is not between 1 and 4"),
+        ("wire_dtype=fp5", ValueError, "`wire_dtype='fp5'` is unknown"),
+        ("replica_size=0", ValueError, "`replica_size=0` must be a whole number from 1 on"),
+        ("targets=[95]", ValueError, "a target utilization of 95 is not strictly between 0 and 1"),
+        ("advice_target=1", ValueError, "`advice_target=1` must lie strictly between 0 and 1"),
+    ],
+)
+def test_a_plan_that_cannot_be(override, error, message, tmp_path: Path) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        planned(tmp_path, "bandwidth=1", override)
+
+
+def test_what_must_be_given_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"step_time and bandwidth must be given: add step_time="):
+        recipe._check_given(composed())
+    with pytest.raises(ValueError, match=r"^bandwidth must be given: add bandwidth="):
+        recipe._check_given(composed("step_time=1"))
+    recipe._check_given(composed("step_time=1", "bandwidth=1"))
+
+
+def test_an_unknown_model_is_refused_with_those_there_are() -> None:
+    with pytest.raises(MissingConfigException, match=r"(?s)'model/llama_7z'.*llama_1b"):
+        composed("model=llama_7z")
+
+
+def test_a_model_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flat(torch.nn.Module):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            self.model = torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(recipe, "LanguageModel", Flat)
+    with pytest.raises(ValueError, match="Linear has no list of 3 blocks"):
+        model_of("gpt2_tiny")

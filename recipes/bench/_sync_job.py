@@ -48,8 +48,9 @@ class Job(NamedTuple):
 
 
 class MemoryJob(NamedTuple):
-    """A measurement of one replica's memory; `changes` are `DiLoCoSettings`."""
+    """A measurement of the memory of one replica; `changes` are `DiLoCoSettings`."""
 
+    ranks: int
     numel: int
     changes: dict[str, Any]
 
@@ -62,8 +63,17 @@ def play(job: Job, folder: Path) -> None:
     start_processes(_replica, (job, folder), nprocs=job.replicas, start_method="fork")
 
 
-def start(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
-    """Return the algorithm on a model that is one fragment."""
+def play_memory(job: MemoryJob, folder: Path) -> None:
+    """Run the ranks of one replica and let each write `RANK.json`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    # spawn: a forked process could not use a GPU that the parent has looked for
+    start_processes(_rank_of_replica, (job, folder), nprocs=job.ranks, start_method="spawn")
+
+
+def start(
+    module: nn.Module, channel: Channel, replica: Channel | None = None, **changes: Any
+) -> StreamingDiLoCo:
+    """Return the algorithm on a model that is one fragment; `replica` as it takes it."""
     defaults: dict[str, Any] = {
         "sync_every": _SYNC_EVERY,
         "num_fragments": 1,
@@ -76,7 +86,7 @@ def start(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoC
     }
     settings = DiLoCoSettings(**{**defaults, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    return StreamingDiLoCo(module, fragments, settings, channel)
+    return StreamingDiLoCo(module, fragments, settings, channel, replica)
 
 
 def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, float]:
@@ -84,7 +94,8 @@ def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, flo
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-3)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(parameter.device), alpha=1e-3)
     while (diloco.step + 1) % _SYNC_EVERY:
         diloco.after_inner_step()
     _meet()  # so that nobody waits for a slower one in a phase that counts
@@ -95,22 +106,29 @@ def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, flo
     return dict(zip(PHASES, (launch_s, exchange_s, land_s), strict=True))
 
 
-def measure_memory(job: MemoryJob) -> dict[str, float]:
-    """Return bytes per parameter of the outer state after a first landing, for one replica alone.
+def measure_memory(job: MemoryJob, replica: Channel | None = None) -> dict[str, float]:
+    """Return bytes per parameter of this rank's outer state after a first landing.
+
+    There is one replica; its parameters are on a GPU where there is one.
 
     Returns:
-        `storages`: the memory of global copies and outer optimizer, summed over distinct storages;
-        `resident`: what the process's resident set has grown by from before there was a
+        `host` and `gpu`: the memory of global copy and outer optimizer, summed over distinct
+        storages; `resident`: what the process's resident set has grown by from before there was a
         `StreamingDiLoCo` until after its first landing.
     """
-    _landed(nn.ParameterList([torch.zeros(1000)]), job)  # code and pools that torch loads on demand
-    module = nn.ParameterList([torch.ones(job.numel)])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    warm_up = nn.ParameterList([torch.zeros(1000, device=device)])
+    _landed(warm_up, job, replica)  # loads what torch loads on demand
+    module = nn.ParameterList([torch.ones(job.numel, device=device)])
     before = _resident_bytes()
-    diloco = _landed(module, job)
-    resident = _resident_bytes() - before
-    storages = {t.data_ptr(): t.nbytes() for t in map(Tensor.untyped_storage, _outer_state(diloco))}
+    diloco = _landed(module, job, replica)
+    found = {"host": 0.0, "gpu": 0.0, "resident": (_resident_bytes() - before) / job.numel}
+    storages = {t.data_ptr(): t for t in map(Tensor.untyped_storage, _outer_state(diloco))}
+    for storage in storages.values():
+        where = "host" if storage.device.type == "cpu" else "gpu"
+        found[where] += storage.nbytes() / job.numel
     diloco.close()
-    return {"storages": sum(storages.values()) / job.numel, "resident": resident / job.numel}
+    return found
 
 
 def bytes_on_the_interface() -> int:
@@ -128,10 +146,7 @@ def bytes_on_the_interface() -> int:
 def _replica(rank: int, job: Job, folder: Path) -> None:
     torch.set_num_threads(1)
     ledger = Ledger()
-    if job.replicas > 1:
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo", store, rank=rank, world_size=job.replicas)
-    channel = Channel.open([list(range(job.replicas))], rank, ledger)
+    channel = _open(rank, job.replicas, ledger, folder)
     module = nn.ParameterList([torch.zeros(job.numel)])
     diloco = start(module, channel, **job.changes)
     sync(module, diloco, rank)  # not counted: connections and buffers are made
@@ -151,6 +166,23 @@ def _replica(rank: int, job: Job, folder: Path) -> None:
     }
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     diloco.close()
+    _leave()
+
+
+def _rank_of_replica(rank: int, job: MemoryJob, folder: Path) -> None:
+    torch.set_num_threads(1)
+    replica = _open(rank, job.ranks, Ledger(), folder)
+    (folder / f"{rank}.json").write_text(json.dumps(measure_memory(job, replica)))
+    _leave()
+
+
+def _open(rank: int, size: int, ledger: Ledger, folder: Path) -> Channel:
+    if size > 1:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+    return Channel.open([list(range(size))], rank, ledger)
+
+
+def _leave() -> None:
     _meet()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -178,8 +210,8 @@ def _cpu_seconds(action: Callable[[], object]) -> float:
     return time.process_time() - start_s
 
 
-def _landed(module: nn.Module, job: MemoryJob) -> StreamingDiLoCo:
-    diloco = start(module, Channel([0], 0, Ledger()), **job.changes)
+def _landed(module: nn.Module, job: MemoryJob, replica: Channel | None) -> StreamingDiLoCo:
+    diloco = start(module, Channel([0], 0, Ledger()), replica, **job.changes)
     sync(module, diloco, seed=0)
     return diloco
 
@@ -200,11 +232,10 @@ def _resident_bytes() -> int:
 def main(arguments: list[str]) -> None:
     """Play the job that the command line names."""
     fields, folder = json.loads(arguments[0]), Path(arguments[1])
-    torch.set_num_threads(1)
     if "replicas" in fields:
         play(Job(**fields), folder)
     else:
-        (folder / "memory.json").write_text(json.dumps(measure_memory(MemoryJob(**fields))))
+        play_memory(MemoryJob(**fields), folder)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,11 @@ from recipes.bench._sync_job import PHASES, Job, MemoryJob
 from recipes.bench.demo import RESULTS
 from recipes.bench.page import provenance, write_page
 
-# by what the page calls it: the settings, and the bytes per parameter that the design foresees
-MEMORY_SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
-    "replica_size=1": ({}, 8.0),
+# by what the page calls it: ranks of the replica, settings, bytes per parameter by the design
+MEMORY_SETTINGS: dict[str, tuple[int, dict[str, Any], float]] = {
+    "replica_size=1": (1, {}, 8.0),
+    "replica_size=2": (2, {"replica_size": 2}, 4.0),
+    "outer_device=cpu": (1, {"outer_device": "cpu"}, 8.0),
 }
 
 HOW_TO_READ_SYNCS = """\
@@ -44,8 +46,10 @@ again; it may begin within *launch*. *Land* decodes, averages, takes the outer s
 Replicas gather from each other as long as that sends fewer bytes, and each then decodes what all of
 them sent; otherwise they exchange by shards."""
 HOW_TO_READ_MEMORY = """\
-Global copy and outer momentum after a first landing, one replica alone, fp32, in bytes per
-parameter. Storages: summed over the tensors. Resident: how much the process's resident set grew."""
+Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank that
+holds most. There is one replica; its parameters are on a GPU where there is one. Host and GPU:
+summed over the tensors' storages. Resident: how much the process's resident set grew, with what the
+allocator keeps for later use."""
 
 
 class SyncCost(NamedTuple):
@@ -65,12 +69,7 @@ def measure_sync(job: Job) -> SyncCost:
         subprocess.CalledProcessError: a process failed; it has printed why.
     """
     prefix = ["unshare", "--net"] if job.own_network else []
-    with tempfile.TemporaryDirectory() as folder:
-        _run_job(prefix, job, folder)
-        ranks = [
-            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(job.replicas)
-        ]
-    return summed_up(job, ranks)
+    return summed_up(job, _run_job(prefix, job, job.replicas))
 
 
 def summed_up(job: Job, ranks: Sequence[dict[str, Any]]) -> SyncCost:
@@ -88,11 +87,9 @@ def summed_up(job: Job, ranks: Sequence[dict[str, Any]]) -> SyncCost:
 
 
 def measure_memory(job: MemoryJob) -> dict[str, float]:
-    """Run one memory job in a process of its own; see `_sync_job.measure_memory`."""
-    with tempfile.TemporaryDirectory() as folder:
-        _run_job([], job, folder)
-        found: dict[str, float] = json.loads((Path(folder) / "memory.json").read_text())
-    return found
+    """Run a memory job; of its ranks each figure's largest, see `_sync_job.measure_memory`."""
+    ranks = _run_job([], job, job.ranks)
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def why_no_network() -> str | None:
@@ -136,26 +133,29 @@ def _sync_row(cost: SyncCost, numel: int) -> str:
 def memory_lines(numel: int) -> list[str]:
     """Measure the outer state's memory; return it as lines of Markdown."""
     rows = []
-    for name, (changes, design) in MEMORY_SETTINGS.items():
-        found = measure_memory(MemoryJob(numel, changes))
-        rows.append(
-            f"| {name} | {found['storages']:.3f} | {found['resident']:.3f} | {design:.3f} |"
-        )
+    for name, (ranks, changes, design) in MEMORY_SETTINGS.items():
+        found = measure_memory(MemoryJob(ranks, numel, changes))
+        figures = (found["host"], found["gpu"], found["resident"], design)
+        rows.append(f"| {name} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
     return [
         "## Memory",
         "",
         f"{numel:,} parameters.",
         HOW_TO_READ_MEMORY,
         "",
-        "| setting | storages | resident | design |",
-        "|---|---|---|---|",
+        "| setting | host | GPU | resident | design |",
+        "|---|---|---|---|---|",
         *rows,
     ]
 
 
-def _run_job(prefix: Sequence[str], job: Job | MemoryJob, folder: str) -> None:
+def _run_job(prefix: Sequence[str], job: Job | MemoryJob, size: int) -> list[dict[str, Any]]:
+    """Run a job in processes of its own; return what its ranks wrote down."""
     module = [sys.executable, "-m", "recipes.bench._sync_job"]
-    subprocess.run([*prefix, *module, json.dumps(job._asdict()), folder], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*prefix, *module, json.dumps(job._asdict()), folder], check=True)
+        files = [Path(folder) / f"{rank}.json" for rank in range(size)]
+        return [json.loads(file.read_text()) for file in files]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -66,8 +66,7 @@ def play(job: Job, folder: Path) -> None:
 def play_memory(job: MemoryJob, folder: Path) -> None:
     """Run the ranks of one replica and let each write `RANK.json`."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    # spawn: a forked process could not use a GPU that the parent has looked for
-    start_processes(_rank_of_replica, (job, folder), nprocs=job.ranks, start_method="spawn")
+    start_processes(_rank_of_replica, (job, folder), nprocs=job.ranks, start_method="fork")
 
 
 def start(

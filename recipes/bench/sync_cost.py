@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -34,6 +35,8 @@ MEMORY_SETTINGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "replica_size=2": (2, {"replica_size": 2}, 4.0),
     "outer_device=cpu": (1, {"outer_device": "cpu"}, 8.0),
 }
+# glibc then gives tensors back to the system when they are freed, whatever their size
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 HOW_TO_READ_SYNCS = """\
 Per replica and sync; the whole model is one fragment. Foretold: `bytes_per_cycle`. Interface: what
@@ -48,8 +51,7 @@ them sent; otherwise they exchange by shards."""
 HOW_TO_READ_MEMORY = """\
 Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank that
 holds most. There is one replica; its parameters are on a GPU where there is one. Host and GPU:
-summed over the tensors' storages. Resident: how much the process's resident set grew, with what the
-allocator keeps for later use."""
+summed over the tensors' storages. Resident: how much the process's resident set grew."""
 
 
 class SyncCost(NamedTuple):
@@ -151,9 +153,12 @@ def memory_lines(numel: int) -> list[str]:
 
 def _run_job(prefix: Sequence[str], job: Job | MemoryJob, size: int) -> list[dict[str, Any]]:
     """Run a job in processes of its own; return what its ranks wrote down."""
-    module = [sys.executable, "-m", "recipes.bench._sync_job"]
+    command = [*prefix, sys.executable, "-m", "recipes.bench._sync_job", json.dumps(job._asdict())]
+    environment = dict(os.environ)
+    if isinstance(job, MemoryJob):
+        environment |= GIVE_BACK
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([*prefix, *module, json.dumps(job._asdict()), folder], check=True)
+        subprocess.run([*command, folder], check=True, env=environment)
         files = [Path(folder) / f"{rank}.json" for rank in range(size)]
         return [json.loads(file.read_text()) for file in files]
 

@@ -18,6 +18,8 @@ from lightning_commfree.diloco.exchange import (
     ShardExchange,
     cheaper_exchange,
 )
+from lightning_commfree.diloco.fragments import split_into_fragments
+from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 from tests.diloco.training import NESTEROV, Net, after_some_steps, alone, start, world
 from tests.world import run_ranks
@@ -169,3 +171,19 @@ def test_the_outer_state_can_live_in_pinned_host_memory() -> None:
         traces.append([parameter.detach().cpu() for parameter in module.parameters()])
     for one, other in zip(*traces, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("width", [5, 40])
+def test_the_digest_sees_values_and_their_places(width: int) -> None:
+    module = torch.nn.Linear(width, width)
+    fragment = split_into_fragments(module, 1, "strided")[0]
+    outer = OuterFragment(module, fragment, NESTEROV)
+    digests = {int(outer.digest())}
+    copy = outer.global_copy
+    for change in range(6):
+        i, j = change, copy.numel() - 1 - change
+        copy[i], copy[j] = copy[j].clone(), copy[i].clone()
+        digests.add(int(outer.digest()))
+        copy[i] = torch.nextafter(copy[i], torch.tensor(torch.inf))
+        digests.add(int(outer.digest()))
+    assert len(digests) == 13

@@ -22,7 +22,10 @@ MOST_AROUND_THE_VALUES = 100  # bytes of a header and of what fills a message up
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "sync_cost.md"
     toy = [f"--numel={NUMEL}", "--rounds=2", f"--memory-numel={2**22}", f"--page={path}"]
-    sync_cost.main(["--replicas", "1", "2", *toy])
+    name = "replica_size=2"
+    with pytest.MonkeyPatch.context() as patch:  # one of them: a job takes seconds to begin
+        patch.setattr(sync_cost, "MEMORY_SETTINGS", {name: sync_cost.MEMORY_SETTINGS[name]})
+        sync_cost.main(["--replicas", "1", "2", *toy])
     return path.read_text()
 
 
@@ -55,14 +58,11 @@ def test_one_replica_sends_nothing_but_computes(page: str) -> None:
     assert float(total) == pytest.approx(phases, abs=0.2)  # each is rounded
 
 
-@pytest.mark.parametrize(
-    ("setting", "foreseen"), [("replica_size=1", 8.0), ("replica_size=2", 4.0)]
-)
-def test_the_outer_state_is_what_the_design_says(page: str, setting: str, foreseen: float) -> None:
-    host, gpu, resident, design = map(float, row_of(page, setting))
-    assert host + gpu == design == foreseen
+def test_the_outer_state_is_what_the_design_says(page: str) -> None:
+    host, gpu, resident, design = map(float, row_of(page, "replica_size=2"))
+    assert host + gpu == design == 4.0
     if not torch.cuda.is_available():
-        assert resident == pytest.approx(design, abs=4.0)  # at this size scratch counts
+        assert resident == pytest.approx(design, rel=0.25)
 
 
 def test_the_page_says_how_it_was_made(page: str) -> None:

@@ -1,17 +1,12 @@
-"""Who is gone? On real gloo ranks that are killed, stopped, slow or failing; and line by line."""
+"""Who is gone? On real gloo ranks that are killed, stopped, slow or failing."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import re
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +18,11 @@ import torch.distributed as dist
 from lightning_commfree.comm import peers
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
-from lightning_commfree.comm.peers import TAG, PeerWatch
+from lightning_commfree.comm.peers import TAG
+from tests.comm.watches import LONG, Broken, Endless, watches
 from tests.mortal import End, run_mortals
 from tests.world import run_ranks
 
-LONG = timedelta(seconds=60)  # what is noticed at once must not take this long
 SOON_S = 10.0  # gloo overlooks one death in a hundred; the question that finds it comes after 5
 LARGE = 1 << 22  # elements; gloo needs longer for them than a rank to kill itself
 
@@ -223,40 +218,6 @@ def test_a_channel_costs_64_bytes_a_peer_and_a_thread_until_it_is_closed(tmp_pat
         assert outcome == ({}, 0, 0)
 
 
-@contextmanager
-def watches(size: int, timeout: timedelta = LONG) -> Iterator[list[PeerWatch]]:
-    """The watches of several ranks, all in this process."""
-    ranks = [PeerWatch(rank, timeout) for rank in range(size)]
-    for watch in ranks:
-        watch.meet({rank: other.card for rank, other in enumerate(ranks)})
-    try:
-        yield ranks
-    finally:
-        for watch in ranks:
-            watch.close()
-
-
-class Broken:
-    """A collective that has failed."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: timedelta) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-
-class Endless:
-    """A collective that does not end."""
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self, timeout: timedelta) -> None:
-        time.sleep(timeout.total_seconds())
-        raise RuntimeError("Operation timed out!")
-
-
 class JustInTime:
     """A collective that ends well right after the first wait for it has given up."""
 
@@ -303,75 +264,6 @@ def test_the_first_finding_stays() -> None:
     assert "rank 0" not in str(caught.value)
 
 
-def say(watch: PeerWatch, line: bytes) -> bytes:
-    host, port, _ = watch.card.rstrip(b"\0").decode().split(" ")
-    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
-        connection.sendall(line)
-        connection.shutdown(socket.SHUT_WR)
-        answer = b""
-        try:
-            while piece := connection.recv(4096):
-                answer += piece
-        except ConnectionResetError:  # closed with our line half read
-            pass
-        return answer
-
-
-def test_garbage_is_ignored_and_a_question_is_answered() -> None:
-    with watches(2) as (watch, _):
-        key = watch.card.rstrip(b"\0").decode().split(" ")[2]
-        for line in (
-            b"",
-            b"\n",
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\xff\xfe\n",
-            b"[" * 10_000 + b"\n",
-            b"7\n",
-            b'{"lost": {"1": "is gone"}}\n',
-            b'{"key": "another", "lost": {"1": "is gone"}}\n',
-            json.dumps({"key": key, "filler": "x" * 100_000}).encode() + b"\n",
-        ):
-            assert say(watch, line) == b"", line[:40]
-        for lost in (None, 3, {"7": "no rank of this channel"}, {}):
-            question = json.dumps({"key": key, "lost": lost}).encode() + b"\n"
-            assert json.loads(say(watch, question)) == {"launched": 0}, lost
-        with watch.launching("t"):  # so nothing of all this was believed
-            pass
-        say(watch, json.dumps({"key": key, "lost": {"1": "x" * 1000}}).encode() + b"\n")
-        with pytest.raises(RuntimeError, match="rank 1 x{250}[.] ") as caught, watch.launching("t"):
-            pytest.fail("a peer has told that rank 1 is lost")
-    assert len(str(caught.value)) < 500
-
-
-def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
-    with watches(2) as (watch, other):
-        host, port, _ = watch.card.rstrip(b"\0").decode().split(" ")
-        with socket.create_connection((host, int(port))):
-            start = time.monotonic()
-            with pytest.raises(RuntimeError, match="rank 1 gave up"):
-                other.wait(Broken(), "t")
-            assert time.monotonic() - start < 2.0
-
-
-@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"{}\n", b"[7]\n"])
-def test_another_program_at_a_lost_ranks_address_is_not_taken_for_it(said: bytes) -> None:
-    with watches(2) as (watch, other), socket.socket() as foreign:
-        foreign.bind(("127.0.0.1", 0))
-        foreign.listen()
-        other.close()
-        watch.meet({1: f"127.0.0.1 {foreign.getsockname()[1]} 12345678".encode()})
-
-        def chat() -> None:
-            connection, _ = foreign.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(said)
-
-        threading.Thread(target=chat, daemon=True).start()
-        with pytest.raises(RuntimeError, match="rank 1 is gone [(]another program"):
-            watch.wait(Broken(), "t")
-
-
 def test_a_death_that_gloo_overlooks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
     with watches(3) as (watch, other, third):
@@ -403,58 +295,3 @@ def test_a_rank_that_took_its_part_and_left_may_still_have_bytes_on_the_wire(
         with pytest.raises(RuntimeError, match="a rank is gone that it waits for"):
             watch.wait(Endless(), "t")
         assert time.monotonic() - start < 3.0
-
-
-def test_it_listens_where_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def host() -> str:
-        watch = PeerWatch(0, LONG)
-        watch.close()
-        return watch.card.rstrip(b"\0").decode().split(" ")[0]
-
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert host() == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0,lo")
-    assert host() == "127.0.0.1"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert host() in ("127.0.0.1", "::1")
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert host() == "127.0.0.1"
-
-
-def test_a_rank_without_an_address_cannot_be_asked_and_is_not_blamed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")
-    silent = PeerWatch(1, LONG)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    watch = PeerWatch(0, LONG)
-    watch.meet({0: watch.card, 1: silent.card})
-    with pytest.raises(RuntimeError, match="rank 0 gave up .* ranks that could be asked answer"):
-        watch.wait(Broken(), "t")
-    silent.close()
-    watch.close()
-
-
-def end_without_closing() -> None:
-    PeerWatch(0, LONG)
-
-
-def close_what_the_parent_opened(watch: PeerWatch) -> None:
-    watch.close()
-
-
-def test_it_holds_up_neither_the_end_of_a_process_nor_a_fork() -> None:
-    context = multiprocessing.get_context("fork")
-    with watches(2) as (watch, other):
-        for process in (
-            context.Process(target=end_without_closing),
-            context.Process(target=close_what_the_parent_opened, args=(watch,)),
-        ):
-            process.start()
-            process.join(timeout=5.0)
-            exit_code = process.exitcode
-            process.kill()
-            assert exit_code == 0
-        with pytest.raises(RuntimeError, match="rank 1 gave up"):  # rank 0 goes on answering
-            other.wait(Broken(), "t")

@@ -1,0 +1,138 @@
+"""A port that answers questions: garbage, strangers, the address, the end of a process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import threading
+import time
+
+import pytest
+
+from lightning_commfree.comm.peers import PeerWatch
+from tests.comm.watches import LONG, Broken, watches
+
+
+def say(watch: PeerWatch, line: bytes) -> bytes:
+    host, port, _ = watch.card.rstrip(b"\0").decode().split(" ")
+    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while piece := connection.recv(4096):
+                answer += piece
+        except ConnectionResetError:  # closed with our line half read
+            pass
+        return answer
+
+
+def test_garbage_is_ignored_and_a_question_is_answered() -> None:
+    with watches(2) as (watch, _):
+        key = watch.card.rstrip(b"\0").decode().split(" ")[2]
+        for line in (
+            b"",
+            b"\n",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\xff\xfe\n",
+            b"[" * 10_000 + b"\n",
+            b"7\n",
+            b'{"lost": {"1": "is gone"}}\n',
+            b'{"key": "another", "lost": {"1": "is gone"}}\n',
+            json.dumps({"key": key, "filler": "x" * 100_000}).encode() + b"\n",
+        ):
+            assert say(watch, line) == b"", line[:40]
+        for lost in (None, 3, {"7": "no rank of this channel"}, {}):
+            question = json.dumps({"key": key, "lost": lost}).encode() + b"\n"
+            assert json.loads(say(watch, question)) == {"launched": 0}, lost
+        with watch.launching("t"):  # so nothing of all this was believed
+            pass
+        say(watch, json.dumps({"key": key, "lost": {"1": "x" * 1000}}).encode() + b"\n")
+        with pytest.raises(RuntimeError, match="rank 1 x{250}[.] ") as caught, watch.launching("t"):
+            pytest.fail("a peer has told that rank 1 is lost")
+    assert len(str(caught.value)) < 500
+
+
+def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
+    with watches(2) as (watch, other):
+        host, port, _ = watch.card.rstrip(b"\0").decode().split(" ")
+        with socket.create_connection((host, int(port))):
+            start = time.monotonic()
+            with pytest.raises(RuntimeError, match="rank 1 gave up"):
+                other.wait(Broken(), "t")
+            assert time.monotonic() - start < 2.0
+
+
+@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"{}\n", b"[7]\n"])
+def test_another_program_at_a_lost_ranks_address_is_not_taken_for_it(said: bytes) -> None:
+    with watches(2) as (watch, other), socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        other.close()
+        watch.meet({1: f"127.0.0.1 {foreign.getsockname()[1]} 12345678".encode()})
+
+        def chat() -> None:
+            connection, _ = foreign.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(said)
+
+        threading.Thread(target=chat, daemon=True).start()
+        with pytest.raises(RuntimeError, match="rank 1 is gone [(]another program"):
+            watch.wait(Broken(), "t")
+
+
+def test_it_listens_where_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host() -> str:
+        watch = PeerWatch(0, LONG)
+        watch.close()
+        return watch.card.rstrip(b"\0").decode().split(" ")[0]
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert host() == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0,lo")
+    assert host() == "127.0.0.1"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert host() in ("127.0.0.1", "::1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert host() == "127.0.0.1"
+
+
+def test_a_rank_without_an_address_cannot_be_asked_and_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")
+    silent = PeerWatch(1, LONG)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    watch = PeerWatch(0, LONG)
+    watch.meet({0: watch.card, 1: silent.card})
+    with pytest.raises(RuntimeError, match="rank 0 gave up .* ranks that could be asked answer"):
+        watch.wait(Broken(), "t")
+    silent.close()
+    watch.close()
+
+
+def end_without_closing() -> None:
+    PeerWatch(0, LONG)
+
+
+def close_what_the_parent_opened(watch: PeerWatch) -> None:
+    watch.close()
+
+
+def test_it_holds_up_neither_the_end_of_a_process_nor_a_fork() -> None:
+    context = multiprocessing.get_context("fork")
+    with watches(2) as (watch, other):
+        for process in (
+            context.Process(target=end_without_closing),
+            context.Process(target=close_what_the_parent_opened, args=(watch,)),
+        ):
+            process.start()
+            process.join(timeout=5.0)
+            exit_code = process.exitcode
+            process.kill()
+            assert exit_code == 0
+        with pytest.raises(RuntimeError, match="rank 1 gave up"):  # rank 0 goes on answering
+            other.wait(Broken(), "t")

@@ -12,8 +12,9 @@ import difflib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -28,6 +29,8 @@ from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._signals import DeferredSigterm
+
+T = TypeVar("T")
 
 START_TAG = "start"
 _DDP_KWARGS = (
@@ -204,6 +207,16 @@ class ReplicatedStrategy(DDPStrategy):
         return output
 
     @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._named("barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        with self._named("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks, but not from within `training_step`.
 
@@ -215,7 +228,8 @@ class ReplicatedStrategy(DDPStrategy):
             if self._group_channel is None:
                 return tensor
             group = self._group_channel.group
-        return super().reduce(tensor, group, reduce_op)
+        with self._named("reduce"):
+            return super().reduce(tensor, group, reduce_op)
 
     @override
     def teardown(self) -> None:
@@ -257,6 +271,10 @@ class ReplicatedStrategy(DDPStrategy):
         return {}
 
     # -- inside
+
+    def _named(self, what: str) -> AbstractContextManager[None]:
+        """In the body, a collective of Lightning's that fails names the rank that is gone."""
+        return nullcontext() if self._channel is None else self._channel.naming_lost(what)
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         name = type(self).__name__

@@ -60,7 +60,7 @@ class RankFiles:
 
     def keep_only(self, token: str) -> None:
         """Remove the sets of earlier saves to this path; other ranks may do the same meanwhile."""
-        if self._fs.isdir(self._root):
+        with suppress(FileNotFoundError):  # no earlier save, or another rank is quicker
             for folder in self._fs.ls(self._root, detail=False):
                 if os.path.basename(str(folder).rstrip("/")) != token:
                     self._remove(str(folder))
@@ -68,9 +68,8 @@ class RankFiles:
     def remove(self) -> None:
         """Remove all sets of this checkpoint, and the common folder with the last one."""
         self._remove(self._root)
-        parent = os.path.dirname(self._root)
-        if self._fs.isdir(parent) and not self._fs.ls(parent, detail=False):
-            self._remove(parent)
+        with suppress(OSError):  # not empty: another checkpoint's sets, perhaps just being written
+            self._fs.rmdir(os.path.dirname(self._root))
 
     def _remove(self, folder: str) -> None:
         with suppress(FileNotFoundError):  # another rank on this disk may be quicker

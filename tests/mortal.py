@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tests.world import free_port
+from tests.world import become_rank, free_port
 
 
 @dataclass
@@ -86,19 +85,7 @@ def _play(
     timeout: timedelta,
     over: Any,
 ) -> None:
-    torch.set_num_threads(1)
-    # as torchrun would set them, so that a Trainer in here finds its rank and launches nothing
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        TORCHELASTIC_RUN_ID="test",
-    )
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+    become_rank(rank, size, port, timeout)
     end = End()
     try:
         end.result = function(rank, size, *args)

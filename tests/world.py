@@ -51,9 +51,8 @@ def run_ranks(function: Callable[..., Any], size: int, folder: Path, *args: Any)
     return [result for _, result in outcomes]
 
 
-def _play(
-    rank: int, function: Callable[..., Any], size: int, port: int, folder: Path, args: Any
-) -> None:
+def become_rank(rank: int, size: int, port: int, timeout: timedelta) -> None:
+    """Make this forked process a gloo rank of a world whose rank 0 listens on `port`."""
     torch.set_num_threads(1)
     # as torchrun would set them, so that a Trainer in here finds its rank and launches nothing
     os.environ.update(
@@ -66,7 +65,13 @@ def _play(
         LOCAL_WORLD_SIZE=str(size),
         TORCHELASTIC_RUN_ID="test",
     )
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timeout)
+
+
+def _play(
+    rank: int, function: Callable[..., Any], size: int, port: int, folder: Path, args: Any
+) -> None:
+    become_rank(rank, size, port, TIMEOUT)
     try:
         outcome = ("", function(rank, size, *args))
     except Exception:  # noqa: BLE001 - whatever it is, the parent shows it

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from lightning_commfree.comm.bits import (
     unpack_bits,
     unpack_nibbles,
 )
+from recipes.bench.timing import seconds_of
 
 COPY = "copy"
 
@@ -58,22 +58,9 @@ def measure(numel: int, rounds: int, device: torch.device) -> list[Timing]:
     seconds: dict[str, list[float]] = {name: [] for name in table}
     for _ in range(rounds + 1):
         for name, operation in table.items():
-            seconds[name].append(_seconds(operation, device))
+            seconds[name].append(seconds_of(operation, device))
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     return [Timing(name, median, median / medians[COPY]) for name, median in medians.items()]
-
-
-def _seconds(operation: Callable[[], object], device: torch.device) -> float:
-    _finish(device)
-    start = time.perf_counter()
-    operation()
-    _finish(device)
-    return time.perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,7 +14,6 @@ import argparse
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +28,7 @@ from lightning_commfree.diloco.quantize import BLOCK
 from recipes.bench._wire_error import Error, grid_errors, outer_gradients, wire_errors
 from recipes.bench.demo import RESULTS
 from recipes.bench.page import provenance, write_page
+from recipes.bench.timing import seconds_of
 
 COPY = "copy"
 COPY_TO_NEW = "copy into new memory"
@@ -93,7 +93,7 @@ def measure(values: Tensor, rounds: int) -> list[Timing]:
     seconds: dict[str, list[float]] = {name: [] for name in table}
     for _ in range(rounds + 1):
         for name, operation in table.items():
-            seconds[name].append(_seconds(operation, values.device))
+            seconds[name].append(seconds_of(operation, values.device))
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     return [Timing(name, median, median / medians[COPY]) for name, median in medians.items()]
 
@@ -204,19 +204,6 @@ def _grid_table(grid: dict[tuple[int | None, str], Error], scales: Sequence[str]
 
 def _block_name(block: int | None) -> str:
     return "whole fragment" if block is None else f"blocks of {block}"
-
-
-def _seconds(operation: Callable[[], object], device: torch.device) -> float:
-    _finish(device)
-    start = time.perf_counter()
-    operation()
-    _finish(device)
-    return time.perf_counter() - start
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

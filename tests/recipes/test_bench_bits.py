@@ -26,7 +26,7 @@ def test_a_ratio_is_median_over_median_and_the_first_round_does_not_count(
     played = {"copy": iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
     table = {name: seconds.__next__ for name, seconds in played.items()}
     monkeypatch.setattr(bits, "operations", lambda numel, device: table)
-    monkeypatch.setattr(bits, "_seconds", lambda operation, device: operation())
+    monkeypatch.setattr(bits, "seconds_of", lambda operation, device: operation())
     timings = bits.measure(numel=1, rounds=3, device=torch.device("cpu"))
     assert timings == [("copy", 2.0, 1.0), ("slow", 6.0, 3.0)]
 

@@ -120,7 +120,7 @@ def test_a_ratio_is_median_over_median_and_the_first_round_does_not_count(
     played = {wire.COPY: iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
     table = {name: seconds.__next__ for name, seconds in played.items()}
     monkeypatch.setattr(wire, "operations", lambda values: table)
-    monkeypatch.setattr(wire, "_seconds", lambda operation, device: operation())
+    monkeypatch.setattr(wire, "seconds_of", lambda operation, device: operation())
     assert wire.measure(torch.zeros(1), rounds=3) == [("copy", 2.0, 1.0), ("slow", 6.0, 3.0)]
 
 

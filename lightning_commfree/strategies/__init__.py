@@ -2,7 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_commfree.strategies._replicated import ReplicatedStrategy, Traffic
+from lightning_commfree.strategies._replicated import ReplicatedStrategy
+from lightning_commfree.strategies._traffic import Traffic
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 _NAMES = {"streaming_diloco": StreamingDiLoCoStrategy}

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import difflib
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -29,6 +27,7 @@ from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._signals import DeferredSigterm
+from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 T = TypeVar("T")
 
@@ -43,16 +42,6 @@ _DDP_KWARGS = (
     "timeout",
     "start_method",
 )
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank will send; a forecast by the ledger's formulas."""
-
-    bytes_per_step: float  # mean over a cycle
-    bytes_per_cycle: int
-    cycle_steps: int
-    ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -86,7 +75,7 @@ class ReplicatedStrategy(DDPStrategy):
         self._world_channel: Channel | None = None
         self._sigterm = DeferredSigterm()
         self._training_step_runs = False
-        self._fit_log: _FitLog | None = None
+        self._fit_log: FitLog | None = None
         self._traffic: Traffic | None = None
 
     @property
@@ -145,7 +134,7 @@ class ReplicatedStrategy(DDPStrategy):
             self._begin_fit(trainer)
             self._traffic = self._forecast()
             window_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-            self._fit_log = _FitLog(self.ledger, self._traffic.ddp_bytes_per_step, window_steps)
+            self._fit_log = FitLog(self.ledger, self._traffic.ddp_bytes_per_step, window_steps)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -298,31 +287,6 @@ class ReplicatedStrategy(DDPStrategy):
         return Traffic(
             bytes_per_cycle / cycle_steps, bytes_per_cycle, cycle_steps, float(ddp_bytes)
         )
-
-
-class _FitLog:
-    """The ledger's figures of one fit, as means over the last `window_steps` steps."""
-
-    def __init__(self, ledger: Ledger, ddp_bytes_per_step: float, window_steps: int) -> None:
-        self._ledger = ledger
-        self._ddp_bytes_per_step = ddp_bytes_per_step
-        self._start = ledger.totals()
-        self._window = deque([self._start], maxlen=max(window_steps, 1) + 1)
-        self._steps = 0
-
-    def after_step(self) -> dict[str, float]:
-        self._steps += 1
-        self._window.append(self._ledger.totals())
-        first, last = self._window[0], self._window[-1]
-        steps = len(self._window) - 1
-        figures = {
-            "comm/bytes_per_step": (last.bytes_sent - first.bytes_sent) / steps,
-            "comm/exposed_ms": 1e3 * (last.seconds_waited - first.seconds_waited) / steps,
-        }
-        sent = last.bytes_sent - self._start.bytes_sent
-        if sent:  # a ratio to nothing says nothing
-            figures["comm/compression"] = self._ddp_bytes_per_step * self._steps / sent
-        return figures
 
 
 def _check_ddp_kwargs(strategy: str, ddp_kwargs: dict[str, Any]) -> None:

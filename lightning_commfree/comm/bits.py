@@ -132,6 +132,31 @@ def unpack_nibbles(packed: Tensor, numel: int, out: Tensor | None = None) -> Ten
     return out
 
 
+def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
+    """Write some of the flags of a packed buffer, so that all of them need not exist at once.
+
+    Parts come in ascending order, the first one from flag 0 on, and together cover all flags; the
+    buffer then holds what `pack_bits` would have made of them, but for padding, which stays.
+
+    Args:
+        flags: bool, shape (n,).
+        start: which flag the first of them is.
+        packed: uint8, shape (packed_bits_size(N),) or longer by whole words, of all N flags.
+    """
+    _pack(flags.view(torch.uint8), 1, packed, start)
+
+
+def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
+    """Read some of the flags of a packed buffer.
+
+    Args:
+        packed: uint8, shape (packed_bits_size(N),) or longer by whole words, of all N flags.
+        start: which flag is the first to be read.
+        out: where flags `start` to `start` + n are written: uint8, shape (n,), values 0 and 1.
+    """
+    _unpack(packed, 1, out, start)
+
+
 def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
     """Write some of the codes of a packed buffer, so that all of them need not exist at once.
 

@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory
 
 REPLICA_TAG = "replica"
-_DIGEST_ROW = 1024  # values
-_DIGEST_PRIME = 0x9E3779B1
 
 
 class OuterFragment:
@@ -106,13 +105,7 @@ class OuterFragment:
 
     def digest(self) -> Tensor:
         """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
-        words = self.global_copy.view(torch.int32)
-        rest = words.numel() % _DIGEST_ROW
-        table = words[: words.numel() - rest].view(-1, _DIGEST_ROW)
-        # two plain sums run at memory speed; a change that neither sees would have to cancel out
-        # in its row and in its column
-        sums = [table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)]
-        return _digest(torch.cat([*sums, words[words.numel() - rest :].to(torch.int64)]))
+        return digest(self.global_copy)
 
     def outer_step(self, mean: Tensor) -> None:
         """Step the outer optimizer on the global copy.
@@ -211,12 +204,6 @@ def _moved(copy: Tensor, device: str) -> Tensor:
     """Return the copy on `device`, in pinned memory if that helps the way back."""
     on_host = copy.to(device)
     return on_host.pin_memory() if copy.is_cuda and on_host.device.type == "cpu" else on_host
-
-
-def _digest(words: Tensor) -> Tensor:
-    """Return the sum of int64 words, each times a number of its place; it wraps at 2^64."""
-    places = torch.arange(1, 2 * words.numel(), 2, device=words.device) * _DIGEST_PRIME
-    return ((words * _DIGEST_PRIME + 1) * places).sum()
 
 
 def _copied(state: Any) -> Any:

@@ -1,0 +1,288 @@
+"""How ballots travel and the verdict comes back.
+
+N parameters, n workers, D bits a parameter in the verdict (`vote`):
+
+=========  ==================================================================  =================
+way        what travels                                                        a worker sends
+=========  ==================================================================  =================
+gather     every worker's ballot to every other one; all count all of it       N (n - 1) / 8
+by shards  each worker gets one shard of all ballots, counts it, and sends     N (1 + D)
+           the verdict on it to all                                            (n - 1) / (8 n)
+=========  ==================================================================  =================
+
+The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
+parameter, c > 0. Only if some worker has an exact zero a second plane follows, c != 0; and only if
+some sum is zero the majority's verdict has a second plane. That they follow is said by what came
+before, so every worker knows alike. A worker that abstains or has no gradient needs no second
+plane: the header says it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.lion.vote import Rule, Shard, Verdict
+
+UP_TAG = "vote_up"
+DOWN_TAG = "vote_down"
+NODE_TAG = "vote_node"
+
+_STOP, _ZEROS, _ABSTAINS = 1, 2, 4  # bits of a header's first word
+HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
+_WORDS_BYTES = 16
+_FLAG_BYTES = 8
+
+
+class Ballot(NamedTuple):
+    """What one worker votes on the parameters of one bucket; on the channel's device."""
+
+    header: Tensor  # (header_bytes(parameters),), uint8
+    plus: Tensor  # (B,), uint8: c > 0, padding 0
+    nonzero: Tensor  # (B,), uint8: c != 0, padding 0
+
+
+class Roll(NamedTuple):
+    """What all headers say together; the same on all workers."""
+
+    stop: bool  # somebody wants to stop
+    zeros: bool  # somebody votes 0 on some parameter
+    abstaining: tuple[int, ...]  # workers
+    faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
+    with_gradient: tuple[bool, ...]  # per parameter: some worker has a gradient
+    drifted: bool  # the workers' parameters differ
+
+
+class Result(NamedTuple):
+    """The outcome for one bucket."""
+
+    roll: Roll
+    verdict: Verdict | None  # None: the bucket is refused
+
+
+def header_bytes(parameters: int) -> int:
+    """Return the size of a header: two words, then a byte per parameter, in whole words."""
+    return _WORDS_BYTES + -(-parameters // 8) * 8
+
+
+def write_header(
+    out: Tensor, stop: bool, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
+) -> None:
+    """Fill a header without reading anything back from its device.
+
+    Args:
+        out: uint8, shape (header_bytes(parameters),).
+        stop: whether this worker wants to stop.
+        zeros: bool, no dimension: it votes 0 on some parameter.
+        abstains: bool, no dimension: it leaves the whole bucket to the others.
+        digest: of its parameters, int64; 0: not asked for.
+        marks: uint8, shape (parameters,): `HAS_GRADIENT` and `NONFINITE`.
+    """
+    words = out[:_WORDS_BYTES].view(torch.int64)
+    words[0] = int(stop) * _STOP + zeros * _ZEROS + abstains * _ABSTAINS
+    words[1] = digest
+    out[_WORDS_BYTES:].zero_()
+    out[_WORDS_BYTES : _WORDS_BYTES + marks.numel()] = marks
+
+
+def read_headers(headers: Tensor, parameters: int) -> Roll:
+    """Put all workers' headers together; uint8, shape (workers, bytes)."""
+    words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
+    marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
+    abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
+    return Roll(
+        stop=any(flags & _STOP for flags, _ in words),
+        zeros=any(flags & _ZEROS and not flags & _ABSTAINS for flags, _ in words),
+        abstaining=abstaining,
+        faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),
+        with_gradient=tuple((marks & HAS_GRADIENT).bool().any(0).tolist()),
+        drifted=len({digest for _, digest in words}) > 1,
+    )
+
+
+class Exchange(Protocol):
+    """A way for buckets of one size; `run` belongs into a background thread."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this worker sends for a bucket without zeros, by the ledger's formulas."""
+
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
+        """Exchange a bucket; blocks.
+
+        It is refused after the first message where the workers' parameters differ and, with
+        `refuse_faults`, where some worker has NaN or Inf.
+        """
+
+
+def cheaper_exchange(
+    channel: Channel, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
+) -> Exchange:
+    """Return the way that sends fewer bytes for buckets of this size.
+
+    Args:
+        channel: to the other workers.
+        plane_bytes: of a ballot's plane, a multiple of 8 times the workers.
+        parameters: tensors in the bucket.
+        valid: uint8, shape (plane_bytes,): the bits that are no padding.
+        rule: what it is for.
+    """
+    gather = GatherExchange(channel, plane_bytes, parameters, valid)
+    shards = ShardExchange(channel, plane_bytes, parameters, valid, rule)
+    return shards if shards.num_bytes < gather.num_bytes else gather
+
+
+class GatherExchange:
+    """Every worker counts all ballots."""
+
+    def __init__(self, channel: Channel, plane_bytes: int, parameters: int, valid: Tensor) -> None:
+        self._channel, self._valid = channel, valid
+        self._message_bytes = header_bytes(parameters) + plane_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`."""
+        return all_gather_bytes(self._message_bytes, self._channel.size)
+
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
+        """See `Exchange`."""
+        message = torch.cat([ballot.header, ballot.plus])
+        received = self._channel.all_gather(message, UP_TAG).wait()
+        roll, plus_WB = _open(received, ballot, parameters)
+        if roll.drifted or (roll.faults and refuse_faults):
+            return Result(roll, None)
+        nonzero_WB = None
+        if roll.zeros:
+            nonzero_WB = self._channel.all_gather(ballot.nonzero, UP_TAG).wait()
+        shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, shard=0)
+        planes = shard.planes
+        if shard.rest is not None:
+            planes = torch.cat([planes, shard.rest.unsqueeze(0)])
+        return Result(roll, _verdict(planes, shard.weights, rule.offset(self._channel.size)))
+
+
+class ShardExchange:
+    """Every worker counts one shard for all."""
+
+    def __init__(
+        self, channel: Channel, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
+    ) -> None:
+        size = channel.size
+        assert plane_bytes % (8 * size) == 0, "shards are whole words"
+        self._channel = channel
+        self._shard_bytes = plane_bytes // size
+        self._valid = valid.view(size, -1)[channel.rank]
+        self._up_bytes = size * (header_bytes(parameters) + self._shard_bytes)
+        self._down_planes = rule.expected_planes(size)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`; ties count where they can be."""
+        size = self._channel.size
+        down_bytes = _FLAG_BYTES + self._down_planes * self._shard_bytes
+        return all_to_all_bytes(self._up_bytes, size) + all_gather_bytes(down_bytes, size)
+
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
+        """See `Exchange`."""
+        size = self._channel.size
+        headers = ballot.header.expand(size, -1)
+        messages = torch.cat([headers, ballot.plus.view(size, -1)], dim=1)
+        received = self._channel.all_to_all(messages, UP_TAG).wait()
+        roll, plus_WB = _open(received, ballot, parameters)
+        if roll.drifted or (roll.faults and refuse_faults):
+            return Result(roll, None)
+        nonzero_WB = None
+        if roll.zeros:
+            nonzero_WB = self._channel.all_to_all(ballot.nonzero.view(size, -1), UP_TAG).wait()
+        shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, self._channel.rank)
+        return Result(roll, _verdict(self._send_back(shard), shard.weights, rule.offset(size)))
+
+    def _send_back(self, shard: Shard) -> Tensor:
+        """Return the planes of all shards, int64, (D, B)."""
+        flag = torch.tensor([shard.rest is not None], dtype=torch.int64)
+        message = torch.cat([flag.to(shard.planes.device), shard.planes.flatten()])
+        received = self._channel.all_gather(message, DOWN_TAG).wait()
+        planes = received[:, 1:].view(self._channel.size, *shard.planes.shape).transpose(0, 1)
+        planes = planes.reshape(len(shard.planes), -1)
+        if not received[:, 0].any():
+            return planes
+        rest = torch.zeros_like(shard.planes[0]) if shard.rest is None else shard.rest
+        return torch.cat([planes, self._channel.all_gather(rest, DOWN_TAG).wait().view(1, -1)])
+
+
+class NodeExchange:
+    """The ranks of a node hold one ballot; each carries its part of it to the other nodes.
+
+    Args:
+        inner: this rank's way to the ranks of its place on the other nodes, for its part.
+        node: to the other ranks of this node.
+        workers: nodes.
+    """
+
+    def __init__(self, inner: Exchange, node: Channel, workers: int) -> None:
+        self._inner, self._node, self._workers = inner, node, workers
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Exchange`; without what stays within the node."""
+        return self._inner.num_bytes
+
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
+        """See `Exchange`."""
+        size, rank = self._node.size, self._node.rank
+        parts = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
+        roll, verdict = self._inner.run(
+            Ballot(ballot.header, *parts), rule, parameters, refuse_faults
+        )
+        weights = rule.weights(self._workers, roll.zeros or bool(roll.abstaining))
+        part_bytes = ballot.plus.numel() // size
+        # what another rank of the node has seen and this one has not
+        flags = torch.tensor([roll.stop, roll.drifted, verdict is None], dtype=torch.uint8)
+        planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
+        if verdict is not None:
+            planes[: len(verdict.planes)] = verdict.planes
+        message = torch.cat([pad(flags, (0, _FLAG_BYTES - 3)), planes.flatten()])
+        gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
+        stop, drifted, refused = gathered[:, :3].bool().any(0).tolist()
+        roll = roll._replace(stop=stop, drifted=drifted)
+        if refused:
+            return Result(roll, None)
+        planes = gathered[:, _FLAG_BYTES:].view(size, len(weights), part_bytes).transpose(0, 1)
+        whole = planes.reshape(len(weights), -1)
+        return Result(roll, Verdict(whole, weights, rule.offset(self._workers)))
+
+
+def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[Roll, Tensor]:
+    cut = ballot.header.numel()
+    return read_headers(received[:, :cut].cpu(), parameters), received[:, cut:]
+
+
+def _count(
+    plus_WB: Tensor,
+    nonzero_WB: Tensor | None,
+    roll: Roll,
+    valid_B: Tensor,
+    rule: Rule,
+    shard: int,
+) -> Shard:
+    if roll.abstaining:
+        nonzero_WB = valid_B.repeat(len(plus_WB), 1) if nonzero_WB is None else nonzero_WB
+        for worker in roll.abstaining:
+            plus_WB[worker] = 0
+            nonzero_WB[worker] = 0
+    nonzero = None if nonzero_WB is None else _words(nonzero_WB)
+    return rule.count(_words(plus_WB), nonzero, _words(valid_B), shard)
+
+
+def _words(planes: Tensor) -> Tensor:
+    return planes.contiguous().view(torch.int64)
+
+
+def _verdict(planes_DB: Tensor, weights: tuple[int, ...], offset: int) -> Verdict:
+    with_rest = weights if len(planes_DB) == len(weights) else (*weights, 1)
+    return Verdict(planes_DB.contiguous().view(torch.uint8), with_rest, offset)

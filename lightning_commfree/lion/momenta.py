@@ -1,0 +1,51 @@
+"""Averaging the workers' momenta, which else stay private and drift apart (arXiv:2411.16462)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.lion.worker import Member
+
+TAG = "momentum"
+
+
+def average_momenta(
+    members: Sequence[Member], channel: Channel, node: Channel | None = None
+) -> None:
+    """Replace the momenta of some parameters by their mean over the workers; blocks.
+
+    Every worker averages one shard, in the order of the workers, and sends it to all: as many bytes
+    as a ring all-reduce, and the same bits on all workers.
+
+    Args:
+        members: the parameters; the same on all workers.
+        channel: to the other workers: CPU tensors.
+        node: to the ranks that form one worker with this one and share its momenta; each averages
+            its part.
+    """
+    momenta = [member.state["momentum"].view(-1) for member in members]
+    values = torch.cat([momentum.to(channel.device) for momentum in momenta])
+    parts, mine = (node.size, node.rank) if node else (1, 0)
+    cut = channel.size * parts
+    padded = pad(values, (0, -values.numel() % cut)).view(parts, channel.size, -1)
+    mean = _mean(padded[mine], channel)
+    if node is not None:
+        mean = node.all_gather(mean.to(node.device), TAG).wait()
+    sizes = [momentum.numel() for momentum in momenta]
+    means = torch.split(mean.flatten()[: values.numel()], sizes)
+    for momentum, new in zip(momenta, means, strict=True):
+        momentum.copy_(new)
+
+
+def _mean(values_WS: Tensor, channel: Channel) -> Tensor:
+    """Return the mean of all workers' values, shape (W * S,)."""
+    rows = channel.all_to_all(values_WS, TAG).wait()
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return channel.all_gather(total / channel.size, TAG).wait().flatten()

@@ -1,0 +1,187 @@
+"""Lion whose workers vote: Distributed Lion (arXiv:2404.00438), alone Lion (arXiv:2302.06675)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.lion.settings import LionSettings
+from lightning_commfree.lion.voting import Voting
+from lightning_commfree.lion.worker import Member
+
+
+class DistributedLion(Optimizer):
+    r"""Lion; under `DistributedLionStrategy` its workers exchange one bit per parameter.
+
+    Worker i of n has its own gradient and its own momentum:
+
+    .. math::
+
+        c_i &\leftarrow \beta_1 m_i + (1 - \beta_1) g_i \\
+        \Delta &\leftarrow \mathrm{sign}\Big(\sum_i \mathrm{sign}(c_i)\Big)
+            \quad \text{or} \quad \frac{1}{n} \sum_i \mathrm{sign}(c_i) \\
+        m_i &\leftarrow \beta_2 m_i + (1 - \beta_2) g_i \\
+        x &\leftarrow x (1 - \eta \lambda) - \eta \Delta
+
+    with sign(0) = 0. Alone, which is everywhere but under the strategy, n is 1: plain Lion. The
+    arithmetic is in fp32 whatever gradients are, each operation rounding once. For parameters of
+    less than 32 bits an fp32 master copy is kept, which the steps move and the parameter rounds:
+    at bf16's precision most steps would be lost.
+
+    Every step moves a parameter by `lr`, so a learning rate 3 to 10 times smaller than AdamW's
+    fits, and a weight decay 3 to 10 times larger, which keeps their product (arXiv:2302.06675,
+    section 5). Betas of (0.95, 0.98) steady language models.
+
+    Args:
+        params: tensors, or groups of them as for any optimizer; `lr`, `betas` and `weight_decay`
+            of a group are read at every step.
+        lr: learning rate, positive.
+        betas: of direction and momentum, in [0, 1).
+        weight_decay: lambda, decoupled: not part of the vote.
+
+    Raises:
+        ValueError: a value outside its range.
+        TypeError: a parameter that is complex or holds whole numbers.
+
+    Example::
+
+        def configure_optimizers(self):
+            return DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        self._voting: Voting | None = None
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own; checks them."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self.leave()
+
+    def join(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        channel: Channel,
+        settings: LionSettings,
+        node: Channel | None = None,
+    ) -> Voting:
+        """Vote with other workers from now on; what `DistributedLionStrategy` calls.
+
+        Args:
+            parameters: all of this optimizer's, with names, in order of use in forward; the same
+                on all workers, and with the same values.
+            channel: to the other workers: CPU tensors.
+            settings: of the vote, the same on all workers.
+            node: to the ranks that form one worker with this one, whose gradients are equal.
+        """
+        own = {p for group in self.param_groups for p in group["params"]}
+        assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
+        self.leave()
+        self._voting = Voting(parameters, self._members, channel, settings, node)
+        return self._voting
+
+    def leave(self) -> None:
+        """Be plain Lion again."""
+        if self._voting is not None:
+            self._voting.close()
+            self._voting = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_voting", None)  # of a copy or an unpickled one
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, together with the other workers if there are any.
+
+        Args:
+            closure: computes loss and gradients; called once, before the vote.
+
+        Raises:
+            RuntimeError: see `Voting.run_step`. A gradient with NaN or Inf, among others.
+            TypeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._vote().run_step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        torch casts state to the parameter's dtype, which would round momentum and master copy of a
+        bf16 parameter: they are taken over as they were saved.
+        """
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for index, parameter in zip(saved, own, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+
+    def _vote(self) -> Voting:
+        if self._voting is None:
+            own = [p for group in self.param_groups for p in group["params"]]
+            named = [(f"parameter {i}", p) for i, p in enumerate(own)]
+            alone = Channel([0], 0, Ledger())
+            self._voting = Voting(named, self._members, alone, LionSettings(check_drift_every=0))
+        return self._voting
+
+    def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
+        """Return parameters with state, made the first time on all workers alike, and group."""
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        return [Member(p, self._state_of(p), groups[p]) for p in parameters]
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if "momentum" not in state:
+            exact = torch.promote_types(parameter.dtype, torch.float32)
+            like = partial(torch.zeros_like, memory_format=torch.contiguous_format)
+            state["momentum"] = like(parameter, dtype=exact)
+            if exact != parameter.dtype:
+                state["master"] = like(parameter, dtype=exact).copy_(parameter)
+        return state
+
+
+def _check(group: dict[str, Any]) -> None:
+    lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
+    if not float(lr) >= 0:
+        raise ValueError(
+            f"`lr={lr}` must be 0 or more: it is what every step moves a parameter by. Lion likes 3"
+            " to 10 times less than AdamW."
+        )
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"`betas={betas}` must be two numbers of at least 0 and below 1, like (0.9, 0.99)."
+        )
+    if not decay >= 0:
+        raise ValueError(f"`weight_decay={decay}` must be 0 or more.")
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            raise TypeError(
+                f"`DistributedLion` got a parameter of {parameter.dtype} and shape"
+                f" {list(parameter.shape)}: only real floating-point ones have a sign to vote on."
+                " Train it with another optimizer and strategy, or split it into real parts."
+            )

@@ -1,0 +1,169 @@
+"""What becomes of the workers' votes (arXiv:2404.00438, equation 4): two rules, on packed planes.
+
+A worker's vote on a parameter is the sign of its direction: +1, -1, or 0 for an exact zero. With P
+workers for plus, M for minus and n workers in all:
+
+============ ============================== ====================================================
+rule         Delta                          what is sent back of each parameter
+============ ============================== ====================================================
+majority     sign(P - M)                    1 bit; a second one where some sum in the shard is 0
+average      (P - M) / n                    P in ceil(log2(n + 1)) bits; where some worker has a
+                                            zero, P - M + n in ceil(log2(2 n + 1)) bits
+============ ============================== ====================================================
+
+W: workers, B: int64 words of a plane, D: planes of a result, N: parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_commfree.comm.bits import unpack_bits_part
+from lightning_commfree.lion.count import add, compare, compare_to, count_ones
+
+Draw = Callable[[int, int], Tensor]  # which shard, how many words -> int64 words of random bits
+
+
+class Verdict(NamedTuple):
+    """Delta of every parameter, packed: the weighted sum of its bits, minus and over `offset`."""
+
+    planes: Tensor  # (D, bytes), uint8; laid out as in `comm.bits`
+    weights: tuple[int, ...]  # D of them
+    offset: int  # 1 for a majority, n for an average
+
+    def to(self, device: torch.device) -> Verdict:
+        """Return the same on `device`."""
+        return self._replace(planes=self.planes.to(device, non_blocking=True))
+
+    def read(self, start: int, out: Tensor) -> Tensor:
+        """Write Delta of parameters `start` and following into `out`: floating point, shape (N,).
+
+        Every operation rounds once, as in the formula: whole numbers, then one division.
+        """
+        whole = torch.uint8 if 2 * self.offset <= 255 else torch.int32
+        total = torch.zeros(out.shape, dtype=whole, device=out.device)
+        bits = torch.empty(out.shape, dtype=torch.uint8, device=out.device)
+        for plane, weight in zip(self.planes, self.weights, strict=True):
+            unpack_bits_part(plane, start, bits)
+            total.add_(bits, alpha=weight)
+        out.copy_(total).sub_(self.offset)
+        return out if self.offset == 1 else out.div_(self.offset)
+
+
+class Shard(NamedTuple):
+    """What the counting of some words gives."""
+
+    planes: Tensor  # (D, B), int64: those that are always sent back
+    weights: tuple[int, ...]
+    rest: Tensor | None  # (B,), int64: one more of weight 1, sent back only if it is there
+
+
+class Rule(Protocol):
+    """How votes become Delta."""
+
+    def offset(self, workers: int) -> int:
+        """Return `Verdict.offset`."""
+
+    def count(
+        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
+    ) -> Shard:
+        """Count the ballots of some words.
+
+        Args:
+            plus_WB: int64, the bits of c > 0.
+            nonzero_WB: int64, the bits of c != 0; None: nobody has a zero.
+            valid_B: int64, set where there is a parameter and not padding.
+            shard: which words of the bucket they are.
+        """
+
+    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
+        """Return the weights of all planes that a verdict can have."""
+
+    def expected_planes(self, workers: int) -> int:
+        """Return how many bits of each parameter a shard sends back, if nobody votes zero."""
+
+
+class Majority:
+    """Delta = sign(P - M).
+
+    Args:
+        draw: breaks ties: a parameter with as many votes for plus as for minus takes the drawn bit.
+            One on which nobody votes does not move in any case. None: ties do not move either.
+    """
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        self._draw = draw
+
+    def offset(self, workers: int) -> int:
+        """See `Rule`."""
+        del workers
+        return 1
+
+    def count(
+        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
+    ) -> Shard:
+        """See `Rule`."""
+        workers = plus_WB.shape[0]
+        plus = count_ones(plus_WB)
+        if nonzero_WB is None:
+            winners, ties = compare_to(plus, workers // 2)
+            if workers % 2:  # half of the workers and a tie are two different things
+                ties = torch.zeros_like(ties)
+        else:
+            winners, ties = compare(plus, count_ones(nonzero_WB & ~plus_WB))
+        ties = ties & valid_B
+        if self._draw is not None and ties.any():
+            contested = ties if nonzero_WB is None else ties & _any_of(nonzero_WB)
+            winners = winners | (contested & self._draw(shard, ties.numel()))
+            ties = ties & ~contested
+        return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
+
+    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
+        """See `Rule`."""
+        del workers, zeros
+        return (2, 1)
+
+    def expected_planes(self, workers: int) -> int:
+        """See `Rule`; an even number of workers ties somewhere."""
+        return 2 if workers % 2 == 0 and self._draw is None else 1
+
+
+class Average:
+    """Delta = (P - M) / n."""
+
+    def offset(self, workers: int) -> int:
+        """See `Rule`."""
+        return workers
+
+    def count(
+        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
+    ) -> Shard:
+        """See `Rule`."""
+        del valid_B, shard  # what padding comes to is never read
+        workers = plus_WB.shape[0]
+        digits = count_ones(plus_WB)
+        if nonzero_WB is not None:  # P - M + n = 2 P + (n - P - M)
+            doubled = [torch.zeros_like(digits[0]), *digits]
+            digits = add(doubled, count_ones(~nonzero_WB))
+        weights = self.weights(workers, nonzero_WB is not None)
+        return Shard(torch.stack(digits[: len(weights)]), weights, None)
+
+    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
+        """See `Rule`."""
+        lowest, most = (1, 2 * workers) if zeros else (2, workers)
+        return tuple(lowest << place for place in range(most.bit_length()))
+
+    def expected_planes(self, workers: int) -> int:
+        """See `Rule`."""
+        return len(self.weights(workers, zeros=False))
+
+
+def _any_of(flags_WB: Tensor) -> Tensor:
+    result = flags_WB[0]
+    for plane in flags_WB[1:]:
+        result = result | plane
+    return result

@@ -1,0 +1,259 @@
+"""When buckets leave and land: one optimizer step of a worker among others.
+
+1. *Launch*: a bucket's ballot is cast and leaves as soon as its last gradient is there, if that is
+   allowed during backward, else at the step. Buckets leave in their order, on every worker.
+2. *Land*: the step waits for all verdicts. Only then is anything changed, so that a fault that
+   stops the run leaves parameters and momenta as they were.
+3. *Apply*: every worker steps by the verdicts; from time to time momenta are averaged.
+
+What travels is in CPU memory and crosses in a background thread (`exchange`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.bits import pack_bits_part
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.lion.buckets import Bucket, split_into_buckets
+from lightning_commfree.lion.exchange import (
+    Ballot,
+    Exchange,
+    NodeExchange,
+    Result,
+    cheaper_exchange,
+    header_bytes,
+)
+from lightning_commfree.lion.momenta import average_momenta
+from lightning_commfree.lion.settings import LionSettings
+from lightning_commfree.lion.tally import Tally
+from lightning_commfree.lion.vote import Average, Majority, Rule
+from lightning_commfree.lion.worker import Member, cast_ballot, take_step
+
+WAIT_TAG = "vote"
+
+
+class _Flight(NamedTuple):
+    ballot: Ballot
+    pending: Pending[Result]
+
+
+class Voting:
+    """A worker's part in the votes of a run.
+
+    Args:
+        parameters: names and parameters, in order of use in forward; the same on all workers.
+        members: gives parameters with their state and group, as they are now.
+        channel: to the other workers: CPU tensors.
+        settings: of the vote.
+        node: to the ranks that form one worker with this one; None for a worker of one rank.
+        bucket_numel: see `split_into_buckets`.
+
+    Attributes:
+        step: steps that have been voted on.
+        stop: asked at every launch: whether this worker wants all to stop.
+        stop_agreed: whether some worker wanted to, at the last step; the same on all of them.
+        tally: what the votes were like.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        members: Callable[[Sequence[nn.Parameter]], list[Member]],
+        channel: Channel,
+        settings: LionSettings,
+        node: Channel | None = None,
+        bucket_numel: int | None = None,
+    ) -> None:
+        self.settings, self.channel, self.node = settings, channel, node
+        self.buckets = split_into_buckets(
+            parameters, channel.size * (node.size if node else 1), bucket_numel
+        )
+        self.step = 0
+        self.stop: Callable[[], bool] = lambda: False
+        self.stop_agreed = False
+        self.tally = Tally()
+        self._members = members
+        self._background = Background(channel.ledger)
+        self._rules = [self._rule(bucket) for bucket in self.buckets]
+        self._valid = [_valid(bucket) for bucket in self.buckets]
+        self._exchanges = list(map(self._exchange, self.buckets, self._valid, self._rules))
+        self._flights: list[_Flight] = []
+        self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
+        self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+            for p in self._bucket_of
+        ]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
+        return sum(exchange.num_bytes for exchange in self._exchanges)
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Launch buckets as their gradients come, in a backward in the body: the step's last one.
+
+        Nothing may change the gradients between that backward and the step.
+        """
+        self._awaited = [set(bucket.parameters) for bucket in self.buckets]
+        try:
+            yield
+        finally:
+            self._awaited = []
+
+    def run_step(self) -> None:
+        """Take the step that the gradients of all workers ask for.
+
+        Raises:
+            RuntimeError: on all workers alike: a gradient is not finite and the setting is "raise",
+                or the workers' parameters differ. Nothing has been changed.
+        """
+        while len(self._flights) < len(self.buckets):
+            self._launch(len(self._flights))
+        flights, self._flights = self._flights, []
+        results = [flight.pending.wait() for flight in flights]
+        self.stop_agreed = any(result.roll.stop for result in results)
+        self._refuse(results)
+        self.tally.begin_step()
+        votes = zip(self.buckets, self._valid, flights, results, strict=True)
+        for bucket, valid, flight, (roll, verdict) in votes:
+            assert verdict is not None, "a refused bucket has raised"
+            members = self._members(bucket.parameters)
+            abstained = self.channel.rank in roll.abstaining
+            on_device = verdict.to(bucket.parameters[0].device)
+            take_step(bucket, members, on_device, roll.with_gradient, abstained)
+            self.tally.count(valid, flight.ballot, roll, verdict)
+        self.step += 1
+        every = self.settings.momentum_sync_every
+        if every and self.step % every == 0:
+            for bucket in self.buckets:
+                average_momenta(self._members(bucket.parameters), self.channel, self.node)
+
+    def close(self) -> None:
+        """Let parameters and thread go."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._background.close()
+
+    # -- inside
+
+    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
+        if not self._awaited:  # a backward that is not the step's last, or votes wait for the step
+            return
+        index = self._bucket_of[parameter]
+        if index < len(self._flights):
+            name = dict(zip(self.buckets[index].parameters, self.buckets[index].names, strict=True))
+            raise RuntimeError(
+                f"The gradient of {name[parameter]!r} changed after its vote had begun: backward"
+                " reaches it more than once, as reentrant activation checkpointing does. Use"
+                " `use_reentrant=False`, or `overlap=False`."
+            )
+        self._awaited[index].discard(parameter)
+        while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
+            self._launch(len(self._flights))
+
+    def _launch(self, index: int) -> None:
+        bucket = self.buckets[index]
+        members = self._members(bucket.parameters)
+        every = self.settings.check_drift_every
+        due = every and self.step % every == 0
+        value: Tensor | int = 0
+        if due:
+            value = mix_digests(torch.stack([digest(p.contiguous()) for p in bucket.parameters]))
+        cast = cast_ballot(bucket, members, self._valid[index], self.stop(), value)
+        raw, arrived = _to_host(cast)
+        head = header_bytes(len(bucket))
+        ballot = Ballot(raw[:head], *raw[head:].view(2, -1))
+        job = partial(self._carry, index, ballot, arrived)
+        alone = self.channel.size == 1 and self.node is None  # there is nothing to wait for
+        pending = Pending.here(job()) if alone else self._background.submit(job, WAIT_TAG)
+        self._flights.append(_Flight(ballot, pending))
+
+    def _carry(self, index: int, ballot: Ballot, arrived: Callable[[], None]) -> Result:
+        arrived()
+        refuse = self.settings.nonfinite == "raise"
+        parameters = len(self.buckets[index])
+        return self._exchanges[index].run(ballot, self._rules[index], parameters, refuse)
+
+    def _refuse(self, results: Sequence[Result]) -> None:
+        for bucket, (roll, _) in zip(self.buckets, results, strict=True):
+            if roll.drifted:
+                raise RuntimeError(
+                    f"The workers' parameters differ before step {self.step + 1}, among them"
+                    f" {', '.join(map(repr, bucket.names[:5]))}. Only votes may change them:"
+                    " look for code that writes to parameters on some ranks."
+                )
+            if roll.faults and self.settings.nonfinite == "raise":
+                worker, i = roll.faults[0]
+                more = f" (and {len(roll.faults) - 1} more)" if len(roll.faults) > 1 else ""
+                raise RuntimeError(
+                    f"The gradient of {bucket.names[i]!r} on {self._who(worker)} holds NaN or Inf"
+                    f"{more}, before step {self.step + 1}. All ranks stop; no parameter was"
+                    " changed. Lower the learning rate or look at that rank's batch;"
+                    " `nonfinite='abstain'` would leave such a worker out of the vote."
+                )
+
+    def _who(self, worker: int) -> str:
+        rank = self.channel.ranks[worker]
+        if self.node is None:
+            return f"rank {rank}"
+        first = rank - self.node.rank
+        return f"ranks {first} to {first + self.node.size - 1}"
+
+    def _rule(self, bucket: Bucket) -> Rule:
+        if self.settings.vote == "average":
+            return Average()
+        return Majority(partial(self._draw, bucket) if self.settings.ties == "random" else None)
+
+    def _draw(self, bucket: Bucket, shard: int, words: int) -> Tensor:
+        """Return random words, which depend on nothing but their place and the step.
+
+        So all workers that count the same words draw the same, and a resumed run draws as the
+        uninterrupted one.
+        """
+        part = self.node.rank if self.node else 0
+        place = (bucket.index * self.channel.size + shard) * 4096 + part
+        generator = torch.Generator().manual_seed((self.step << 32) + place)
+        raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
+        return raw.view(torch.int64)
+
+    def _counted_bytes(self, bucket: Bucket) -> int:
+        return bucket.plane_bytes // (self.node.size if self.node else 1)
+
+    def _exchange(self, bucket: Bucket, valid: Tensor, rule: Rule) -> Exchange:
+        bytes_, valid = self._counted_bytes(bucket), valid.cpu()
+        if self.node is None:
+            return cheaper_exchange(self.channel, bytes_, len(bucket), valid, rule)
+        part = valid.view(self.node.size, -1)[self.node.rank]
+        inner = cheaper_exchange(self.channel, bytes_, len(bucket), part, rule)
+        return NodeExchange(inner, self.node, self.channel.size)
+
+
+def _valid(bucket: Bucket) -> Tensor:
+    """Return the plane of the bits that are no padding, on the device of the parameters."""
+    device = bucket.parameters[0].device
+    plane = torch.zeros(bucket.plane_bytes, dtype=torch.uint8, device=device)
+    pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool, device=device), 0, plane)
+    return plane
+
+
+def _to_host(buffer: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Return the buffer in host memory, and what to call before reading it."""
+    if buffer.device.type == "cpu":
+        return buffer, lambda: None
+    host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+    host.copy_(buffer, non_blocking=True)
+    event: Any = torch.Event(buffer.device)
+    event.record()
+    return host, event.synchronize

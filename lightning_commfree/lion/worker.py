@@ -1,0 +1,164 @@
+"""What one worker does alone: its ballot before the vote, its step after it.
+
+    c <- b1 m + (1 - b1) g       the direction, with the old momentum; its sign is the vote
+    m <- b2 m + (1 - b2) g       from the worker's own gradient
+    x <- x (1 - lr wd) - lr Delta
+
+In fp32 (fp64 for fp64 parameters), whatever gradients and parameters are, and every operation
+rounds once: no fused multiply-add, so that the result does not depend on device or layout. On a CPU
+the work goes in pieces that stay in its cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.bits import pack_bits_part
+from lightning_commfree.lion.buckets import Bucket
+from lightning_commfree.lion.exchange import HAS_GRADIENT, NONFINITE, header_bytes, write_header
+from lightning_commfree.lion.vote import Verdict
+
+_PIECE = 1 << 16  # values: three fp32 buffers of it stay in a core's cache
+
+State = dict[str, Any]  # of a parameter, in the optimizer
+
+
+class Member(NamedTuple):
+    """A parameter with its optimizer state and its group."""
+
+    parameter: nn.Parameter
+    state: State  # "momentum", and "master" where the parameter is of less than 32 bits
+    group: dict[str, Any]  # "lr", "betas", "weight_decay": read when they are needed
+
+
+def cast_ballot(
+    bucket: Bucket, members: list[Member], valid: Tensor, stop: bool, digest: Tensor | int
+) -> Tensor:
+    """Write a worker's ballot on one bucket; nothing of the worker's state changes.
+
+    Args:
+        bucket: what is voted on.
+        members: the bucket's parameters, in its order.
+        valid: uint8, shape (bucket.plane_bytes,): the bits that are no padding.
+        stop: see `write_header`.
+        digest: see `write_header`.
+
+    Returns:
+        Header, plane of c > 0 and plane of c != 0 in one buffer, uint8, on the parameters' device.
+    """
+    head = header_bytes(len(bucket))
+    buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
+    plus, nonzero = buffer[head:].view(2, -1)
+    marks = valid.new_zeros(len(bucket))
+    voters = torch.zeros((), dtype=torch.int64, device=valid.device)
+    for i, member in enumerate(members):
+        gradient = member.parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            raise TypeError(
+                f"The gradient of {bucket.names[i]!r} is sparse, and a vote takes all of it. Use"
+                " `sparse=False` in its `nn.Embedding`."
+            )
+        extremes = []  # both are NaN if a value is
+        for place, direction in _directions(member, gradient):
+            pack_bits_part(direction > 0, bucket.starts[i] + place, plus)
+            voters += torch.count_nonzero(direction)
+            extremes.append(torch.stack(torch.aminmax(direction)))
+        bad = ~torch.stack(extremes).isfinite().all() if extremes else False
+        marks[i] = HAS_GRADIENT + NONFINITE * bad
+    zeros, abstains = voters < bucket.numel, (marks & NONFINITE).any()
+    if valid.device.type != "cpu" or zeros:  # a GPU is not waited for
+        for i, member in enumerate(members):
+            if member.parameter.grad is not None:
+                for place, direction in _directions(member, member.parameter.grad):
+                    pack_bits_part(direction != 0, bucket.starts[i] + place, nonzero)
+    else:
+        nonzero.copy_(valid)
+    write_header(buffer[:head], stop, zeros, abstains, digest, marks)
+    return buffer
+
+
+def take_step(
+    bucket: Bucket,
+    members: list[Member],
+    verdict: Verdict,
+    moved: tuple[bool, ...],
+    abstained: bool,
+) -> None:
+    """Update one bucket's parameters and this worker's momenta.
+
+    Args:
+        bucket: what was voted on.
+        members: the bucket's parameters, in its order.
+        verdict: Delta, on the parameters' device.
+        moved: per parameter: some worker has a gradient. Without one it stays as it is.
+        abstained: this worker left the bucket to the others; its momenta stay clean.
+    """
+    for start, member, moves in zip(bucket.starts, members, moved, strict=True):
+        if moves:
+            _move(member, verdict, start)
+        if member.parameter.grad is not None and not abstained:
+            _update_momentum(member, member.parameter.grad)
+
+
+def _move(member: Member, verdict: Verdict, start: int) -> None:
+    lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
+    parameter = member.parameter.detach()
+    values = flat(member.state.get("master", parameter))
+    deltas = values.new_empty(min(_piece(values), values.numel()))
+    for place, piece in _pieces(values):
+        delta = verdict.read(start + place, deltas[: piece.numel()])
+        piece.mul_(1 - lr * decay).sub_(delta.mul_(lr))
+    if values.data_ptr() != parameter.data_ptr():  # a master, or a layout that is not flat
+        parameter.copy_(values.view(parameter.shape))
+
+
+def _update_momentum(member: Member, gradient: Tensor) -> None:
+    beta = member.group["betas"][1]
+    gradients = flat(gradient)
+    scaled = member.state["momentum"].new_empty(min(_piece(gradients), gradients.numel()))
+    for place, momentum in _pieces(member.state["momentum"].view(-1)):
+        share = scaled[: momentum.numel()]
+        _scale(gradients[place : place + momentum.numel()], 1 - beta, share)
+        momentum.mul_(beta).add_(share)
+
+
+def _directions(member: Member, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield c piece by piece with the place of its first value; a piece is valid until the next."""
+    beta = member.group["betas"][0]
+    momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
+    size = min(_piece(gradients), gradients.numel())
+    directions, scaled = momenta.new_empty(2, size).unbind(0)
+    for place, momentum in _pieces(momenta):
+        count = momentum.numel()
+        direction = torch.mul(momentum, beta, out=directions[:count])
+        yield (
+            place,
+            direction.add_(_scale(gradients[place : place + count], 1 - beta, scaled[:count])),
+        )
+
+
+def _scale(values: Tensor, factor: float, out: Tensor) -> Tensor:
+    """Write `values` times `factor` into `out`, in the precision of `out`."""
+    if values.dtype == out.dtype:
+        return torch.mul(values, factor, out=out)
+    return out.copy_(values).mul_(factor)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the values in order of their indices: a view where the layout allows it."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for place in range(0, values.numel(), _piece(values)):
+        yield place, values[place : place + _piece(values)]
+
+
+def _piece(values: Tensor) -> int:
+    return _PIECE if values.device.type == "cpu" else max(values.numel(), 1)

@@ -3,6 +3,7 @@
 Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
 """
 
-from lightning_commfree.strategies import StreamingDiLoCoStrategy
+from lightning_commfree.lion import DistributedLion
+from lightning_commfree.strategies import DistributedLionStrategy, StreamingDiLoCoStrategy
 
-__all__ = ["StreamingDiLoCoStrategy"]
+__all__ = ["DistributedLion", "DistributedLionStrategy", "StreamingDiLoCoStrategy"]

@@ -39,8 +39,13 @@ class Mesh:
         return rank // math.prod(self.sizes[index + 1 :]) % self.sizes[index]
 
 
-def replica_mesh(world_size: int, replica_size: int) -> Mesh:
+def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size") -> Mesh:
     """Lay `world_size` ranks out as replicas of `replica_size` consecutive ranks.
+
+    Args:
+        world_size: ranks of the job.
+        replica_size: ranks of a replica.
+        name: what the user calls `replica_size`.
 
     Raises:
         ValueError: `replica_size` is not a positive divisor of `world_size`.
@@ -48,7 +53,7 @@ def replica_mesh(world_size: int, replica_size: int) -> Mesh:
     if replica_size < 1 or world_size % replica_size:
         divisors = [k for k in range(1, world_size + 1) if world_size % k == 0]
         raise ValueError(
-            f"`replica_size={replica_size}` does not divide the {world_size} ranks of this job."
-            f" Every replica has the same number of ranks: choose one of {divisors}."
+            f"`{name}={replica_size}` does not divide the {world_size} ranks of this job."
+            f" All groups have the same number of ranks: choose one of {divisors}."
         )
     return Mesh(axes=(REPLICA, DATA), sizes=(world_size // replica_size, replica_size))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.lion.worker import Member
 
 TAG = "momentum"
@@ -40,6 +42,25 @@ def average_momenta(
     means = torch.split(mean.flatten()[: values.numel()], sizes)
     for momentum, new in zip(momenta, means, strict=True):
         momentum.copy_(new)
+
+
+def momentum_bytes(members: Sequence[Member], channel: Channel, node: Channel | None = None) -> int:
+    """Return the bytes that this rank sends to other workers in `average_momenta`."""
+    parts = node.size if node else 1
+    numel = sum(member.parameter.numel() for member in members)
+    widest = max(member.state["momentum"].element_size() for member in members)
+    shard_bytes = -(-numel // (channel.size * parts)) * widest
+    up_bytes = all_to_all_bytes(channel.size * shard_bytes, channel.size)
+    return up_bytes + all_gather_bytes(shard_bytes, channel.size)
+
+
+def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first of several `DistributedLion.state_dict()`s with the mean of all momenta."""
+    first = {**states[0], "state": dict(states[0]["state"])}
+    for index, state in first["state"].items():
+        total = sum(other["state"][index]["momentum"] for other in states)
+        first["state"][index] = {**state, "momentum": total / len(states)}
+    return first
 
 
 def _mean(values_WS: Tensor, channel: Channel) -> Tensor:

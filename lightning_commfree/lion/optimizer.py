@@ -99,6 +99,11 @@ class DistributedLion(Optimizer):
         self._voting = Voting(parameters, self._members, channel, settings, node)
         return self._voting
 
+    @property
+    def voting(self) -> Voting | None:
+        """What `join` returned, until `leave` or a change of the parameters."""
+        return self._voting
+
     def leave(self) -> None:
         """Be plain Lion again."""
         if self._voting is not None:

@@ -11,6 +11,7 @@ What travels is in CPU memory and crosses in a background thread (`exchange`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.bits import pack_bits_part
@@ -25,6 +27,8 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.exchange import (
+    DOWN_TAG,
+    UP_TAG,
     Ballot,
     Exchange,
     NodeExchange,
@@ -32,7 +36,7 @@ from lightning_commfree.lion.exchange import (
     cheaper_exchange,
     header_bytes,
 )
-from lightning_commfree.lion.momenta import average_momenta
+from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.tally import Tally
 from lightning_commfree.lion.vote import Average, Majority, Rule
@@ -44,6 +48,7 @@ WAIT_TAG = "vote"
 class _Flight(NamedTuple):
     ballot: Ballot
     pending: Pending[Result]
+    gradients: list[tuple[int, int]]  # which tensors were voted with, and how often written to
 
 
 class Voting:
@@ -89,10 +94,37 @@ class Voting:
         self._flights: list[_Flight] = []
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
-            for p in self._bucket_of
-        ]
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._begun = (self.step, self._sent())
+
+    def cycle(self) -> tuple[int, int]:
+        """Return the bytes that this rank sends from one momentum sync to the next, and the steps.
+
+        As `bytes_per_step` says, by the ledger's formulas.
+        """
+        every = max(self.settings.momentum_sync_every, 1)
+        total = every * self.bytes_per_step
+        if self.settings.momentum_sync_every:
+            members = (self._members(bucket.parameters) for bucket in self.buckets)
+            total += sum(momentum_bytes(some, self.channel, self.node) for some in members)
+        return total, every
+
+    def bits_per_parameter(self) -> dict[str, float]:
+        """Return what this rank has sent up and down, in bits per parameter and step."""
+        since, before = self._begun
+        places = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
+        sent = self._sent() - before
+        names = {UP_TAG: "bits_up", DOWN_TAG: "bits_down"}
+        return {name: 8 * sent[tag] / max(places, 1) for tag, name in names.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what besides parameters and optimizer state an exact resume needs."""
+        return {"step": self.step, "abstentions": self.tally.abstentions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.step, self.tally.abstentions = state["step"], state["abstentions"]
+        self._begun = (self.step, self._sent())
 
     @property
     def bytes_per_step(self) -> int:
@@ -105,7 +137,11 @@ class Voting:
 
         Nothing may change the gradients between that backward and the step.
         """
-        self._awaited = [set(bucket.parameters) for bucket in self.buckets]
+        for parameter in self._bucket_of:
+            if parameter.requires_grad and parameter not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+                self._hooks[parameter] = hook
+        self._awaited = [{p for p in b.parameters if p.requires_grad} for b in self.buckets]
         try:
             yield
         finally:
@@ -121,6 +157,7 @@ class Voting:
         while len(self._flights) < len(self.buckets):
             self._launch(len(self._flights))
         flights, self._flights = self._flights, []
+        self._check_gradients(flights)
         results = [flight.pending.wait() for flight in flights]
         self.stop_agreed = any(result.roll.stop for result in results)
         self._refuse(results)
@@ -141,9 +178,9 @@ class Voting:
 
     def close(self) -> None:
         """Let parameters and thread go."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
         self._background.close()
 
     # -- inside
@@ -152,13 +189,6 @@ class Voting:
         if not self._awaited:  # a backward that is not the step's last, or votes wait for the step
             return
         index = self._bucket_of[parameter]
-        if index < len(self._flights):
-            name = dict(zip(self.buckets[index].parameters, self.buckets[index].names, strict=True))
-            raise RuntimeError(
-                f"The gradient of {name[parameter]!r} changed after its vote had begun: backward"
-                " reaches it more than once, as reentrant activation checkpointing does. Use"
-                " `use_reentrant=False`, or `overlap=False`."
-            )
         self._awaited[index].discard(parameter)
         while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
             self._launch(len(self._flights))
@@ -178,13 +208,30 @@ class Voting:
         job = partial(self._carry, index, ballot, arrived)
         alone = self.channel.size == 1 and self.node is None  # there is nothing to wait for
         pending = Pending.here(job()) if alone else self._background.submit(job, WAIT_TAG)
-        self._flights.append(_Flight(ballot, pending))
+        self._flights.append(_Flight(ballot, pending, _gradients(bucket)))
 
     def _carry(self, index: int, ballot: Ballot, arrived: Callable[[], None]) -> Result:
         arrived()
         refuse = self.settings.nonfinite == "raise"
         parameters = len(self.buckets[index])
         return self._exchanges[index].run(ballot, self._rules[index], parameters, refuse)
+
+    def _check_gradients(self, flights: Sequence[_Flight]) -> None:
+        for bucket, flight in zip(self.buckets, flights, strict=True):
+            for name, voted, now in zip(
+                bucket.names, flight.gradients, _gradients(bucket), strict=True
+            ):
+                if voted != now:
+                    raise RuntimeError(
+                        f"The gradient of {name!r} changed after its vote had begun. Something"
+                        " writes to gradients between backward and optimizer step, or backward"
+                        " reaches them more than once, as reentrant activation checkpointing does."
+                        " Pass `overlap=False`."
+                    )
+
+    def _sent(self) -> Counter[str]:
+        sent = self.channel.ledger.bytes_by_tag
+        return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
 
     def _refuse(self, results: Sequence[Result]) -> None:
         for bucket, (roll, _) in zip(self.buckets, results, strict=True):
@@ -238,6 +285,12 @@ class Voting:
         part = valid.view(self.node.size, -1)[self.node.rank]
         inner = cheaper_exchange(self.channel, bytes_, len(bucket), part, rule)
         return NodeExchange(inner, self.node, self.channel.size)
+
+
+def _gradients(bucket: Bucket) -> list[tuple[int, int]]:
+    """Return for each gradient which tensor it is, and how often it has been written to."""
+    gradients = (parameter.grad for parameter in bucket.parameters)
+    return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
 
 
 def _valid(bucket: Bucket) -> Tensor:

@@ -4,9 +4,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies._traffic import Traffic
+from lightning_commfree.strategies.distributed_lion import DistributedLionStrategy
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
-_NAMES = {"streaming_diloco": StreamingDiLoCoStrategy}
+_NAMES = {
+    "distributed_lion": DistributedLionStrategy,
+    "streaming_diloco": StreamingDiLoCoStrategy,
+}
 _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 
 
@@ -25,4 +29,10 @@ def register_strategies() -> None:
 
 register_strategies()
 
-__all__ = ["ReplicatedStrategy", "StreamingDiLoCoStrategy", "Traffic", "register_strategies"]
+__all__ = [
+    "DistributedLionStrategy",
+    "ReplicatedStrategy",
+    "StreamingDiLoCoStrategy",
+    "Traffic",
+    "register_strategies",
+]

@@ -63,6 +63,8 @@ class ReplicatedStrategy(DDPStrategy):
         TypeError: an argument that DDP has and that means nothing here, or one that nobody knows.
     """
 
+    _group_argument = "replica_size"  # what a subclass calls `group_size`
+
     def __init__(self, group_size: int = 1, **ddp_kwargs: Any) -> None:
         if group_size == 1:  # within a group there is DDP, which takes all of its own arguments
             _check_ddp_kwargs(type(self).__name__, ddp_kwargs)
@@ -102,7 +104,7 @@ class ReplicatedStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._channel is None:
-            mesh = replica_mesh(self.world_size, self._group_size)
+            mesh = replica_mesh(self.world_size, self._group_size, self._group_argument)
             # gloo and CPU buffers also for CUDA models: the slow link is Ethernet, and a second
             # nccl communicator on a device can deadlock with the first
             self._channel = Channel.open(
@@ -276,8 +278,8 @@ class ReplicatedStrategy(DDPStrategy):
         if self._layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in self._module.modules()):
             raise ValueError(
                 f"`{name}` does not support SyncBatchNorm, which exchanges statistics in every"
-                " forward. Leave out `sync_batchnorm=True`: the statistics of ordinary BatchNorm"
-                " layers are averaged at every sync."
+                " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
+                " ordinary BatchNorm layers when it needs them."
             )
 
     def _forecast(self) -> Traffic:

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -25,6 +25,13 @@ from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies._resume import random_state, restore_place
 
 KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
+
+
+class Adopted(NamedTuple):
+    """What a rank goes on with where an exact resume is not possible."""
+
+    own: dict[str, Any]  # as `_whole_rank_state` returns it; "random": None for a fresh start
+    said: str  # a clause that tells what is kept
 
 
 class ResumableStrategy(ReplicatedStrategy):
@@ -51,6 +58,18 @@ class ResumableStrategy(ReplicatedStrategy):
     @abstractmethod
     def _resume_facts(self) -> dict[str, str]:
         """Return what besides `_facts` must be as it was for an exact resume."""
+
+    def _adopt(self, files: RankFiles, entry: Mapping[str, Any]) -> Adopted | None:
+        """Return what this rank can still use of a save by other ranks or with other settings.
+
+        Collective over the world: all ranks return something, or all return None.
+
+        Args:
+            files: of the checkpoint.
+            entry: the checkpoint's: "place", "ranks" and "facts" of the save.
+        """
+        del files, entry
+        return None
 
     # -- saving
 
@@ -111,13 +130,18 @@ class ResumableStrategy(ReplicatedStrategy):
             self._resume_from = None
             reason, own = self._find_own(path, entry)
             if own is None:
+                adopted = self._adopt(RankFiles(path), entry) if entry else None
+                kept = (
+                    "with the optimizer state of rank 0 where it stands in the checkpoint; what"
+                    " else is the strategy's own begins anew"
+                )
+                if adopted is not None:
+                    own, kept = adopted
                 rank_zero_warn(
                     f"The fit does not go on exactly where {str(path)!r} was saved: {reason}. Every"
-                    " rank starts from the checkpoint's weights, with the optimizer state of rank 0"
-                    " where it stands in the checkpoint; what else is the strategy's own begins"
-                    " anew."
+                    f" rank starts from the checkpoint's weights, {kept}."
                 )
-            else:
+            if own is not None:
                 self._load_rank_state(own["algorithm"])
             self._own = own
 
@@ -134,7 +158,8 @@ class ResumableStrategy(ReplicatedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._own is not None:
-            restore_place(self._module.trainer, self._own["random"])
+            if self._own["random"] is not None:
+                restore_place(self._module.trainer, self._own["random"])
             self._own = None
 
     @override

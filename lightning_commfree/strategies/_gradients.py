@@ -1,0 +1,85 @@
+"""What Lightning and its users do to gradients between backward and step, and to buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from lightning_commfree.comm.channel import Channel
+
+_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+
+
+def why_gradients_change(
+    trainer: pl.Trainer, module: pl.LightningModule, precision: Precision
+) -> list[str]:
+    """Return the reasons for which gradients may change between backward and optimizer step."""
+    reasons = []
+    if trainer.gradient_clip_val:
+        reasons.append("`gradient_clip_val` is set")
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        reasons.append("fp16 scaling is undone after backward")
+    reasons += _overridden(module, pl.LightningModule, (*_HOOKS, "configure_gradient_clipping"))
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        reasons += _overridden(callback, pl.Callback, _HOOKS)
+    return reasons
+
+
+def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:
+    name = type(owner).__name__
+    return [f"`{name}` overrides `{hook}`" for hook in hooks if is_overridden(hook, owner, parent)]
+
+
+def agree_on_overflow(precision: Precision, channel: Channel | None) -> None:
+    """Make all ranks skip an optimizer step that one of them must skip, with fp16 scaling.
+
+    Lightning's scaler looks at this rank's gradients only: one rank would skip its step and the
+    others would wait for its vote.
+    """
+    if channel is None or channel.group is None or not isinstance(precision, MixedPrecision):
+        return
+    scaler = precision.scaler
+    if scaler is None or isinstance(scaler, ShardedGradScaler):
+        return
+    precision.scaler = ShardedGradScaler(
+        scaler._device,
+        init_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        process_group=channel.group,
+    )
+
+
+def averaged_buffers(
+    module: nn.Module, channel: Channel, tag: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a module's floating-point buffers of a checkpoint with their means over the ranks.
+
+    The sums run in the order of the ranks, so the means are bit-identical on all of them.
+    """
+    kept = module.state_dict(keep_vars=True)
+    buffers = [
+        buffer
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.numel() and name in kept
+    ]
+    if not buffers:
+        return
+    flat = torch.cat([buffer.detach().reshape(-1).to(channel.device) for buffer in buffers])
+    rows = channel.all_gather(flat, tag).wait()
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    sizes = [buffer.numel() for buffer in buffers]
+    means = torch.split(total / channel.size, sizes)
+    for buffer, mean in zip(buffers, means, strict=True):
+        yield buffer, mean.view(buffer.shape)

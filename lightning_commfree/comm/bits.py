@@ -141,7 +141,8 @@ def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
     Args:
         flags: bool, shape (n,).
         start: which flag the first of them is.
-        packed: uint8, shape (packed_bits_size(N),) or longer by whole words, of all N flags.
+        packed: uint8, shape (packed_bits_size(N),) or longer by whole words, of all N flags. It
+            must come zeroed if some flags are left out: they are then False.
     """
     _pack(flags.view(torch.uint8), 1, packed, start)
 
@@ -189,7 +190,7 @@ def _packed_size(numel: int, bits: int) -> int:
 
 
 def _pack(codes: Tensor, bits: int, out: Tensor, start: int = 0) -> None:
-    if out.numel() == _WORD_BYTES:  # only then may fewer codes come than a row holds
+    if out.numel() == _WORD_BYTES and start == 0:  # only then may fewer codes come than a row holds
         out.zero_()
     for row, place, part in _places(start, codes.numel(), out.numel()):
         if row == 0:

@@ -19,6 +19,8 @@ def digest(tensor: Tensor) -> Tensor:
         int64, no dimension, on the tensor's device; never 0 but by chance.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
+    if raw.storage_offset() % 4:  # the words of a view that begins within one
+        raw = raw.clone()
     whole = raw.numel() // 4 * 4
     words = raw[:whole].view(torch.int32)
     rows = words.numel() // _ROW * _ROW

@@ -13,8 +13,8 @@ by shards  each worker gets one shard of all ballots, counts it, and sends     N
 The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
 parameter, c > 0. Only if some worker has an exact zero a second plane follows, c != 0; and only if
 some sum is zero the majority's verdict has a second plane. That they follow is said by what came
-before, so every worker knows alike. A worker that abstains or has no gradient needs no second
-plane: the header says it.
+before, so every worker knows alike. A worker that abstains needs no second plane: the header says
+it.
 """
 
 from __future__ import annotations
@@ -243,16 +243,18 @@ class NodeExchange:
         part_bytes = ballot.plus.numel() // size
         # what another rank of the node has seen and this one has not
         flags = torch.tensor([roll.stop, roll.drifted, verdict is None], dtype=torch.uint8)
+        digest = ballot.header[:_WORDS_BYTES][8:]
         planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
         if verdict is not None:
             planes[: len(verdict.planes)] = verdict.planes
-        message = torch.cat([pad(flags, (0, _FLAG_BYTES - 3)), planes.flatten()])
+        message = torch.cat([pad(flags, (0, _FLAG_BYTES - 3)), digest, planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
         stop, drifted, refused = gathered[:, :3].bool().any(0).tolist()
-        roll = roll._replace(stop=stop, drifted=drifted)
-        if refused:
+        words, planes = gathered[:, :_WORDS_BYTES], gathered[:, _WORDS_BYTES:]
+        roll = roll._replace(stop=stop, drifted=drifted or bool((words[:, 8:] != digest).any()))
+        if refused or roll.drifted:
             return Result(roll, None)
-        planes = gathered[:, _FLAG_BYTES:].view(size, len(weights), part_bytes).transpose(0, 1)
+        planes = planes.view(size, len(weights), part_bytes).transpose(0, 1)
         whole = planes.reshape(len(weights), -1)
         return Result(roll, Verdict(whole, weights, rule.offset(self._workers)))
 

@@ -42,7 +42,7 @@ class DistributedLion(Optimizer):
     Args:
         params: tensors, or groups of them as for any optimizer; `lr`, `betas` and `weight_decay`
             of a group are read at every step.
-        lr: learning rate, positive.
+        lr: learning rate, 0 or more.
         betas: of direction and momentum, in [0, 1).
         weight_decay: lambda, decoupled: not part of the vote.
 
@@ -64,6 +64,7 @@ class DistributedLion(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         self._voting: Voting | None = None
+        self._join_again = False  # parameters have come that the other workers know nothing of
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -75,7 +76,9 @@ class DistributedLion(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        joined = self._voting is not None and self._voting.channel.size > 1
         self.leave()
+        self._join_again = joined
 
     def join(
         self,
@@ -109,10 +112,12 @@ class DistributedLion(Optimizer):
         if self._voting is not None:
             self._voting.close()
             self._voting = None
+        self._join_again = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_voting", None)  # of a copy or an unpickled one
+        self.__dict__.setdefault("_join_again", False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -147,6 +152,11 @@ class DistributedLion(Optimizer):
                     self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
 
     def _vote(self) -> Voting:
+        if self._join_again:
+            raise RuntimeError(
+                "A parameter group was added to `DistributedLion` after it had joined other"
+                " workers, who must add it too. Call `join` again on all of them, or `leave`."
+            )
         if self._voting is None:
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
@@ -161,12 +171,12 @@ class DistributedLion(Optimizer):
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
+        exact = torch.promote_types(parameter.dtype, torch.float32)
+        like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
         if "momentum" not in state:
-            exact = torch.promote_types(parameter.dtype, torch.float32)
-            like = partial(torch.zeros_like, memory_format=torch.contiguous_format)
-            state["momentum"] = like(parameter, dtype=exact)
-            if exact != parameter.dtype:
-                state["master"] = like(parameter, dtype=exact).copy_(parameter)
+            state["momentum"] = like(parameter)
+        if exact != parameter.dtype and "master" not in state:
+            state["master"] = like(parameter).copy_(parameter)
         return state
 
 
@@ -177,7 +187,8 @@ def _check(group: dict[str, Any]) -> None:
             f"`lr={lr}` must be 0 or more: it is what every step moves a parameter by. Lion likes 3"
             " to 10 times less than AdamW."
         )
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(
             f"`betas={betas}` must be two numbers of at least 0 and below 1, like (0.9, 0.99)."
         )

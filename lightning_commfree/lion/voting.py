@@ -11,6 +11,7 @@ What travels is in CPU memory and crosses in a background thread (`exchange`).
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -271,7 +272,9 @@ class Voting:
         """
         part = self.node.rank if self.node else 0
         place = (bucket.index * self.channel.size + shard) * 4096 + part
-        generator = torch.Generator().manual_seed((self.step << 32) + place)
+        # the generator reads 32 bits of a seed only
+        seed = zlib.crc32(f"{self.step} {place}".encode())
+        generator = torch.Generator().manual_seed(seed)
         raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
         return raw.view(torch.int64)
 

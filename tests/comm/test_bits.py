@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,12 @@ from torch import Tensor
 
 from lightning_commfree.comm.bits import (
     pack_bits,
+    pack_bits_part,
     pack_nibbles,
     packed_bits_size,
     packed_nibbles_size,
     unpack_bits,
+    unpack_bits_part,
     unpack_nibbles,
 )
 
@@ -140,6 +144,46 @@ def test_slices_with_gaps_and_odd_offsets_are_packed_too() -> None:
     assert torch.equal(pack_bits(flags[3:280:2]), pack_bits(flags[3:280:2].clone()))
     assert torch.equal(pack_nibbles(codes[3:280:2]), pack_nibbles(codes[3:280:2].clone()))
     assert torch.equal(unpack_bits(pack_bits(flags[5:205]), 200), flags[5:205])
+
+
+@given(
+    numel=NUMELS,
+    cuts=st.lists(st.integers(0, 2700), max_size=4),
+    longer=st.integers(0, 3),
+    seed=SEEDS,
+)
+@settings(deadline=None)
+def test_parts_of_any_length_make_the_same_bytes(
+    numel: int, cuts: list[int], longer: int, seed: int
+) -> None:
+    """Into a buffer that is longer by whole words, as one is that is dealt out to ranks."""
+    flags = random_flags(numel, seed)
+    size = packed_bits_size(numel) + 8 * longer
+    padded = torch.zeros(8 * size, dtype=torch.bool)
+    padded[:numel] = flags
+    packed = torch.zeros(size, dtype=torch.uint8)
+    places = sorted({0, numel, *(cut % max(numel, 1) for cut in cuts)})
+    for start, stop in itertools.pairwise(places):
+        pack_bits_part(flags[start:stop], start, packed)
+    assert torch.equal(packed, pack_bits(padded))
+
+    for start, stop in itertools.pairwise(places):
+        out = torch.full((stop - start,), 0xFF, dtype=torch.uint8)
+        unpack_bits_part(packed, start, out)
+        assert torch.equal(out, flags[start:stop].to(torch.uint8))
+
+
+@pytest.mark.parametrize("numel", [5, 64, 65, 300])
+def test_flags_that_are_left_out_stay_zero(numel: int) -> None:
+    """A parameter without a gradient in the middle of a bucket, and one in front."""
+    flags = torch.ones(numel, dtype=torch.bool)
+    for kept in ((range(2), range(3, numel)), (range(2, numel),)):
+        packed = torch.zeros(packed_bits_size(numel), dtype=torch.uint8)
+        expected = torch.zeros(numel, dtype=torch.bool)
+        for part in kept:
+            pack_bits_part(flags[part.start : part.stop], part.start, packed)
+            expected[part.start : part.stop] = True
+        assert torch.equal(packed, pack_bits(expected))
 
 
 FLAGS = torch.zeros(65, dtype=torch.bool)

@@ -26,7 +26,7 @@ GROUPS = {
     "experiment": ["demo", "gpt2_gpu", "llama_1b_multinode"],
     "logger": ["csv", "none", "wandb"],
     "model": ["gpt2", "gpt2_tiny", "llama_1b", "llama_tiny"],
-    "optimizer": ["adamw"],
+    "optimizer": ["adamw", "distributed_lion"],
     "strategy": ["ddp", "streaming_diloco"],
     "tokenizer": ["bpe", "bytes", "pretrained"],
     "trainer": ["cpu", "gpu", "multinode"],
@@ -38,7 +38,7 @@ ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
 def test_the_files_are_those_that_the_tests_below_look_at() -> None:
     expected = [f"{group}/{name}.yaml" for group, names in GROUPS.items() for name in names]
     assert sorted([*expected, "plan.yaml", "pretrain.yaml"]) == FILES
-    assert len(FILES) == 24
+    assert len(FILES) == 25
 
 
 @pytest.mark.parametrize("name", GROUPS["strategy"])

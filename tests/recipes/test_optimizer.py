@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.optimizer import adamw_cosine
+from lightning_commfree import DistributedLion
+from recipes.optimizer import adamw_cosine, lion_cosine
+
+FACTORIES = pytest.mark.parametrize("factory", [adamw_cosine, lion_cosine])
 
 
-def _learning_rates(steps, **kwargs):
-    made = adamw_cosine(nn.Linear(2, 2), **kwargs)
+def _learning_rates(steps, factory, **kwargs):
+    made = factory(nn.Linear(2, 2), **kwargs)
     optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
     rates = []
     for _ in range(steps):
@@ -20,8 +23,11 @@ def _learning_rates(steps, **kwargs):
     return rates
 
 
-def test_warm_up_and_cosine() -> None:
-    rates = _learning_rates(13, total_steps=12, lr=2.0, warmup_steps=4, final_lr_fraction=0.1)
+@FACTORIES
+def test_warm_up_and_cosine(factory) -> None:
+    rates = _learning_rates(
+        13, factory, total_steps=12, lr=2.0, warmup_steps=4, final_lr_fraction=0.1
+    )
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert rates[8] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5)), "half of the way down"
     assert rates[12] == pytest.approx(0.2)
@@ -31,21 +37,25 @@ def test_warm_up_and_cosine() -> None:
 
 
 def test_past_the_end_the_rate_stays() -> None:
-    rates = _learning_rates(9, total_steps=4, lr=1.0, warmup_steps=0, final_lr_fraction=0.5)
+    rates = _learning_rates(
+        9, adamw_cosine, total_steps=4, lr=1.0, warmup_steps=0, final_lr_fraction=0.5
+    )
     assert rates[4:] == [0.5] * 5
 
 
-def test_the_schedule_is_stepped_with_the_optimizer() -> None:
-    made = adamw_cosine(nn.Linear(2, 2), total_steps=10, warmup_steps=1)
+@FACTORIES
+def test_the_schedule_is_stepped_with_the_optimizer(factory) -> None:
+    made = factory(nn.Linear(2, 2), total_steps=10, warmup_steps=1)
     assert made["lr_scheduler"]["interval"] == "step"
 
 
-def test_matrices_decay_and_nothing_else_does() -> None:
+@FACTORIES
+def test_matrices_decay_and_nothing_else_does(factory) -> None:
     module = nn.ModuleDict(
         {"embedding": nn.Embedding(3, 2), "norm": nn.LayerNorm(2), "linear": nn.Linear(2, 2)}
     )
     module["linear"].weight.requires_grad_(False)
-    made = adamw_cosine(module, total_steps=10, warmup_steps=1, weight_decay=0.3)
+    made = factory(module, total_steps=10, warmup_steps=1, weight_decay=0.3)
     decays, spared = made["optimizer"].param_groups
     assert decays["weight_decay"] == 0.3
     assert [p is module["embedding"].weight for p in decays["params"]] == [True]
@@ -53,27 +63,42 @@ def test_matrices_decay_and_nothing_else_does() -> None:
     assert len(spared["params"]) == 3, "the norm's two, the linear layer's bias; none is frozen"
 
 
-def test_tied_weights_are_optimized_once() -> None:
+@FACTORIES
+def test_tied_weights_are_optimized_once(factory) -> None:
     embedding, head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
     head.weight = embedding.weight
-    made = adamw_cosine(nn.ModuleList([embedding, head]), total_steps=10, warmup_steps=1)
+    made = factory(nn.ModuleList([embedding, head]), total_steps=10, warmup_steps=1)
     assert [len(group["params"]) for group in made["optimizer"].param_groups] == [1, 0]
 
 
-def test_settings_arrive() -> None:
-    made = adamw_cosine(nn.Linear(1, 1), 10, lr=0.5, betas=[0.8, 0.7], warmup_steps=0)
-    assert isinstance(made["optimizer"], torch.optim.AdamW)
+@pytest.mark.parametrize(
+    ("factory", "kind"), [(adamw_cosine, torch.optim.AdamW), (lion_cosine, DistributedLion)]
+)
+def test_settings_arrive(factory, kind) -> None:
+    made = factory(nn.Linear(1, 1), 10, lr=0.5, betas=[0.8, 0.7], warmup_steps=0)
+    assert type(made["optimizer"]) is kind
     assert made["optimizer"].defaults["betas"] == (0.8, 0.7)
     assert made["optimizer"].defaults["lr"] == 0.5
 
 
-def test_a_run_without_length() -> None:
+def test_both_decay_parameters_by_as_much_unless_told_otherwise() -> None:
+    adamw, lion = (
+        factory(nn.Linear(1, 1), 10, warmup_steps=0)["optimizer"].param_groups[0]
+        for factory in (adamw_cosine, lion_cosine)
+    )
+    assert lion["lr"] < adamw["lr"]
+    assert lion["lr"] * lion["weight_decay"] == adamw["lr"] * adamw["weight_decay"]
+
+
+@FACTORIES
+def test_a_run_without_length(factory) -> None:
     with pytest.raises(ValueError, match=r"total_steps=-1: .*Set `trainer.max_steps`"):
-        adamw_cosine(nn.Linear(1, 1), total_steps=-1)
+        factory(nn.Linear(1, 1), total_steps=-1)
 
 
+@FACTORIES
 @pytest.mark.parametrize("warmup_steps", [-1, 10, 11])
-def test_a_warm_up_longer_than_the_run(warmup_steps) -> None:
+def test_a_warm_up_longer_than_the_run(factory, warmup_steps) -> None:
     match = rf"warmup_steps={warmup_steps} must be at least 0 and less than the run's 10 steps"
     with pytest.raises(ValueError, match=match):
-        adamw_cosine(nn.Linear(1, 1), total_steps=10, warmup_steps=warmup_steps)
+        factory(nn.Linear(1, 1), total_steps=10, warmup_steps=warmup_steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,10 +46,12 @@ def counted(moment: Callable[[], Any]) -> Iterator[list[tuple[Any, str]]]:
 
         return call
 
+    # what stands in the class binds to a group; what `getattr` returns does not
+    standing = {name: inspect.getattr_static(dist.ProcessGroup, name) for name in originals}
     for name, original in originals.items():
         setattr(dist.ProcessGroup, name, wrap(name, original))
     try:
         yield calls
     finally:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
+        for name, attribute in standing.items():
+            setattr(dist.ProcessGroup, name, attribute)

@@ -9,7 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import (
+    DistributedLion,
+    DistributedLionStrategy,
+    StreamingDiLoCoStrategy,
+)
 from tests.strategies.collectives import counted
 from tests.strategies.models import Tiny, loader, quiet_trainer
 from tests.world import run_ranks
@@ -34,16 +38,25 @@ def fit(rank: int, size: int) -> dict[str, Any]:
     diloco = StreamingDiLoCoStrategy(
         sync_every=10, num_fragments=2, overlap_steps=3, wire_dtype="bf16"
     )
-    return {"diloco": count(diloco, size), "ddp": count(DDPStrategy(), size)}
+    return {
+        "diloco": count(diloco, size),
+        "ddp": count(DDPStrategy(), size),
+        "lion": count(DistributedLionStrategy(), size, Voter()),
+    }
 
 
-def count(strategy: Any, size: int) -> list[tuple[int, str]]:
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters())
+
+
+def count(strategy: Any, size: int, module: Tiny | None = None) -> list[tuple[int, str]]:
     clock = Clock()
     trainer = quiet_trainer(
         strategy=strategy, devices=size, max_epochs=2, callbacks=[clock], log_every_n_steps=1
     )
     with counted(lambda: clock.step) as calls:
-        trainer.fit(Tiny(), loader(STEPS * 2 * size // 2))
+        trainer.fit(module or Tiny(), loader(STEPS * 2 * size // 2))
     assert trainer.global_step == STEPS
     return [(step, name) for step, name in calls if step is not None]
 
@@ -62,3 +75,5 @@ def test_a_run_sends_only_at_its_syncs(tmp_path: Path) -> None:
         # the counter sees what Lightning's own strategy sends: at least a broadcast at every batch
         assert {step for step, _ in calls["ddp"]} >= set(range(2, STEPS + 1))
         assert sum(name == "broadcast" for _, name in calls["ddp"]) >= STEPS - 1
+        # one bucket, gathered by two workers whose votes are all there: one exchange a step
+        assert calls["lion"] == [(step, "all_to_all_single") for step in range(1, STEPS + 1)]

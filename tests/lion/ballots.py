@@ -1,0 +1,121 @@
+"""Directions in, Delta out: one bucket through ballot and exchange, and by the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.bits import pack_bits
+from lightning_commfree.lion.buckets import Bucket, split_into_buckets
+from lightning_commfree.lion.exchange import (
+    Ballot,
+    GatherExchange,
+    Result,
+    Roll,
+    ShardExchange,
+    header_bytes,
+)
+from lightning_commfree.lion.vote import Average, Majority, Rule
+from lightning_commfree.lion.worker import Member, cast_ballot
+from tests.lion import serial
+from tests.lion.threads import ThreadChannel, in_threads
+
+RULES: dict[str, type] = {"majority": Majority, "average": Average}
+
+
+class Outcome(NamedTuple):
+    """What one worker has at the end of an exchange."""
+
+    roll: Roll
+    delta: Tensor | None  # (N,); None: refused
+    sent: dict[str, int]
+
+
+def bucket_of(sizes: Sequence[int], workers: int) -> Bucket:
+    """Return one bucket of parameters of these sizes, in this order."""
+    parameters = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate(sizes)]
+    (bucket,) = split_into_buckets(parameters[::-1], workers, numel=sum(sizes) + 1)
+    return bucket
+
+
+def valid_of(bucket: Bucket) -> Tensor:
+    """Return the plane of the bits that are no padding, by the packing of padded flags."""
+    flags = torch.zeros(8 * bucket.plane_bytes, dtype=torch.bool)
+    flags[: bucket.numel] = True
+    return pack_bits(flags)
+
+
+def ballot_of(
+    bucket: Bucket, gradients: Sequence[Tensor | None], stop: bool, digest: int
+) -> Ballot:
+    """Return the ballot of a worker whose directions are these: b1 is 0, so c is the gradient."""
+    members = []
+    for parameter, gradient in zip(bucket.parameters, gradients, strict=True):
+        own = nn.Parameter(parameter.detach().clone())
+        own.grad = gradient
+        state = {"momentum": torch.zeros_like(parameter)}
+        members.append(Member(own, state, {"lr": 1.0, "betas": (0.0, 0.99), "weight_decay": 0.0}))
+    raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
+    cut = header_bytes(len(bucket))
+    return Ballot(raw[:cut], *raw[cut:].view(2, -1))
+
+
+def exchange_of(
+    way: str, channel: Any, bucket: Bucket, rule: Rule
+) -> GatherExchange | ShardExchange:
+    place = (channel, bucket.plane_bytes, len(bucket), valid_of(bucket))
+    return GatherExchange(*place) if way == "gather" else ShardExchange(*place, rule)
+
+
+def play(
+    way: str,
+    rule: Rule,
+    sizes: Sequence[int],
+    gradients: Sequence[Sequence[Tensor | None]],
+    refuse_faults: bool = False,
+    stops: Sequence[int] = (),
+    digests: Sequence[int] | None = None,
+) -> list[Outcome]:
+    """Vote once; `gradients` by worker and parameter. Return what every worker gets to know."""
+    bucket = bucket_of(sizes, len(gradients))
+
+    def worker(channel: ThreadChannel) -> Outcome:
+        rank = channel.rank
+        digest = 0 if digests is None else digests[rank]
+        ballot = ballot_of(bucket, gradients[rank], rank in stops, digest)
+        exchange = exchange_of(way, channel, bucket, rule)
+        result = exchange.run(ballot, rule, len(bucket), refuse_faults)
+        return Outcome(result.roll, read(result, bucket.numel), dict(channel.sent))
+
+    return in_threads(len(gradients), worker)
+
+
+def read(result: Result, numel: int) -> Tensor | None:
+    """Return Delta of a whole bucket, in two pieces where it is long enough."""
+    if result.verdict is None:
+        return None
+    delta, cut = torch.full((numel,), torch.nan), numel // 3
+    for piece, start in ((delta[:cut], 0), (delta[cut:], cut)):
+        result.verdict.read(start, piece)
+    return delta
+
+
+def formula(
+    vote: str, gradients: Sequence[Sequence[Tensor | None]], sizes: Sequence[int]
+) -> Tensor:
+    """Return Delta by the formulas: a worker with NaN or Inf, or without a gradient, votes 0."""
+    directions = []
+    for mine in gradients:
+        sick = any(g is not None and not g.isfinite().all() for g in mine)
+        directions.append(
+            torch.cat(
+                [
+                    torch.zeros(size) if sick or g is None else g
+                    for size, g in zip(sizes, mine, strict=True)
+                ]
+            )
+        )
+    return serial.delta(directions, vote)

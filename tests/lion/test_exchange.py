@@ -1,0 +1,232 @@
+"""Every worker's verdict against the formulas, whatever is voted and however it travels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG
+from lightning_commfree.lion.vote import Majority
+from tests.lion.ballots import RULES, Outcome, formula, play
+
+WAYS = ["gather", "shards"]
+VOTES = ["majority", "average"]
+SICK = [math.nan, math.inf, -math.inf]
+
+Gradients = list[list[Tensor | None]]
+
+
+def assert_all_are(outcomes: list[Outcome], expected: Tensor) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.delta is not None, f"worker {rank} was refused"
+        same = outcome.delta.view(torch.int32) == expected.view(torch.int32)  # -0.0 is not 0.0
+        assert same.all(), f"worker {rank} at {(~same).nonzero().flatten().tolist()[:5]}"
+
+
+def boundary_numels(workers: int) -> list[int]:
+    """Lengths at which a byte, a word, a shard or all shards are full, and their neighbours."""
+    full = [64 * workers, 128 * workers, 512 * workers]
+    return [1, 7, 8, 9, 63, 64, 65, 257, *(n + d for n in full for d in (-1, 0, 1))]
+
+
+@st.composite
+def elections(draw: st.DrawFn) -> tuple[list[int], Gradients]:
+    """Sizes of parameters, and gradients by worker and parameter."""
+    workers = draw(st.sampled_from([*range(1, 10), 16]))
+    numel = draw(st.sampled_from(boundary_numels(workers)))
+    cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=2)))
+    sizes = [b - a for a, b in itertools.pairwise([0, *cuts, numel])]
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    # of each value so many: without zeros, ties alone; many zeros, also sums that are 0 by them
+    weights = torch.tensor(draw(st.sampled_from([(3, 3, 0, 0), (6, 6, 1, 1), (1, 1, 2, 1)])))
+    values = torch.tensor([0.5, -2.0, 0.0, -0.0])
+    sick = draw(st.sets(st.integers(0, workers - 1), max_size=2))
+    gradients: Gradients = []
+    for worker in range(workers):
+        drawn = torch.multinomial(weights.float(), numel, True, generator=generator)
+        mine: list[Tensor | None] = list(values[drawn].split(sizes))
+        if worker in sick and numel:
+            full = [i for i, size in enumerate(sizes) if size]
+            mine[full[-1]][-1] = SICK[worker % 3]
+        elif draw(st.integers(0, 5)) == 0:
+            mine[draw(st.integers(0, len(sizes) - 1))] = None
+        gradients.append(mine)
+    return sizes, gradients
+
+
+@pytest.mark.parametrize("vote", VOTES)
+@pytest.mark.parametrize("way", WAYS)
+@given(election=elections())
+@settings(deadline=None, max_examples=60)
+def test_a_verdict_is_the_formula_bit_for_bit(
+    way: str, vote: str, election: tuple[list[int], Gradients]
+) -> None:
+    sizes, gradients = election
+    outcomes = play(way, RULES[vote](), sizes, gradients)
+    assert_all_are(outcomes, formula(vote, gradients, sizes))
+    assert all(outcome.roll == outcomes[0].roll for outcome in outcomes)
+
+
+def all_ballots(workers: int, values: Sequence[float]) -> Gradients:
+    """A parameter for every ballot that workers can cast together."""
+    ballots = torch.tensor(list(itertools.product(values, repeat=workers)))
+    return [[column.clone()] for column in ballots.T]
+
+
+@pytest.mark.parametrize("vote", VOTES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("workers", "values"),
+    [(w, (1.0, -1.0)) for w in range(1, 6)] + [(w, (1.0, -1.0, 0.0)) for w in range(1, 5)],
+)
+def test_all_ballots_of_few_workers(
+    way: str, vote: str, workers: int, values: Sequence[float]
+) -> None:
+    gradients = all_ballots(workers, values)
+    sizes = [len(values) ** workers]
+    outcomes = play(way, RULES[vote](), sizes, gradients)
+    by_hand = sum(mine[0] for mine in gradients)
+    by_hand = by_hand / workers if vote == "average" else torch.sign(by_hand)
+    assert_all_are(outcomes, by_hand)
+    assert_all_are(outcomes, formula(vote, gradients, sizes))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_ballots_come_back_as_they_were(way: str) -> None:
+    """Majority and average of equal votes are the vote itself: n / n is 1."""
+    values = torch.tensor([1.0, -1.0, 0.0]).repeat(30)
+    for vote, workers in itertools.product(VOTES, (1, 2, 3, 5, 7, 16)):
+        outcomes = play(way, RULES[vote](), [90], [[values.clone()] for _ in range(workers)])
+        assert_all_are(outcomes, values)
+
+
+# Who abstains, who wants to stop, who has drifted
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sick", [(0,), (2,), (0, 1), (0, 1, 2)])
+def test_a_worker_with_nan_is_left_out_and_named(way: str, sick: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    gradients: Gradients = [[torch.randn(70), torch.randn(9)] for _ in range(3)]
+    for worker in sick:
+        gradients[worker][1][4] = SICK[worker]
+    for vote in VOTES:
+        outcomes = play(way, RULES[vote](), [70, 9], gradients)
+        assert_all_are(outcomes, formula(vote, gradients, [70, 9]))
+        for outcome in outcomes:
+            assert outcome.roll.abstaining == sick
+            assert outcome.roll.faults == tuple((worker, 1) for worker in sick)
+            assert not outcome.roll.zeros, "the header says it: no second plane is needed"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_faults_are_refused_on_all_workers_after_one_message(way: str) -> None:
+    gradients: Gradients = [[torch.ones(70), torch.ones(9)] for _ in range(3)]
+    gradients[1][0][3] = math.nan
+    for outcome in play(way, Majority(), [70, 9], gradients, refuse_faults=True):
+        assert outcome.delta is None
+        assert outcome.roll.faults == ((1, 0),)
+        assert DOWN_TAG not in outcome.sent
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_different_digests_are_refused_and_equal_ones_are_not(way: str) -> None:
+    gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
+    for outcome in play(way, Majority(), [70], gradients, digests=(5, 5, -(2**63))):
+        assert outcome.roll.drifted
+        assert outcome.delta is None
+    for outcome in play(way, Majority(), [70], gradients, digests=(-(2**63),) * 3):
+        assert not outcome.roll.drifted
+        assert outcome.delta is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stops", [(), (1,), (0, 2)])
+def test_the_wish_to_stop_reaches_all(way: str, stops: tuple[int, ...]) -> None:
+    gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
+    for outcome in play(way, Majority(), [70], gradients, stops=stops):
+        assert outcome.roll.stop == bool(stops)
+        assert_all_are([outcome], torch.ones(70))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_has_a_gradient_is_known_per_parameter(way: str) -> None:
+    one = torch.ones(5)
+    gradients: Gradients = [[one, None, None], [None, None, one], [one, None, -one]]
+    for outcome in play(way, Majority(), [5, 5, 5], gradients):
+        assert outcome.roll.with_gradient == (True, False, True)
+        assert_all_are([outcome], torch.tensor([1.0, 0.0, 0.0]).repeat_interleave(5))
+
+
+# What travels. N parameters in P tensors, n workers; a plane is N bits padded to 64 n
+
+
+def header_bytes_by_hand(tensors: int) -> int:
+    return 16 + math.ceil(tensors / 8) * 8
+
+
+def sent_by_shards(n: int, numel: int, tensors: int, up: int, always: int, rest: int) -> list[int]:
+    """Bytes up and down: `up` planes, then `always` planes with a word, then `rest` planes."""
+    shard = math.ceil(numel / (64 * n)) * 8
+    head = header_bytes_by_hand(tensors)
+    return [(n - 1) * (head + up * shard), (n - 1) * (8 + (always + rest) * shard)]
+
+
+def votes(n: int, numel: int, tie: bool = False, zero: bool = False) -> Gradients:
+    """Everybody votes +1, but for one tie and one zero."""
+    gradients: Gradients = [[torch.ones(numel - 3), torch.ones(3)] for _ in range(n)]
+    for worker in range(n // 2 if tie else 0):
+        gradients[worker][0][1] = -1.0
+    if zero:
+        gradients[0][0][0] = -0.0
+    return gradients
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("numel", [64, 1000])
+def test_bytes_by_shards(n: int, numel: int) -> None:
+    """A zero costs a plane up; a sum of 0 a plane down; without them they do not travel."""
+    even, sizes = n % 2 == 0, [numel - 3, 3]
+    levels = math.ceil(math.log2(n + 1))
+    cases = [
+        (Majority(), votes(n, numel), (1, 1, 0)),
+        (Majority(), votes(n, numel, tie=True), (1, 1, 1 if even else 0)),
+        (Majority(), votes(n, numel, zero=True), (2, 1, 0)),
+        (RULES["average"](), votes(n, numel), (1, levels, 0)),
+        (RULES["average"](), votes(n, numel, tie=True), (1, levels, 0)),
+        (RULES["average"](), votes(n, numel, zero=True), (2, levels + 1, 0)),
+    ]
+    for case, (rule, gradients, planes) in enumerate(cases):
+        for outcome in play("shards", rule, sizes, gradients):
+            expected = sent_by_shards(n, numel, 2, *planes)
+            assert [outcome.sent[UP_TAG], outcome.sent[DOWN_TAG]] == expected, case
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_bytes_by_gather(n: int) -> None:
+    plane = math.ceil(200 / (64 * n)) * 8 * n
+    once = (n - 1) * (header_bytes_by_hand(2) + plane)
+    for vote in VOTES:
+        for outcome in play("gather", RULES[vote](), [197, 3], votes(n, 200, tie=True)):
+            assert outcome.sent == {UP_TAG: once}
+        for outcome in play("gather", RULES[vote](), [197, 3], votes(n, 200, zero=True)):
+            assert outcome.sent == {UP_TAG: once + (n - 1) * plane}
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_random_ties_come_down_in_one_bit(n: int) -> None:
+    def draw(shard: int, words: int) -> Tensor:
+        del shard
+        return torch.full((words,), -1, dtype=torch.int64)
+
+    for outcome in play("shards", Majority(draw), [997, 3], votes(n, 1000, tie=True)):
+        expected = sent_by_shards(n, 1000, 2, 1, 1, 0)
+        assert [outcome.sent[UP_TAG], outcome.sent[DOWN_TAG]] == expected
+        assert_all_are([outcome], torch.ones(1000))

@@ -1,0 +1,308 @@
+"""The quality bench of Distributed Lion: that what it plays is what processes do, and its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_commfree import DistributedLion
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.lion import LionSettings
+from recipes.bench import lion_quality
+from recipes.bench._played_lion import PlayedLion, batches, played_lion_cosine, take_step, train
+from recipes.bench.lion_quality_grid import BLOCKS_PER_STEP, Run, cells, planned
+from recipes.evaluation import token_loss
+from recipes.language_model import LanguageModel
+from recipes.pretrain import build_data, build_module
+from tests.lion.serial import SerialLion
+from tests.world import run_ranks
+
+STEPS = 6
+BLOCKS = 12  # a step: whole shares for 2, 3 and 4 workers
+TOY = [
+    "data=synthetic",
+    "data.corpus.train_characters=6000",
+    "data.corpus.validation_characters=1000",
+    "tokenizer=bytes",
+    "optimizer.warmup_steps=2",
+]
+SMALL = [
+    "data.block_size=16",
+    f"data.batch_size={BLOCKS}",
+    "model.n_embd=16",
+    "model.n_layer=1",
+    f"trainer.max_steps={STEPS}",
+]
+LION = [*TOY, *SMALL, "optimizer=distributed_lion"]
+Weights = list[Tensor]
+
+
+def weights_of(module: torch.nn.Module) -> Weights:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def assert_bit_equal(ours: Weights, theirs: Weights) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def played(config: dict[str, Any], workers: int, vote: str) -> tuple[LanguageModel, PlayedLion]:
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    module = build_module(config, data)
+    made = played_lion_cosine(module, config["optimizer"], workers, vote)
+    for batch in batches(data, STEPS):
+        take_step(module, made, batch, workers)
+    return module, made["optimizer"]
+
+
+def real_rank(
+    rank: int, size: int, config: dict[str, Any], vote: str
+) -> tuple[Weights, Weights, dict[str, float]]:
+    """Train as one of several processes; return weights, own momenta and what the vote was like."""
+    pl.seed_everything(config["seed"], verbose=False)
+    blocks = config["data"]["batch_size"] // size
+    data = build_data({**config, "data": {**config["data"], "batch_size": blocks}})
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": size, "rank": rank})
+    module = build_module(config, data)
+    made = module.configure_optimizers()
+    optimizer = made["optimizer"]
+    assert type(optimizer) is DistributedLion
+    channel = Channel(range(size), rank, Ledger())
+    voting = optimizer.join(list(module.named_parameters()), channel, LionSettings(vote=vote))
+    for batch in batches(data, STEPS):
+        take_step(module, made, batch, workers=1)
+    momenta = [optimizer.state[p]["momentum"] for p in module.parameters()]
+    shares = voting.tally.shares()
+    optimizer.leave()
+    return weights_of(module), momenta, shares
+
+
+@pytest.mark.parametrize(("workers", "vote"), [(2, "majority"), (3, "average")])
+def test_the_workers_played_are_bit_for_bit_those_of_processes(
+    workers: int, vote: str, compose_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    config = compose_config(*LION)
+    module, optimizer = played(config, workers, vote)
+    start = weights_of(build_module(config, build_data(config)))
+    ranks = run_ranks(real_rank, workers, tmp_path, config, vote)
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    for rank, (weights, momenta, shares) in enumerate(ranks):
+        assert_bit_equal(weights_of(module), weights)
+        by_parameter = dict(zip(module.parameters(), momenta, strict=True))
+        theirs = torch.cat([by_parameter[p].flatten() for p in order])
+        assert torch.equal(torch.cat([m_WN[rank] for m_WN in optimizer.momenta_WN]), theirs)
+        assert 0 < shares["agreement"] < 1, "the workers are not of one mind"
+    assert not any(map(torch.equal, weights_of(module), start)), "all of them have moved"
+
+
+@pytest.mark.parametrize("vote", ["majority", "average"])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_workers_played_are_bit_for_bit_the_serial_twin(
+    workers: int, vote: str, compose_config: Callable[..., dict[str, Any]]
+) -> None:
+    config = compose_config(*LION)
+    module, _ = played(config, workers, vote)
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    twin = build_module(config, data)
+    made = twin.configure_optimizers()  # for groups and rates; it makes no step of its own
+    serial = SerialLion(made["optimizer"].param_groups, workers, vote)
+    made["optimizer"].step = lambda: None
+    for batch in batches(data, STEPS):
+        losses = [twin.loss(batch[worker::workers]) for worker in range(workers)]
+        parameters = list(twin.parameters())
+        gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
+        serial.step([dict(zip(parameters, mine, strict=True)) for mine in gradients])
+        made["lr_scheduler"]["scheduler"].step()
+    assert_bit_equal(weights_of(module), weights_of(twin))
+
+
+def test_one_worker_is_lion_as_a_trainer_runs_it(
+    compose_config: Callable[..., dict[str, Any]], quiet_trainer: Callable[..., pl.Trainer]
+) -> None:
+    config = compose_config(*LION, "data.corpus.train_characters=1000")
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    assert len(data.blocks("train")) // BLOCKS < STEPS, "more than one epoch"
+    module = build_module(config, data)
+    quiet_trainer(max_steps=STEPS, limit_val_batches=0).fit(module, datamodule=data)
+    assert_bit_equal(weights_of(played(config, 1, "majority")[0]), weights_of(module))
+    data.trainer = None
+    expected = token_loss(module, data.val_dataloader())
+    assert train(config, 1, None) == train(config, 1, "average") == expected
+    assert train(config, 2, "majority") != expected
+
+
+def test_adamw_is_that_of_the_recipe(
+    compose_config: Callable[..., dict[str, Any]], quiet_trainer: Callable[..., pl.Trainer]
+) -> None:
+    config = compose_config(*TOY, *SMALL)
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    module = build_module(config, data)
+    quiet_trainer(max_steps=STEPS, limit_val_batches=0).fit(module, datamodule=data)
+    data.trainer = None
+    assert train(config, 1, None) == token_loss(module, data.val_dataloader())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = PlayedLion([parameter], 0.1, (0.9, 0.99), 2, "majority")
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    with pytest.raises(FloatingPointError, match="gradient of worker 1 holds NaN or Inf"):
+        optimizer.cast(1)
+
+
+# The grid and the page, with played runs
+
+
+def loss_of(job: Run) -> float:
+    """Best at 8 rungs of 1/1000 for AdamW, 1 for Lion, 2 for a majority, 8 for an average."""
+    best = {"adamw": 0.008, "g_lion": 0.001, "majority": 0.002, "average": 0.008}[job.method]
+    away = abs(torch.tensor(job.lr / best).log2().item())
+    above = {"adamw": 1.02, "g_lion": 1.0, "majority": 1 + job.workers / 100, "average": 1.005}
+    return 4.0 * above[job.method] + 0.1 * away + 0.01 * (job.seed - 1)
+
+
+Losses = Callable[[Run], float]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Losses], list[Run]]:
+    """Play the runs: a loss comes from a function of the run, and each run is kept in its order."""
+
+    def with_losses(loss: Losses) -> list[Run]:
+        made: list[Run] = []
+
+        def one(job: Run, steps: int, overrides: list[str]) -> float:
+            made.append(job)
+            return loss(job)
+
+        def pool(jobs: int) -> Executor:
+            return ThreadPoolExecutor(jobs)
+
+        monkeypatch.setattr(lion_quality, "run", one)
+        monkeypatch.setattr(lion_quality, "new_pool", pool)
+        return made
+
+    return with_losses
+
+
+def call(folder: Path, *more: str) -> str:
+    lion_quality.main(["--results", str(folder / "q.json"), *more])
+    return (folder / "q.md").read_text()
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_ladder_the_seeds_and_the_verdicts(
+    jobs: str, tmp_path: Path, play: Callable[[Losses], list[Run]]
+) -> None:
+    made = play(loss_of)
+    page = call(tmp_path, "--jobs", jobs)
+    assert len(made) == len(set(made))
+    # 8 methods on 4 rungs, 3 averages on 2 more; 2 more seeds for each; two models
+    assert len(made) == 2 * (8 * 4 + 3 * 2 + 8 * 2)
+    assert page.count("- command: `python -m recipes.bench.lion_quality --steps=500 --seeds=3`")
+    assert (
+        "| gpt2_tiny | majority, n = 4 | 0.002 | 3 of 3 | 4.1700 ± 0.0100 | +3.99 ± 0.01 %"
+        " | +1.96 ± 0.00 % | 2.0 % | missed |" in page
+    )
+    assert (
+        "| llama_tiny | average, n = 8 | 0.008 | 3 of 3 | 4.0300 ± 0.0100 | +0.50 ± 0.00 %"
+        " | -1.47 ± 0.00 % | | |" in page
+    )
+    assert "| llama_tiny | G-Lion | 0.001 | 3 of 3 | 4.0100 ± 0.0100 |  | -1.96 ±" in page
+    assert (
+        "| gpt2_tiny | average, n = 2 | 4.4200 | 4.3200 | 4.2200 | 4.1200 | **4.0200** | 4.1200 |"
+        in page
+    )
+    assert "| gpt2_tiny | G-Lion | 4.1000 | **4.0000** | 4.1000 | 4.2000 |  |  |" in page
+    assert "missing" not in page.replace("are missing", "")
+    assert (tmp_path / "q.png").stat().st_size > 0
+
+
+def test_within_the_target_is_met(tmp_path: Path, play: Callable[[Losses], list[Run]]) -> None:
+    play(lambda job: loss_of(job) / (1.025 if job.method == "majority" else 1))
+    page = call(tmp_path, "--seeds", "1")
+    assert page.count("| 2.0 % | met |") == 2
+    assert page.count("missed |") == 0
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(
+    tmp_path: Path, play: Callable[[Losses], list[Run]]
+) -> None:
+    def breaks(job: Run) -> float:
+        if job.workers == 8:
+            raise KeyboardInterrupt
+        return loss_of(job)
+
+    first = play(breaks)
+    with pytest.raises(KeyboardInterrupt):
+        call(tmp_path, "--seeds", "1")
+    page = (tmp_path / "q.md").read_text()
+    assert "| gpt2_tiny | majority, n = 2 | 0.002 | 1 of 1 | 4.0800 | +2.00 % | +0.00 %" in page
+    assert "| gpt2_tiny | majority, n = 8 | missing | 0 of 1 | missing | missing |" in page
+    second = play(loss_of)
+    assert "missing |" not in call(tmp_path, "--seeds", "1")
+    assert second[0] == first.pop()
+    assert set(second).isdisjoint(first)
+
+
+def test_no_time_left_begins_no_run(tmp_path: Path, play: Callable[[Losses], list[Run]]) -> None:
+    made = play(loss_of)
+    page = call(tmp_path, "--seconds", "0")
+    assert "| llama_tiny | AdamW |  |  | missing | missing | missing | missing |" in page
+    assert made == []
+
+
+def test_all_runs_of_a_model_see_the_same_tokens(
+    compose_config: Callable[..., dict[str, Any]],
+) -> None:
+    jobs = [job for job in planned({}, 3) if job.model == "gpt2_tiny"]
+    assert {(job.method, job.workers) for job in jobs} == {
+        (cell.method, cell.workers) for cell in cells("gpt2_tiny")
+    }
+    for job in jobs:
+        config = lion_quality.configuration(job, 500, [])
+        assert config["data"]["batch_size"] == BLOCKS_PER_STEP
+        assert BLOCKS_PER_STEP % job.workers == 0
+        knobs = config["optimizer"]
+        assert knobs["lr"] * knobs["weight_decay"] == pytest.approx(4e-4, rel=1e-12)
+        expected = "adamw_cosine" if job.method == "adamw" else "lion_cosine"
+        assert knobs["_target_"] == f"recipes.optimizer.{expected}"
+
+
+def test_results_of_another_setting_are_refused(
+    tmp_path: Path, play: Callable[[Losses], list[Run]]
+) -> None:
+    play(loss_of)
+    call(tmp_path, "--seeds", "1")
+    for other in (["--steps", "400"], ["optimizer.betas=[0.9,0.9]"]):
+        with pytest.raises(ValueError, match=r"holds results of the setting .*'steps': 500.* `--r"):
+            call(tmp_path, *other)
+
+
+def test_a_true_run_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Run("gpt2_tiny", "majority", 2, 1, 0.001)
+    more = [*TOY, *SMALL, f"cache_dir={tmp_path}/cache"]
+    more.remove("tokenizer=bytes")  # cannot take the vocabulary that the bench asks of its own
+    monkeypatch.setattr(lion_quality, "planned", lambda losses, seeds: [job])
+    page = call(tmp_path, "--steps", str(STEPS), *more)
+    (entry,) = json.loads((tmp_path / "q.json").read_text())["runs"]
+    assert Run(**entry["run"]) == job
+    config = lion_quality.configuration(job, STEPS, more)
+    assert entry["validation_loss"] == train(config, 2, "majority")
+    assert f"| gpt2_tiny | majority, n = 2 |  | missing | {entry['validation_loss']:.4f} |" in page

@@ -140,12 +140,13 @@ def nodes_of_two(rank: int, size: int, folder: Path, path: Path) -> Any:
 
 def test_other_numbers_of_workers(ranks: list[Any], folder: Path, tmp_path: Path) -> None:
     saved = saved_momenta(folder)
+    means = [sum(workers) / SIZE for workers in zip(*saved, strict=True)]
     path = folder / "straight" / "step=9.ckpt"
     for size in (3, 5):
         (tmp_path / str(size)).mkdir()
         outcomes = run_ranks(other_size, size, tmp_path / str(size), tmp_path, path)
         for rank, (momenta, said, local) in enumerate(outcomes):
-            expected = saved[rank] if rank < SIZE else [sum(all_) / SIZE for all_ in zip(*saved)]
+            expected = saved[rank] if rank < SIZE else means
             for got, wanted in zip(momenta, expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)
             for name, tensor in local[-1].items():
@@ -154,7 +155,7 @@ def test_other_numbers_of_workers(ranks: list[Any], folder: Path, tmp_path: Path
                 assert f"it was saved by 4 ranks, these are {size}" in said[0]
                 assert ("workers from 4 on the mean of all" in said[0]) == (size == 5)
     nodes = run_ranks(nodes_of_two, SIZE, tmp_path, tmp_path, path)
-    for rank, (momenta, said, _) in enumerate(nodes):
+    for rank, (momenta, _, _) in enumerate(nodes):
         assert all(map(torch.equal, momenta, saved[rank // 2])), "a node is one worker"
     assert "node_size was 1 and is 2" in nodes[0][1][0]
 

@@ -1,0 +1,202 @@
+"""Bad input and bad gradients with `DistributedLionStrategy`: what is said, and on which ranks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree import DistributedLion, DistributedLionStrategy
+from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer
+from tests.world import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"vote": "median"}, ValueError, "`vote='median'` is unknown. Choose one of 'majority',"),
+        ({"ties": "coin"}, ValueError, "`ties='coin'` is unknown. Choose one of 'zero', 'random'."),
+        ({"nonfinite": "skip"}, ValueError, "`nonfinite='skip'` is unknown."),
+        ({"momentum_sync_every": -1}, ValueError, "`momentum_sync_every=-1` must be at least 0"),
+        ({"momentum_sync_every": 2.5}, TypeError, "`momentum_sync_every=2.5` must be a whole"),
+        ({"node_size": 0}, ValueError, "`node_size=0` must be at least 1"),
+        ({"vote": "average", "ties": "random"}, ValueError, "means nothing with `vote='average'`"),
+        (
+            {"find_unused_parameters": True},
+            TypeError,
+            "`DistributedLionStrategy` got the argument `find_unused_parameters`. It replaces",
+        ),
+    ],
+)
+def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        DistributedLionStrategy(**arguments)
+
+
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=0.02)
+
+
+class Other(Tiny):
+    """AdamW, as `Tiny` has it."""
+
+
+class Reordered(Voter):
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return DistributedLion(parameters[::-1] if self.global_rank else parameters)
+
+
+class OtherRate(Voter):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=0.1 * (1 + self.global_rank))
+
+
+class Foreign(Voter):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion([*self.parameters(), nn.Parameter(torch.zeros(3))])
+
+
+class Complex(Voter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+class Sparse(Voter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table(torch.zeros(len(x), dtype=torch.long)))
+
+
+class Meddling(Voter):
+    """Writes to gradients after their vote has begun, without any hook that could be seen."""
+
+    def optimizer_step(self, epoch: int, i: int, optimizer: Any, closure: Any) -> None:
+        def meddling() -> Any:
+            loss = closure()
+            self.head.weight.grad.mul_(2)
+            return loss
+
+        optimizer.step(closure=meddling)
+
+
+class Drifting(Voter):
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        if i == 3 and self.global_rank == 1:
+            with torch.no_grad():
+                self.blocks[2].bias[0] += 1e-7
+
+
+class Poisoned(Voter):
+    """Rank 1's gradient of one parameter is NaN in step 4."""
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == 3:
+            self.blocks[1].weight.grad[0, 0] = float("nan")
+
+
+class PoisonedEarly(Voter):
+    """The same within backward, so that votes may leave during it."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        loss = super().training_step(batch, i)
+        if self.global_rank == 1 and self.trainer.global_step == 3:
+            return loss * float("inf")
+        return loss
+
+
+CASES = [
+    (
+        Other,
+        {},
+        "TypeError",
+        "needs `DistributedLion`, but `configure_optimizers` returned `AdamW`",
+    ),
+    (Reordered, {}, "ValueError", "parameter 0 of group 0 is head.weight on rank 1, embed.weight"),
+    (OtherRate, {}, "ValueError", "lr of group 0 is 0.2 on rank 1, 0.1 on rank 0"),
+    (Foreign, {}, "ValueError", "1 parameters of `DistributedLion` belong to no submodule"),
+    (Complex, {}, "TypeError", "only real floating-point ones have a sign to vote on"),
+    (Sparse, {}, "TypeError", "The gradient of 'table.weight' is sparse"),
+    (
+        Meddling,
+        {},
+        "RuntimeError",
+        "The gradient of 'head.weight' changed after its vote had begun",
+    ),
+    (Drifting, {"check_drift_every": 2}, "RuntimeError", "parameters differ before step 5"),
+    (Poisoned, {}, "RuntimeError", "The gradient of 'blocks.1.weight' on rank 1 holds NaN or Inf"),
+    (PoisonedEarly, {}, "RuntimeError", "on rank 1 holds NaN or Inf (and"),
+    (Voter, {"node_size": 3}, "ValueError", "`node_size=3` does not divide the 2 ranks"),
+]
+
+
+def misuse(rank: int, size: int) -> list[Any]:
+    said = []
+    for module, settings, _, _ in CASES:
+        recorder = Recorder()
+        trainer = quiet_trainer(
+            strategy=DistributedLionStrategy(**settings),
+            devices=size,
+            max_steps=8,
+            callbacks=[recorder],
+        )
+        try:
+            trainer.fit(module(), loader(64))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            said.append((type(error).__name__, str(error), recorder.local))
+        else:
+            said.append(("", "", recorder.local))
+    said.append(abstain(rank, size))
+    return said
+
+
+def abstain(rank: int, size: int) -> Any:
+    recorder = Recorder()
+    strategy = DistributedLionStrategy(nonfinite="abstain")
+    trainer = quiet_trainer(
+        strategy=strategy, devices=size, max_steps=8, callbacks=[recorder], log_every_n_steps=1
+    )
+    trainer.fit(Poisoned(), loader(64))
+    momenta = torch.cat([s["momentum"].flatten() for s in trainer.optimizers[0].state.values()])
+    return recorder.local, momenta, float(trainer.callback_metrics["lion/abstentions"])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(misuse, 2, tmp_path_factory.mktemp("misuse"))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: CASES[i][0].__name__)
+def test_all_ranks_are_told(ranks: list[Any], case: int) -> None:
+    _, _, error, text = CASES[case]
+    for outcomes in ranks:
+        kind, message, _ = outcomes[case]
+        assert kind == error, message
+        assert text in message
+
+
+def test_nothing_is_changed_by_the_step_that_stops(ranks: list[Any]) -> None:
+    case = [module for module, *_ in CASES].index(Poisoned)
+    for outcomes in ranks:
+        assert len(outcomes[case][2]) == 3, "the fourth step did not happen"
+
+
+def test_a_worker_with_nan_abstains_and_goes_on_clean(ranks: list[Any]) -> None:
+    """Its vote of that step is missing: two workers' other one decides alone."""
+    for outcomes in ranks:
+        local, momenta, abstentions = outcomes[-1]
+        assert len(local) == 8
+        assert momenta.isfinite().all()
+        assert abstentions == 1
+        for got, expected in zip(local, ranks[0][-1][0], strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        change = (local[3]["head.weight"] - local[2]["head.weight"]).abs()
+        torch.testing.assert_close(change, torch.full_like(change, 0.02), rtol=1e-4, atol=0)

@@ -58,9 +58,10 @@ def _command(folder, *overrides, multirun=False, threads="1") -> subprocess.Comp
 
 DDP = "strategy=ddp"
 DILOCO = "strategy=streaming_diloco strategy.sync_every=5"
+LION = "strategy=distributed_lion optimizer=distributed_lion"
 
 
-@pytest.fixture(scope="module", params=[DDP, DILOCO])
+@pytest.fixture(scope="module", params=[DDP, DILOCO, LION])
 def finished_run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrain")
     steps = [

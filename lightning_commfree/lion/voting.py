@@ -11,45 +11,23 @@ What travels is in CPU memory and crosses in a background thread (`exchange`).
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.bits import pack_bits_part
-from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.digest import digest, mix_digests
-from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.exchange import (
-    DOWN_TAG,
-    UP_TAG,
-    Ballot,
-    Exchange,
-    NodeExchange,
-    Result,
-    cheaper_exchange,
-    header_bytes,
-)
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.lion.buckets import split_into_buckets
+from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG, Result
 from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
+from lightning_commfree.lion.poll import Flight, Poll
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.tally import Tally
-from lightning_commfree.lion.vote import Average, Majority, Rule
-from lightning_commfree.lion.worker import Member, cast_ballot, take_step
-
-WAIT_TAG = "vote"
-
-
-class _Flight(NamedTuple):
-    ballot: Ballot
-    pending: Pending[Result]
-    gradients: list[tuple[int, int]]  # which tensors were voted with, and how often written to
+from lightning_commfree.lion.worker import Member, take_step
 
 
 class Voting:
@@ -89,10 +67,8 @@ class Voting:
         self.tally = Tally()
         self._members = members
         self._background = Background(channel.ledger)
-        self._rules = [self._rule(bucket) for bucket in self.buckets]
-        self._valid = [_valid(bucket) for bucket in self.buckets]
-        self._exchanges = list(map(self._exchange, self.buckets, self._valid, self._rules))
-        self._flights: list[_Flight] = []
+        self._polls = [Poll(bucket, channel, settings, node) for bucket in self.buckets]
+        self._flights: list[Flight] = []
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -130,7 +106,7 @@ class Voting:
     @property
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
-        return sum(exchange.num_bytes for exchange in self._exchanges)
+        return sum(poll.num_bytes for poll in self._polls)
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -158,19 +134,20 @@ class Voting:
         while len(self._flights) < len(self.buckets):
             self._launch(len(self._flights))
         flights, self._flights = self._flights, []
-        self._check_gradients(flights)
+        for poll, flight in zip(self._polls, flights, strict=True):
+            poll.check_gradients(flight)
         results = [flight.pending.wait() for flight in flights]
         self.stop_agreed = any(result.roll.stop for result in results)
         self._refuse(results)
         self.tally.begin_step()
-        votes = zip(self.buckets, self._valid, flights, results, strict=True)
-        for bucket, valid, flight, (roll, verdict) in votes:
+        for poll, flight, (roll, verdict) in zip(self._polls, flights, results, strict=True):
             assert verdict is not None, "a refused bucket has raised"
+            bucket = poll.bucket
             members = self._members(bucket.parameters)
             abstained = self.channel.rank in roll.abstaining
             on_device = verdict.to(bucket.parameters[0].device)
             take_step(bucket, members, on_device, roll.with_gradient, abstained)
-            self.tally.count(valid, flight.ballot, roll, verdict)
+            self.tally.count(poll.valid, flight.ballot, roll, verdict)
         self.step += 1
         every = self.settings.momentum_sync_every
         if every and self.step % every == 0:
@@ -195,40 +172,9 @@ class Voting:
             self._launch(len(self._flights))
 
     def _launch(self, index: int) -> None:
-        bucket = self.buckets[index]
-        members = self._members(bucket.parameters)
-        every = self.settings.check_drift_every
-        due = every and self.step % every == 0
-        value: Tensor | int = 0
-        if due:
-            value = mix_digests(torch.stack([digest(p.contiguous()) for p in bucket.parameters]))
-        cast = cast_ballot(bucket, members, self._valid[index], self.stop(), value)
-        raw, arrived = _to_host(cast)
-        head = header_bytes(len(bucket))
-        ballot = Ballot(raw[:head], *raw[head:].view(2, -1))
-        job = partial(self._carry, index, ballot, arrived)
-        alone = self.channel.size == 1 and self.node is None  # there is nothing to wait for
-        pending = Pending.here(job()) if alone else self._background.submit(job, WAIT_TAG)
-        self._flights.append(_Flight(ballot, pending, _gradients(bucket)))
-
-    def _carry(self, index: int, ballot: Ballot, arrived: Callable[[], None]) -> Result:
-        arrived()
-        refuse = self.settings.nonfinite == "raise"
-        parameters = len(self.buckets[index])
-        return self._exchanges[index].run(ballot, self._rules[index], parameters, refuse)
-
-    def _check_gradients(self, flights: Sequence[_Flight]) -> None:
-        for bucket, flight in zip(self.buckets, flights, strict=True):
-            for name, voted, now in zip(
-                bucket.names, flight.gradients, _gradients(bucket), strict=True
-            ):
-                if voted != now:
-                    raise RuntimeError(
-                        f"The gradient of {name!r} changed after its vote had begun. Something"
-                        " writes to gradients between backward and optimizer step, or backward"
-                        " reaches them more than once, as reentrant activation checkpointing does."
-                        " Pass `overlap=False`."
-                    )
+        members = self._members(self.buckets[index].parameters)
+        poll = self._polls[index]
+        self._flights.append(poll.launch(members, self.step, self.stop(), self._background))
 
     def _sent(self) -> Counter[str]:
         sent = self.channel.ledger.bytes_by_tag
@@ -258,58 +204,3 @@ class Voting:
             return f"rank {rank}"
         first = rank - self.node.rank
         return f"ranks {first} to {first + self.node.size - 1}"
-
-    def _rule(self, bucket: Bucket) -> Rule:
-        if self.settings.vote == "average":
-            return Average()
-        return Majority(partial(self._draw, bucket) if self.settings.ties == "random" else None)
-
-    def _draw(self, bucket: Bucket, shard: int, words: int) -> Tensor:
-        """Return random words, which depend on nothing but their place and the step.
-
-        So all workers that count the same words draw the same, and a resumed run draws as the
-        uninterrupted one.
-        """
-        part = self.node.rank if self.node else 0
-        place = (bucket.index * self.channel.size + shard) * 4096 + part
-        # the generator reads 32 bits of a seed only
-        seed = zlib.crc32(f"{self.step} {place}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
-        return raw.view(torch.int64)
-
-    def _counted_bytes(self, bucket: Bucket) -> int:
-        return bucket.plane_bytes // (self.node.size if self.node else 1)
-
-    def _exchange(self, bucket: Bucket, valid: Tensor, rule: Rule) -> Exchange:
-        bytes_, valid = self._counted_bytes(bucket), valid.cpu()
-        if self.node is None:
-            return cheaper_exchange(self.channel, bytes_, len(bucket), valid, rule)
-        part = valid.view(self.node.size, -1)[self.node.rank]
-        inner = cheaper_exchange(self.channel, bytes_, len(bucket), part, rule)
-        return NodeExchange(inner, self.node, self.channel.size)
-
-
-def _gradients(bucket: Bucket) -> list[tuple[int, int]]:
-    """Return for each gradient which tensor it is, and how often it has been written to."""
-    gradients = (parameter.grad for parameter in bucket.parameters)
-    return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
-
-
-def _valid(bucket: Bucket) -> Tensor:
-    """Return the plane of the bits that are no padding, on the device of the parameters."""
-    device = bucket.parameters[0].device
-    plane = torch.zeros(bucket.plane_bytes, dtype=torch.uint8, device=device)
-    pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool, device=device), 0, plane)
-    return plane
-
-
-def _to_host(buffer: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Return the buffer in host memory, and what to call before reading it."""
-    if buffer.device.type == "cpu":
-        return buffer, lambda: None
-    host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-    host.copy_(buffer, non_blocking=True)
-    event: Any = torch.Event(buffer.device)
-    event.record()
-    return host, event.synchronize

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,22 +36,23 @@ class ThreadChannel:
     `sent` counts the bytes that leave this worker, by tag: block by block, without a formula.
     """
 
-    def __init__(self, table: Table, rank: int) -> None:
+    def __init__(self, table: Table, rank: int, ranks: Sequence[int] | None = None) -> None:
         self._table, self.rank, self.size = table, rank, len(table.messages)
-        self.ranks = tuple(range(self.size))
+        self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
         self.device = torch.device("cpu")
         self.ledger = Ledger()
         self.sent: Counter[str] = Counter()
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         received = self._meet(tensor, tag)
-        self.sent[tag] += sum(tensor.nbytes for rank in self.ranks if rank != self.rank)
+        self.sent[tag] += sum(tensor.nbytes for rank in range(self.size) if rank != self.rank)
         return Pending.here(torch.stack(received))
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         assert len(tensor) == self.size
         received = self._meet(tensor, tag)
-        self.sent[tag] += sum(tensor[rank].nbytes for rank in self.ranks if rank != self.rank)
+        others = (row for rank, row in enumerate(tensor) if rank != self.rank)
+        self.sent[tag] += sum(row.nbytes for row in others)
         return Pending.here(torch.stack([rows[self.rank] for rows in received]))
 
     def _meet(self, tensor: Tensor, tag: str) -> list[Tensor]:
@@ -67,18 +69,37 @@ class ThreadChannel:
 def in_threads(size: int, play: Callable[[Any], T]) -> list[T]:
     """Return `play(channel)` of every worker."""
     table = Table(size)
+    return _run([partial(play, ThreadChannel(table, rank)) for rank in range(size)], [table])
 
-    def worker(rank: int) -> T:
+
+def in_nodes(nodes: int, size: int, play: Callable[[Any, Any], T]) -> list[T]:
+    """Return `play(channel, node)` of every rank; `size` consecutive ranks are a node.
+
+    The channel joins ranks of one place on all nodes, as in `DistributedLionStrategy`.
+    """
+    across, within = [Table(nodes) for _ in range(size)], [Table(size) for _ in range(nodes)]
+    plays = []
+    for rank in range(nodes * size):
+        node, place = divmod(rank, size)
+        channel = ThreadChannel(across[place], node, range(place, nodes * size, size))
+        siblings = range(node * size, (node + 1) * size)
+        plays.append(partial(play, channel, ThreadChannel(within[node], place, siblings)))
+    return _run(plays, across + within)
+
+
+def _run(plays: Sequence[Callable[[], T]], tables: Sequence[Table]) -> list[T]:
+    def worker(play: Callable[[], T]) -> T:
         try:
-            return play(ThreadChannel(table, rank))
+            return play()
         except threading.BrokenBarrierError:
             raise
         except BaseException:
-            table.barrier.abort()
+            for table in tables:
+                table.barrier.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(worker, rank) for rank in range(size)]
+    with ThreadPoolExecutor(len(plays)) as pool:
+        futures = [pool.submit(worker, play) for play in plays]
     errors = [error for future in futures if (error := future.exception()) is not None]
     errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
     if errors:

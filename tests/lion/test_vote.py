@@ -1,0 +1,168 @@
+"""The two rules on packed planes, and what a verdict reads as, against counting one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_commfree.comm.bits import pack_bits, unpack_bits
+from lightning_commfree.lion.vote import Average, Majority, Shard, Verdict
+
+NUMEL = 128  # no padding but where a test leaves some
+
+
+def words(flags: Tensor) -> Tensor:
+    return pack_bits(flags).view(torch.int64)
+
+
+def planes(votes_WN: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack votes of -1, 0 and 1 into c > 0 and c != 0, the padding 0."""
+    return (
+        torch.stack([words(row > 0) for row in votes_WN]),
+        torch.stack([words(row != 0) for row in votes_WN]),
+    )
+
+
+def random_votes(workers: int, seed: int, zeros: bool, numel: int = NUMEL) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if zeros:
+        return torch.randint(-1, 2, (workers, numel), generator=generator)
+    return torch.randint(0, 2, (workers, numel), generator=generator) * 2 - 1
+
+
+def delta(shard: Shard, offset: int, numel: int = NUMEL) -> Tensor:
+    all_planes, weights = shard.planes, shard.weights
+    if shard.rest is not None:
+        all_planes = torch.cat([all_planes, shard.rest.unsqueeze(0)])
+        weights = (*weights, 1)
+    verdict = Verdict(all_planes.contiguous().view(torch.uint8), weights, offset)
+    return verdict.read(0, torch.full((numel,), torch.nan))
+
+
+def valid(numel: int = NUMEL) -> Tensor:
+    return words(torch.ones(numel, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@given(workers=st.integers(1, 40) | st.sampled_from([126, 127, 128, 200, 257]), seed=st.integers(0))
+@settings(deadline=None, max_examples=60)
+def test_rules_are_their_formulas(zeros: bool, workers: int, seed: int) -> None:
+    """Up to more workers than a byte counts."""
+    votes = random_votes(workers, seed % 2**31, zeros)
+    plus, nonzero = planes(votes)
+    total = votes.sum(0).float()
+    for rule, expected in ((Majority(), total.sign()), (Average(), total / workers)):
+        shard = rule.count(plus, nonzero if zeros else None, valid(), 0)
+        got = delta(shard, rule.offset(workers))
+        assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), rule
+
+
+@pytest.mark.parametrize("workers", [127, 128])
+def test_unanimous_votes_of_as_many_as_a_byte_holds(workers: int) -> None:
+    """P - M + n reaches 2 n: 254 fits into a byte, 256 would read as 0."""
+    votes = torch.ones(workers, NUMEL, dtype=torch.int64)
+    votes[:, 64:] = -1
+    for nonzero in (None, planes(votes)[1]):
+        shard = Average().count(planes(votes)[0], nonzero, valid(), 0)
+        assert torch.equal(delta(shard, workers), votes[0].float())
+
+
+@pytest.mark.parametrize("workers", range(1, 10))
+def test_widths_of_what_comes_back(workers: int) -> None:
+    """By the table: 1 and perhaps 1 more; ceil(log2(n + 1)); ceil(log2(2 n + 1)) with zeros."""
+    even = workers % 2 == 0
+    assert Majority().expected_planes(workers) == (2 if even else 1)
+    assert Majority(lambda *_: torch.zeros(0)).expected_planes(workers) == 1
+    assert Average().expected_planes(workers) == math.ceil(math.log2(workers + 1))
+    for zeros in (False, True):
+        votes = random_votes(workers, 0, zeros)
+        plus, nonzero = planes(votes)
+        shard = Average().count(plus, nonzero if zeros else None, valid(), 0)
+        levels = 2 * workers + 1 if zeros else workers + 1
+        assert len(shard.planes) == len(shard.weights) == math.ceil(math.log2(levels))
+        assert shard.weights == Average().weights(workers, zeros)
+        assert shard.rest is None
+        assert Majority().weights(workers, zeros) == (2, 1)
+
+
+def test_the_second_plane_is_there_only_for_a_sum_of_zero() -> None:
+    votes = torch.ones(4, NUMEL, dtype=torch.int64)
+    plus, nonzero = planes(votes)
+    assert Majority().count(plus, None, valid(), 0).rest is None
+    assert Majority().count(plus, nonzero, valid(), 0).rest is None
+    votes[:2, 77] = -1
+    for given_nonzero in (None, nonzero):
+        rest = Majority().count(planes(votes)[0], given_nonzero, valid(), 0).rest
+        assert rest is not None
+        flags = unpack_bits(rest.view(torch.uint8), NUMEL)
+        assert flags.nonzero().tolist() == [[77]]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_padding_is_no_tie(workers: int) -> None:
+    """All planes are 0 there, as if nobody voted: it costs no second plane and no draw."""
+
+    def never(shard: int, count: int) -> Tensor:
+        raise AssertionError("nothing is to be drawn")
+
+    votes = torch.ones(workers, 70, dtype=torch.int64)
+    plus, nonzero = planes(votes)
+    for rule in (Majority(), Majority(never)):
+        for given_nonzero in (None, nonzero):
+            assert rule.count(plus, given_nonzero, valid(70), 0).rest is None
+
+
+def test_a_draw_decides_contested_ties_and_nothing_else() -> None:
+    """By hand, four workers: won, lost, a tie, a tie of two, nobody votes."""
+    columns = torch.tensor([[1, 1, 1, 1], [1, -1, -1, -1], [1, 1, -1, -1], [1, -1, 0, 0], [0] * 4])
+    votes = columns.T.repeat(1, 20)
+    asked = []
+
+    def draw(bit: int) -> Any:
+        def drawn(shard: int, count: int) -> Tensor:
+            asked.append((shard, count))
+            return torch.full((count,), -bit, dtype=torch.int64)
+
+        return drawn
+
+    plus, nonzero = planes(votes)
+    for bit, expected in ((1, [1.0, -1.0, 1.0, 1.0, 0.0]), (0, [1.0, -1.0, -1.0, -1.0, 0.0])):
+        shard = Majority(draw(bit)).count(plus, nonzero, valid(100), 3)
+        assert torch.equal(delta(shard, 1, 100), torch.tensor(expected).repeat(20))
+    assert asked == [(3, 2), (3, 2)]  # its shard, and 16 bytes of 100 places
+
+
+def test_every_bit_of_a_draw_falls_to_its_own_place() -> None:
+    """A tie everywhere: the verdict is the drawn word."""
+    votes = torch.tensor([[1], [-1]]).expand(2, NUMEL)
+    coins = torch.rand(NUMEL) > 0.5
+    shard = Majority(lambda shard, count: words(coins)).count(planes(votes)[0], None, valid(), 0)
+    assert torch.equal(delta(shard, 1), coins.float() * 2 - 1)
+    assert shard.rest is None
+
+
+@given(start=st.integers(0, 150), count=st.integers(0, 150), seed=st.integers(0, 2**31))
+@settings(deadline=None, max_examples=50)
+def test_a_verdict_is_read_from_any_place(start: int, count: int, seed: int) -> None:
+    votes = random_votes(3, seed, zeros=True, numel=300)
+    plus, nonzero = planes(votes)
+    shard = Average().count(plus, nonzero, valid(300), 0)
+    verdict = Verdict(shard.planes.view(torch.uint8), shard.weights, 3)
+    expected = votes.sum(0)[start : start + count]
+    for dtype in (torch.float32, torch.float64):
+        out = torch.full((count,), torch.nan, dtype=dtype)
+        assert verdict.read(start, out) is out
+        assert torch.equal(out, expected.to(dtype) / 3)  # a third is rounded once, in `dtype`
+
+
+def test_a_verdict_moves_to_a_device() -> None:
+    verdict = Verdict(torch.zeros(2, 8, dtype=torch.uint8), (2, 1), 1)
+    moved = verdict.to(torch.device("meta"))
+    assert moved.planes.device.type == "meta"
+    assert (moved.weights, moved.offset) == (verdict.weights, verdict.offset)

@@ -1,0 +1,38 @@
+"""Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping.
+
+Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism whose all-reduces fly
+while another part of the batch computes.
+
+=========  ============================  ==================  ===========  ==========================
+symbol     name here                     unit                default      source
+=========  ============================  ==================  ===========  ==========================
+t          `tensor_parallel_size`        ranks               a node's     section 2
+X1, X2     `split="batch"`               rows of the batch   2 parts      section 3: row split of X
+B1, B2     `split="weight"`              outputs of a row    --           section 3: column split of
+                                         linear                           B
+--         `split="token"`               tokens              --           not in the paper: for a
+                                                                          batch of one
+--         `num_micro_batches`           parts               2            section 3
+A, M       `Half`                        half-blocks         2 a layer    attention, MLP
+=========  ============================  ==================  ===========  ==========================
+
+Read in this order: `layers` (the sharded modules), `halves` (what lies between two all-reduces),
+`micro` (how a batch is divided), `schedule` (who computes while whose sum flies), `cut` and `model`
+(how a transformers model is divided), `loss` (cross entropy without whole logits), `parallel` (all
+of it put into the model).
+
+Departures from the paper:
+
+- Forward is wider: a sum is landed right before its consumer, so it flies behind a whole half-block
+  of the other micro-batch. The released code lands it earlier.
+- Backward is not autograd's mirror of forward. Each piece has a graph of its own and is played in
+  the order in which sums fly longest, without private hooks of torch (`schedule`).
+- Query, key and value share one all-reduce in backward, and so do gate and up.
+"""
+
+from lightning_commfree.domino.group import TensorGroup
+from lightning_commfree.domino.model import whole_tensors
+from lightning_commfree.domino.parallel import FAMILIES, ParallelModel
+from lightning_commfree.domino.settings import DominoSettings
+
+__all__ = ["FAMILIES", "DominoSettings", "ParallelModel", "TensorGroup", "whole_tensors"]

@@ -1,0 +1,231 @@
+"""The sharded modules: same parameter names as what they replace, 1/t of their tensors.
+
+t: ranks of the tensor group. Under a schedule (`TensorGroup.scheduled`) the all-reduces that a
+module would do are the schedule's; without one, in evaluation and generation say, the module does
+its own, so it is right wherever it is called.
+
+===============  ====================  ============================  =======================
+module           weight of a rank      forward, unscheduled          backward, unscheduled
+===============  ====================  ============================  =======================
+`ColumnLinear`   1/t of the outputs    x w                           all-reduce of dx
+`RowLinear`      1/t of the inputs     all-reduce of x w, plus bias  dy as it is
+`VocabEmbedding` 1/t of the words      all-reduce of found rows      dy as it is
+`VocabHead`      1/t of the words      gather of logits              all-reduce of dx
+===============  ====================  ============================  =======================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everybody names it
+
+from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG, TensorGroup
+
+
+class _Spread(torch.autograd.Function):
+    """Identity; the gradient is summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = grads
+        return ctx.group.all_reduce(gradient.clone(), BACKWARD_TAG).wait(), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the group; the gradient, which all ranks have alike, is passed on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        return group.all_reduce(x.clone(), FORWARD_TAG).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenate the last dimension over the group; each rank takes its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        rows = group.channel.all_gather(x.contiguous(), FORWARD_TAG).wait()
+        return torch.cat(rows.unbind(0), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size, dim=-1)[ctx.group.rank].contiguous(), None
+
+
+def spread(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return `x`, whose gradient is then the sum over the group."""
+    spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
+    return spread_x
+
+
+def summed(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the sum of `x` over the group; the gradient is passed on as it is."""
+    total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Linear(nn.Module):
+    """A linear layer with the weight of `nn.Linear`, (out, in), or of GPT-2's `Conv1D`, (in, out).
+
+    Args:
+        weight: this rank's part.
+        bias: this rank's part, or the whole; None for none.
+        group: the tensor group.
+        transposed: the weight is (in, out).
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: TensorGroup,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.group, self.transposed = group, transposed
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x times the weight, plus `bias`."""
+        return F.linear(x, self.weight.T if self.transposed else self.weight, bias)
+
+
+class ColumnLinear(_Linear):
+    """Holds some outputs of a linear layer; the input is whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs, shape (..., out / t)."""
+        return self.product(x if self.group.scheduled else spread(x, self.group), self.bias)
+
+
+class RowLinear(_Linear):
+    """Holds some inputs of a linear layer; the outputs of all ranks add up to the layer's."""
+
+    _launch: Callable[[Tensor], None] | None = None
+    _parts = 1
+    _made: list[Tensor]
+
+    @contextmanager
+    def sliced(self, parts: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
+        """In the body `forward` gives each of several slices of its output away when it is there.
+
+        Args:
+            parts: slices of the last dimension.
+            launch: takes a slice.
+
+        Yields:
+            The slices, with their graphs, after `forward` has run.
+        """
+        self._launch, self._parts, self._made = launch, parts, []
+        try:
+            yield self._made
+        finally:
+            self._launch = None
+
+    def _slices(self, x: Tensor, launch: Callable[[Tensor], None]) -> Tensor:
+        for weight in self.weight.tensor_split(self._parts, dim=1 if self.transposed else 0):
+            part = F.linear(x, weight.T if self.transposed else weight)
+            self._made.append(part)
+            launch(part)
+        return part  # nobody reads it: the sums are put together when they land
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, shape (..., out); under a schedule this rank's share, no bias."""
+        if self._launch is not None:
+            return self._slices(x, self._launch)
+        if self.group.scheduled:
+            return self.product(x)
+        return self.finish(summed(self.product(x), self.group))
+
+    def finish(self, total: Tensor) -> Tensor:
+        """Add the bias to the sum over the group."""
+        return total if self.bias is None else total + self.bias
+
+
+class DropoutAfterSum(nn.Dropout):
+    """Dropout behind a `RowLinear`: under a schedule it waits for the sum, in `finish`."""
+
+    def __init__(self, p: float, group: TensorGroup) -> None:
+        super().__init__(p)
+        self.group = group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply dropout, but for a partial sum."""
+        return input if self.group.scheduled else super().forward(input)
+
+    def finish(self, total: Tensor) -> Tensor:
+        """Apply dropout to a sum."""
+        return super().forward(total)
+
+
+class VocabEmbedding(nn.Module):
+    """Holds the embeddings of some words.
+
+    Args:
+        weight: this rank's rows, shape (V / t, H) with V padded.
+        first: its first word.
+        group: the tensor group.
+        padding_idx: the word whose gradient is left out, as in `nn.Embedding`.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, first: int, group: TensorGroup, padding_idx: int | None = None
+    ) -> None:
+        super().__init__()
+        self.weight, self.first, self.group = weight, first, group
+        self.padding_idx = padding_idx
+
+    @property
+    def embedding_dim(self) -> int:
+        """Length of an embedding."""
+        return self.weight.shape[1]
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return the embeddings, shape (..., H), of whole numbers."""
+        local = words - self.first
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        skip = None if self.padding_idx is None else self.padding_idx - self.first
+        if skip is not None and not 0 <= skip < len(self.weight):
+            skip = None
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, skip)
+        return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class VocabHead(nn.Module):
+    """Scores some words.
+
+    Args:
+        weight: this rank's rows, shape (V / t, H) with V padded.
+        bias: this rank's, or None.
+        words: size of the vocabulary without padding.
+        group: the tensor group.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, words: int, group: TensorGroup
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias, self.words, self.group = weight, bias, words, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits: of all words, (..., V); of this rank's, if the loss takes only those."""
+        local = F.linear(spread(x, self.group), self.weight, self.bias)
+        if self.group.local_logits:
+            return local
+        whole: Tensor = _Gather.apply(local, self.group)  # type: ignore[no-untyped-call]
+        return whole[..., : self.words]

@@ -1,0 +1,87 @@
+"""Cross entropy over a vocabulary that is divided among ranks: logits are never gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_commfree.domino.group import TensorGroup
+
+LOSS_TAG = "tensor_loss"
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Per position: log of the sum of exponentials, minus the target's logit."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, words: int, group: TensorGroup
+    ) -> Tensor:
+        width = logits_NV.shape[1]
+        if first + width > words:  # padding scores nothing
+            logits_NV = logits_NV.clone()
+            logits_NV[:, max(words - first, 0) :] = float("-inf")
+        largest_N = group.channel.all_gather(logits_NV.amax(1), LOSS_TAG).wait().amax(0)
+        exponentials_NV = (logits_NV - largest_N.unsqueeze(1)).exp()
+        local_N = targets_N - first
+        mine_N = (local_N >= 0) & (local_N < width)
+        index_N = local_N.masked_fill(~mine_N, 0).unsqueeze(1)
+        found_N = logits_NV.gather(1, index_N).squeeze(1) - largest_N
+        both = torch.stack([exponentials_NV.sum(1), found_N.masked_fill(~mine_N, 0.0)])
+        total_N, target_N = group.all_reduce(both, LOSS_TAG).wait()
+        ctx.save_for_backward(exponentials_NV.div_(total_N.unsqueeze(1)), index_N, mine_N)
+        return total_N.log() - target_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient_N,) = grads
+        shares_NV, index_N, mine_N = ctx.saved_tensors
+        result = shares_NV * gradient_N.unsqueeze(1)
+        result.scatter_add_(1, index_N, -(gradient_N * mine_N).unsqueeze(1))
+        return result, None, None, None, None
+
+
+def vocab_cross_entropy(
+    logits: Tensor, targets: Tensor, first: int, words: int, group: TensorGroup
+) -> Tensor:
+    """Return the cross entropy of each position, shape (N,).
+
+    Args:
+        logits: of this rank's words, floating point, shape (N, V / t).
+        targets: words, whole numbers of shape (N,); the same on all ranks. Any number outside of
+            the vocabulary gives a result without meaning.
+        first: this rank's first word.
+        words: size of the vocabulary without padding.
+        group: the tensor group.
+    """
+    loss: Tensor = _CrossEntropy.apply(logits, targets, first, words, group)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
+    """Return what takes the place of transformers' `ForCausalLMLoss`, on local logits."""
+
+    def loss_function(
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        counted = targets != ignore_index
+        flat = logits.reshape(-1, logits.shape[-1])
+        flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+        each = vocab_cross_entropy(flat, targets.masked_fill(~counted, 0), first, words, group)
+        total = each.masked_fill(~counted, 0.0).sum()
+        return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)
+
+    return loss_function

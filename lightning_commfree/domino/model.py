@@ -1,0 +1,222 @@
+"""Dividing an unmodified transformers model among the ranks of a tensor group, in place.
+
+Parameter names stay what they are. `Sharded` remembers how each tensor was cut, so that whole ones
+can be made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.group import TensorGroup
+from lightning_commfree.domino.halves import Half, gpt2_halves, llama_halves
+from lightning_commfree.domino.layers import (
+    ColumnLinear,
+    DropoutAfterSum,
+    RowLinear,
+    VocabEmbedding,
+    VocabHead,
+)
+
+Parts = dict[int, Cut]  # by the id of a parameter
+
+
+@dataclass
+class Sharded:
+    """A divided model.
+
+    Attributes:
+        model: the transformers model, changed in place.
+        group: the tensor group.
+        cuts: of the parameters that are divided; the others are whole on every rank.
+        halves: of the stack, in order; empty if no schedule is known for the model.
+        restore: puts the original modules back, for parameters that are whole again.
+    """
+
+    model: nn.Module
+    group: TensorGroup
+    cuts: dict[nn.Parameter, Cut] = field(default_factory=dict)
+    halves: list[Half] = field(default_factory=list)
+    restore: list[Callable[[], None]] = field(default_factory=list)
+
+    def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
+        """Put `new` in the place of a child, until `restore`."""
+        old = getattr(parent, name)
+        new.train(old.training)
+        setattr(parent, name, new)
+        self.restore.append(lambda: _put_back(parent, name, old, new))
+
+    def set(self, owner: nn.Module, name: str, value: Any) -> None:
+        """Change a plain attribute, until `restore`."""
+        old = getattr(owner, name)
+        setattr(owner, name, value)
+        self.restore.append(lambda: setattr(owner, name, old))
+
+    def part(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+        """Return this rank's part as a new parameter, and remember the cut."""
+        values = cut.part(parameter.detach(), self.group.rank)
+        mine = nn.Parameter(values.clone(), requires_grad=parameter.requires_grad)
+        self.cuts[mine] = cut
+        return mine
+
+
+def _put_back(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
+    for key, parameter in new.named_parameters(recurse=False):
+        old.register_parameter(key, parameter)
+    old.train(new.training)
+    setattr(parent, name, old)
+
+
+def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
+    """See that attention can be divided.
+
+    Raises:
+        ValueError: heads or key heads do not fit the ranks.
+    """
+    if heads % ranks:
+        raise ValueError(
+            f"{name} has {heads} attention heads, which {ranks} tensor-parallel ranks cannot share"
+            f" equally. Choose a `tensor_parallel_size` that divides {heads}."
+        )
+    if key_heads % ranks and ranks % key_heads:
+        raise ValueError(
+            f"{name} has {key_heads} key-value heads, and {ranks} tensor-parallel ranks can neither"
+            " share them equally nor all hold one. Choose a `tensor_parallel_size` that divides"
+            f" {key_heads} or is a multiple of it."
+        )
+
+
+def column(sharded: Sharded, parent: nn.Module, name: str, cut: Cut) -> None:
+    """Divide a linear layer's outputs; `cut` is of the output dimension."""
+    old = getattr(parent, name)
+    weight = sharded.part(old.weight, cut)
+    bias = None
+    if old.bias is not None:
+        flat = Cut(0, cut.ranges, cut.size, cut.blocks, cut.padded)
+        bias = sharded.part(old.bias, flat)
+    new = ColumnLinear(weight, bias, sharded.group, transposed=not isinstance(old, nn.Linear))
+    sharded.replace(parent, name, new)
+
+
+def row(sharded: Sharded, parent: nn.Module, name: str) -> None:
+    """Divide a linear layer's inputs; the bias stays whole."""
+    old = getattr(parent, name)
+    transposed = not isinstance(old, nn.Linear)
+    dim = 0 if transposed else 1
+    cut = Cut.even(dim, old.weight.shape[dim], sharded.group.size)
+    new = RowLinear(sharded.part(old.weight, cut), old.bias, sharded.group, transposed)
+    sharded.replace(parent, name, new)
+
+
+def dropout(sharded: Sharded, parent: nn.Module, name: str) -> None:
+    """Let a dropout behind a row linear wait for the sum."""
+    old = getattr(parent, name)
+    sharded.replace(parent, name, DropoutAfterSum(old.p, sharded.group))
+
+
+def vocabulary(
+    sharded: Sharded, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
+) -> None:
+    """Divide embedding and head by words; a tied weight stays one parameter."""
+    group = sharded.group
+    old_embedding, old_head = getattr(*embeddings), getattr(*head)
+    words = old_embedding.weight.shape[0]
+    cut = Cut.even(0, words, group.size)
+    first = cut.ranges[group.rank][0]
+    weight = sharded.part(old_embedding.weight, cut)
+    tied = old_head.weight is old_embedding.weight
+    head_weight = weight if tied else sharded.part(old_head.weight, cut)
+    bias = None if old_head.bias is None else sharded.part(old_head.bias, cut)
+    padding = old_embedding.padding_idx
+    sharded.replace(*embeddings, VocabEmbedding(weight, first, group, padding))
+    sharded.replace(*head, VocabHead(head_weight, bias, words, group))
+
+
+def shard_gpt2(sharded: Sharded) -> None:
+    """Divide a `GPT2LMHeadModel`."""
+    model: Any = sharded.model
+    config, ranks = model.config, sharded.group.size
+    check_heads(type(model).__name__, config.n_head, config.n_head, ranks)
+    blocks = model.transformer.h
+    for block in blocks:
+        attention, mlp = block.attn, block.mlp
+        width = attention.c_attn.weight.shape[1]
+        column(sharded, attention, "c_attn", Cut.even(1, width, ranks, blocks=3))
+        row(sharded, attention, "c_proj")
+        dropout(sharded, attention, "resid_dropout")
+        sharded.set(attention, "num_heads", attention.num_heads // ranks)
+        sharded.set(attention, "split_size", attention.split_size // ranks)
+        _check_width(model, "n_inner", mlp.c_fc.weight.shape[1], ranks)
+        column(sharded, mlp, "c_fc", Cut.even(1, mlp.c_fc.weight.shape[1], ranks))
+        row(sharded, mlp, "c_proj")
+        dropout(sharded, mlp, "dropout")
+    vocabulary(sharded, (model.transformer, "wte"), (model, "lm_head"))
+    sharded.halves = gpt2_halves(list(blocks))
+
+
+def shard_llama(sharded: Sharded) -> None:
+    """Divide a causal language model whose blocks are Llama's."""
+    model: Any = sharded.model
+    config, ranks = model.config, sharded.group.size
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    check_heads(type(model).__name__, heads, key_heads, ranks)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        head_dim = attention.head_dim
+        column(sharded, attention, "q_proj", Cut.even(0, heads * head_dim, ranks))
+        key_cut = _key_cut(heads, key_heads, head_dim, ranks)
+        for name in ("k_proj", "v_proj"):
+            column(sharded, attention, name, key_cut)
+        row(sharded, attention, "o_proj")
+        groups = (heads // ranks) // max(key_heads // ranks, 1)
+        sharded.set(attention, "num_key_value_groups", groups)
+        width = mlp.gate_proj.weight.shape[0]
+        _check_width(model, "intermediate_size", width, ranks)
+        for name in ("gate_proj", "up_proj"):
+            column(sharded, mlp, name, Cut.even(0, width, ranks))
+        row(sharded, mlp, "down_proj")
+    vocabulary(sharded, (model.model, "embed_tokens"), (model, "lm_head"))
+    sharded.halves = llama_halves(list(model.model.layers))
+
+
+def _key_cut(heads: int, key_heads: int, head_dim: int, ranks: int) -> Cut:
+    if key_heads % ranks == 0:
+        return Cut.even(0, key_heads * head_dim, ranks)
+    per_rank = heads // ranks
+    firsts = [rank * per_rank // (heads // key_heads) for rank in range(ranks)]
+    ranges = tuple((first * head_dim, (first + 1) * head_dim) for first in firsts)
+    return Cut(0, ranges, key_heads * head_dim)
+
+
+def _check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
+    if width % ranks:
+        raise ValueError(
+            f"{type(model).__name__} has MLPs of width {width} (`{name}`), which {ranks}"
+            f" tensor-parallel ranks cannot share equally. Choose a `tensor_parallel_size` that"
+            f" divides {width}."
+        )
+
+
+def whole_tensors(
+    named: Sequence[tuple[str, Tensor]], cuts: dict[str, Cut], group: TensorGroup, tag: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors as they would be without sharding, one after the other; collective.
+
+    Args:
+        named: this rank's tensors, in the same order on all ranks.
+        cuts: by name, of those that are divided.
+        group: the tensor group.
+        tag: what for.
+    """
+    for name, tensor in named:
+        cut = cuts.get(name)
+        if cut is None:
+            yield name, tensor
+            continue
+        rows = group.channel.all_gather(tensor.detach().contiguous(), tag).wait()
+        yield name, cut.join(list(rows))

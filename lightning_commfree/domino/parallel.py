@@ -1,0 +1,265 @@
+"""Putting the schedule into a transformers model: its own code goes on calling it.
+
+A causal language model of transformers loops over its blocks. While a schedule is wanted, the list
+of blocks yields a single one, which plays all of them. Everything around the loop stays
+transformers': masks, positions, the last norm, head and outputs. Where a schedule does not apply,
+in evaluation, generation or when hidden states of single blocks are asked for, the loop runs as
+ever, and the sharded modules do their own all-reduces.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.group import TensorGroup, Trace
+from lightning_commfree.domino.loss import causal_lm_loss
+from lightning_commfree.domino.micro import BatchSplit, Split, TokenSplit, WeightSplit, Whole
+from lightning_commfree.domino.model import (
+    Sharded,
+    check_heads,
+    column,
+    row,
+    shard_gpt2,
+    shard_llama,
+)
+from lightning_commfree.domino.schedule import Done, Play, play
+from lightning_commfree.domino.settings import DominoSettings
+
+# by class name: transformers is not imported, so that the library does not need it
+FAMILIES: dict[str, Callable[[Sharded], None]] = {
+    "GPT2LMHeadModel": shard_gpt2,
+    "LlamaForCausalLM": shard_llama,
+    "MistralForCausalLM": shard_llama,
+    "Qwen2ForCausalLM": shard_llama,
+    "Qwen3ForCausalLM": shard_llama,
+}
+_NOT_FOR_BLOCKS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
+_NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
+
+
+class ParallelModel:
+    """A transformers model that is divided and scheduled, in place.
+
+    Args:
+        model: on every rank the same, with the same weights, or on the `meta` device.
+        channel: to the ranks of the tensor group.
+        settings: split and micro-batches.
+        seed: of the random numbers that differ from rank to rank.
+
+    Attributes:
+        sharded: what was cut, and how.
+        trace: if set, told of every event of the schedule: what, which half-block, micro-batch.
+        done: if set, told of a half-block whose gradients are there, in backward.
+        fell_back: told, once, why a batch was split in another way than asked for.
+
+    Raises:
+        ValueError: the model cannot be divided, or not among so many ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, channel: Channel, settings: DominoSettings, seed: int = 0
+    ) -> None:
+        self.settings = settings
+        self.group = TensorGroup(channel, seed)
+        self.sharded = Sharded(model, self.group)
+        self.trace: Trace | None = None
+        self.done: Done | None = None
+        self.fell_back: Callable[[str], None] = lambda _: None
+        self._handles: list[Any] = []
+        name = type(model).__name__
+        if name in FAMILIES:
+            FAMILIES[name](self.sharded)
+            self._schedule(model)
+        else:
+            _apply_plan(self.sharded)
+
+    def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
+        """Make the model transformers' own again.
+
+        Args:
+            wholes: the whole tensors, by this rank's parts; see `whole_tensors`.
+        """
+        for handle in self._handles:
+            handle.remove()
+        for parameter, whole in wholes.items():
+            parameter.data = whole
+            parameter.grad = None
+        for undo in reversed(self.sharded.restore):
+            undo()
+
+    # -- inside
+
+    def _schedule(self, model: Any) -> None:
+        base = getattr(model, model.base_model_prefix)
+        blocks = base.h if hasattr(base, "h") else base.layers
+        kinds = getattr(model.config, "layer_types", None) or ["same"]
+        if len(set(kinds)) == 1:  # else each kind of block has a mask of its own
+            _become_played(blocks, self._stack(blocks[0]), self.sharded)
+            self._handles += [
+                base.register_forward_pre_hook(self._begin, with_kwargs=True),
+                base.register_forward_hook(self._end, always_call=True),
+            ]
+        if model.loss_function.__name__ == "ForCausalLMLoss":
+            head = model.lm_head
+            first = head.weight.shape[0] * self.group.rank
+            own = "_loss_function" in vars(model)
+            before = vars(model).get("_loss_function")
+            model.loss_function = causal_lm_loss(self.group, first, head.words)
+            self.sharded.restore.append(
+                lambda: (
+                    setattr(model, "_loss_function", before)
+                    if own
+                    else delattr(model, "_loss_function")
+                )
+            )
+            self._handles += [
+                model.register_forward_pre_hook(self._begin_loss, with_kwargs=True),
+                model.register_forward_hook(self._end_loss, always_call=True),
+            ]
+
+    def _stack(self, block: nn.Module) -> Callable[..., Any]:
+        signature = inspect.signature(type(block).forward)
+        returns_tensor = "tuple" not in str(signature.return_annotation).lower()
+
+        def stack(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(block, hidden, *args, **kwargs).arguments
+            extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
+            extra.update(extra.pop("kwargs", {}))
+            arguments = {k: v for k, v in extra.items() if k not in _NOT_FOR_BLOCKS}
+            arguments = {k: v for k, v in arguments.items() if not k.startswith("encoder_")}
+            run = Play(
+                self.sharded.halves,
+                self.group,
+                self._split(hidden, block),
+                _checkpointed(block),
+                self.trace,
+                self.done,
+            )
+            output = play(run, hidden, arguments)
+            return output if returns_tensor else (output,)
+
+        return stack
+
+    def _split(self, hidden: Tensor, block: Any) -> Split:
+        rows, tokens = hidden.shape[:2]
+        parts, split = self.settings.num_micro_batches, self.settings.split
+        if split == "batch" and rows < 2:
+            split = "token" if tokens >= 2 else "none"
+            self.fell_back(
+                f"A batch of {rows} cannot be split by rows (`split='batch'`); it is split by"
+                f" {'tokens' if split == 'token' else 'nothing'} instead."
+            )
+        if split == "batch":
+            return BatchSplit(min(parts, rows))
+        if split == "token" and tokens >= 2:
+            attention = self.sharded.halves[0].attention
+            config: Any = getattr(attention, "config", None)
+            flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+            return TokenSplit(min(parts, tokens), flash)
+        return WeightSplit(parts) if split == "weight" else Whole()
+
+    def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("past_key_values")
+        asked = any(
+            kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
+            for name in _NOT_SCHEDULED
+        )
+        filled = cache is not None and cache.get_seq_length() > 0
+        _blocks(base).active = torch.is_grad_enabled() and not asked and not filled
+
+    def _end(self, base: Any, args: Any, output: Any) -> None:
+        _blocks(base).active = False
+
+    def _begin_loss(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        names = list(inspect.signature(type(model).forward).parameters)[1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self.group.local_logits = given.get("labels") is not None
+
+    def _end_loss(self, model: Any, args: Any, output: Any) -> Any:
+        local, self.group.local_logits = self.group.local_logits, False
+        if not local or output is None:
+            return output
+        if isinstance(output, tuple):
+            return (output[0], None, *output[2:])
+        return type(output)(**{k: v for k, v in output.items() if k != "logits"})
+
+
+class _Played(nn.ModuleList):
+    """A list of blocks that yields one which plays all of them, while `active`."""
+
+    active = False
+    stack: Callable[..., Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.stack]) if self.active else super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.active and isinstance(index, slice):
+            return [self.stack]
+        return super().__getitem__(index)
+
+
+def _become_played(blocks: Any, stack: Callable[..., Any], sharded: Sharded) -> None:
+    before = type(blocks)
+    blocks.__class__ = _Played
+    blocks.stack = stack
+
+    def undo() -> None:
+        blocks.__class__ = before
+        del blocks.stack
+
+    sharded.restore.append(undo)
+
+
+def _blocks(base: Any) -> Any:
+    return base.h if hasattr(base, "h") else base.layers
+
+
+def _checkpointed(block: Any) -> bool:
+    return bool(getattr(block, "gradient_checkpointing", False)) and block.training
+
+
+def _apply_plan(sharded: Sharded) -> None:
+    """Divide a model by the tensor-parallel plan in its config; nothing is scheduled."""
+    model: Any = sharded.model
+    name = type(model).__name__
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not plan:
+        raise ValueError(
+            f"Tensor parallelism of `{name}` is not supported: its config has no tensor-parallel"
+            f" plan. Scheduled are {', '.join(FAMILIES)}; any other model of transformers whose"
+            " config has a `base_model_tp_plan` of column- and row-wise linears is divided by it."
+        )
+    config = model.config
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    check_heads(name, heads, key_heads, sharded.group.size)
+    if key_heads % sharded.group.size:
+        raise ValueError(
+            f"{name} has {key_heads} key-value heads; by its plan {sharded.group.size} ranks cannot"
+            f" share them. Choose a `tensor_parallel_size` that divides {key_heads}."
+        )
+    base = getattr(model, model.base_model_prefix, model)
+    for path, module in list(base.named_modules()):
+        style = next((s for pattern, s in plan.items() if fnmatch(path, pattern)), None)
+        if style is None or not isinstance(module, nn.Linear):
+            continue
+        parent_path, _, child = path.rpartition(".")
+        parent = base.get_submodule(parent_path)
+        if style == "colwise":
+            column(sharded, parent, child, Cut.even(0, module.weight.shape[0], sharded.group.size))
+        elif style == "rowwise":
+            row(sharded, parent, child)
+        else:
+            raise ValueError(
+                f"The tensor-parallel plan of `{name}` divides '{path}' as {style!r}, which is not"
+                " supported; 'colwise' and 'rowwise' are."
+            )

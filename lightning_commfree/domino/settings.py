@@ -1,0 +1,42 @@
+"""What the user decides about tensor parallelism, checked when it is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+SPLITS = ("batch", "token", "weight", "none")
+
+
+@dataclass(frozen=True)
+class DominoSettings:
+    """The knobs of the schedule; `DominoTPStrategy` says what each is for.
+
+    Raises:
+        ValueError: a value outside its range.
+        TypeError: a value of another kind.
+    """
+
+    tensor_parallel_size: int | None = None
+    split: str = "batch"
+    num_micro_batches: int = 2
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ValueError(
+                f"`split={self.split!r}` is unknown. Choose one of {', '.join(map(repr, SPLITS))}."
+            )
+        for name, least in (("tensor_parallel_size", 1), ("num_micro_batches", 2)):
+            value = getattr(self, name)
+            if value is None and name == "tensor_parallel_size":
+                continue
+            if not isinstance(value, int):
+                raise TypeError(
+                    f"`{name}={value!r}` must be a whole number, but it is a"
+                    f" {type(value).__name__}. Give an int."
+                )
+            if value < least:
+                raise ValueError(f"`{name}={value}` must be at least {least}.")
+
+    def facts(self) -> dict[str, str]:
+        """Return what must be equal on all ranks, as text."""
+        return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

@@ -1,14 +1,18 @@
-"""AdamW with linear warm-up and cosine decay, weight decay on matrices only."""
+"""Optimizers of the recipes: linear warm-up, cosine decay, weight decay on matrices only."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_commfree import DistributedLion
 
 OptimizerFactory = Callable[[nn.Module], OptimizerLRSchedulerConfig]
 
@@ -22,17 +26,78 @@ def adamw_cosine(
     warmup_steps: int = 100,
     final_lr_fraction: float = 0.1,
 ) -> OptimizerLRSchedulerConfig:
-    """Return optimizer and schedule as `configure_optimizers` returns them.
+    """Return AdamW and its schedule as `configure_optimizers` returns them.
 
     Args:
-        module: all its trainable parameters are optimized; those with two dimensions or more
-            (matrices, embeddings) decay, gains and biases do not.
-        total_steps: optimizer steps of the whole run; the cosine ends there.
+        module: see `decay_groups`.
+        total_steps: see `warmup_cosine`.
         lr: the highest learning rate, reached after warm-up.
         betas: of AdamW.
         weight_decay: of AdamW.
+        warmup_steps: see `warmup_cosine`.
+        final_lr_fraction: see `warmup_cosine`.
+
+    Raises:
+        ValueError: see `warmup_cosine`.
+    """
+    groups = decay_groups(module, weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
+    return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
+
+
+def lion_cosine(
+    module: nn.Module,
+    total_steps: int,
+    lr: float = 2.5e-4,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.4,
+    warmup_steps: int = 100,
+    final_lr_fraction: float = 0.1,
+) -> OptimizerLRSchedulerConfig:
+    """Return `DistributedLion` and its schedule as `configure_optimizers` returns them.
+
+    The defaults are those of `adamw_cosine` with a quarter of the learning rate and four times the
+    weight decay: their product is what parameters decay by.
+
+    Args:
+        module: see `decay_groups`.
+        total_steps: see `warmup_cosine`.
+        lr: the highest learning rate, reached after warm-up.
+        betas: of `DistributedLion`.
+        weight_decay: of `DistributedLion`.
+        warmup_steps: see `warmup_cosine`.
+        final_lr_fraction: see `warmup_cosine`.
+
+    Raises:
+        ValueError: see `warmup_cosine` and `DistributedLion`.
+    """
+    groups = decay_groups(module, weight_decay)
+    optimizer = DistributedLion(groups, lr=lr, betas=(betas[0], betas[1]))
+    return warmup_cosine(optimizer, total_steps, warmup_steps, final_lr_fraction)
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return two parameter groups of a module's trainable parameters.
+
+    Those with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def warmup_cosine(
+    optimizer: Optimizer, total_steps: int, warmup_steps: int, final_lr_fraction: float
+) -> OptimizerLRSchedulerConfig:
+    """Return an optimizer with its schedule, stepped with it.
+
+    Args:
+        optimizer: its learning rate is the highest one, reached after warm-up.
+        total_steps: optimizer steps of the whole run; the cosine ends there.
         warmup_steps: steps in which the learning rate grows linearly.
-        final_lr_fraction: of `lr`, at the end.
+        final_lr_fraction: of the highest learning rate, at the end.
 
     Raises:
         ValueError: the run has no length, or warm-up is longer than it.
@@ -47,12 +112,6 @@ def adamw_cosine(
             f"warmup_steps={warmup_steps} must be at least 0 and less than the run's {total_steps}"
             " steps. Lower `optimizer.warmup_steps` or raise `trainer.max_steps`."
         )
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -11,8 +11,9 @@ by shards  each worker gets one shard of all ballots, counts it, and sends     N
 =========  ==================================================================  =================
 
 The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
-parameter, c > 0. Only if some worker has an exact zero a second plane follows, c != 0; and only if
-some sum is zero the majority's verdict has a second plane. That they follow is said by what came
+parameter, c > 0. Only if some worker has an exact zero, where they are follows: as a second plane,
+c != 0, or as a list of places while that is shorter. And only if some sum is zero the majority's
+verdict has a second plane. That they follow is said by what came
 before, so every worker knows alike. A worker that abstains needs no second plane: the header says
 it.
 """
@@ -33,7 +34,8 @@ UP_TAG = "vote_up"
 DOWN_TAG = "vote_down"
 NODE_TAG = "vote_node"
 
-_STOP, _ZEROS, _ABSTAINS = 1, 2, 4  # bits of a header's first word
+_STOP, _ABSTAINS = 1, 2  # bits of a header's first word, below the number of zeros
+_COUNT_FROM = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES = 16
 _FLAG_BYTES = 8
@@ -51,7 +53,7 @@ class Roll(NamedTuple):
     """What all headers say together; the same on all workers."""
 
     stop: bool  # somebody wants to stop
-    zeros: bool  # somebody votes 0 on some parameter
+    zeros: int  # the most votes of 0 of a worker that does not abstain
     abstaining: tuple[int, ...]  # workers
     faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
     with_gradient: tuple[bool, ...]  # per parameter: some worker has a gradient
@@ -78,13 +80,13 @@ def write_header(
     Args:
         out: uint8, shape (header_bytes(parameters),).
         stop: whether this worker wants to stop.
-        zeros: bool, no dimension: it votes 0 on some parameter.
+        zeros: int64, no dimension: on how many places it votes 0.
         abstains: bool, no dimension: it leaves the whole bucket to the others.
         digest: of its parameters, int64; 0: not asked for.
         marks: uint8, shape (parameters,): `HAS_GRADIENT` and `NONFINITE`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
-    words[0] = int(stop) * _STOP + zeros * _ZEROS + abstains * _ABSTAINS
+    words[0] = int(stop) * _STOP + abstains * _ABSTAINS + (zeros << _COUNT_FROM)
     words[1] = digest
     out[_WORDS_BYTES:].zero_()
     out[_WORDS_BYTES : _WORDS_BYTES + marks.numel()] = marks
@@ -97,7 +99,7 @@ def read_headers(headers: Tensor, parameters: int) -> Roll:
     abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
     return Roll(
         stop=any(flags & _STOP for flags, _ in words),
-        zeros=any(flags & _ZEROS and not flags & _ABSTAINS for flags, _ in words),
+        zeros=max([flags >> _COUNT_FROM for flags, _ in words if not flags & _ABSTAINS] or [0]),
         abstaining=abstaining,
         faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),
         with_gradient=tuple((marks & HAS_GRADIENT).bool().any(0).tolist()),
@@ -157,7 +159,9 @@ class GatherExchange:
         if roll.drifted or (roll.faults and refuse_faults):
             return Result(roll, None)
         nonzero_WB = None
-        if roll.zeros:
+        if roll.zeros and _list_bytes(roll) < ballot.nonzero.numel():
+            nonzero_WB = _gather_places(ballot, roll, self._valid, self._channel)
+        elif roll.zeros:
             nonzero_WB = self._channel.all_gather(ballot.nonzero, UP_TAG).wait()
         shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, shard=0)
         planes = shard.planes
@@ -176,6 +180,7 @@ class ShardExchange:
         assert plane_bytes % (8 * size) == 0, "shards are whole words"
         self._channel = channel
         self._shard_bytes = plane_bytes // size
+        self._valid_everywhere = valid
         self._valid = valid.view(size, -1)[channel.rank]
         self._up_bytes = size * (header_bytes(parameters) + self._shard_bytes)
         self._down_planes = rule.expected_planes(size)
@@ -197,7 +202,10 @@ class ShardExchange:
         if roll.drifted or (roll.faults and refuse_faults):
             return Result(roll, None)
         nonzero_WB = None
-        if roll.zeros:
+        if roll.zeros and _list_bytes(roll) < self._shard_bytes:
+            whole_WB = _gather_places(ballot, roll, self._valid_everywhere, self._channel)
+            nonzero_WB = whole_WB.view(size, size, -1)[:, self._channel.rank]
+        elif roll.zeros:
             nonzero_WB = self._channel.all_to_all(ballot.nonzero.view(size, -1), UP_TAG).wait()
         shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, self._channel.rank)
         return Result(roll, _verdict(self._send_back(shard), shard.weights, rule.offset(size)))
@@ -239,7 +247,7 @@ class NodeExchange:
         roll, verdict = self._inner.run(
             Ballot(ballot.header, *parts), rule, parameters, refuse_faults
         )
-        weights = rule.weights(self._workers, roll.zeros or bool(roll.abstaining))
+        weights = rule.weights(self._workers, bool(roll.zeros or roll.abstaining))
         part_bytes = ballot.plus.numel() // size
         # what another rank of the node has seen and this one has not
         flags = torch.tensor([roll.stop, roll.drifted, verdict is None], dtype=torch.uint8)
@@ -262,6 +270,30 @@ class NodeExchange:
 def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[Roll, Tensor]:
     cut = ballot.header.numel()
     return read_headers(received[:, :cut].cpu(), parameters), received[:, cut:]
+
+
+def _list_bytes(roll: Roll) -> int:
+    return 4 * roll.zeros
+
+
+def _gather_places(ballot: Ballot, roll: Roll, valid: Tensor, channel: Channel) -> Tensor:
+    """Return the planes of c != 0 of all workers, who send the places of their zeros only."""
+    bytes_ = valid.numel()
+    zero = ballot.nonzero ^ valid
+    (touched,) = zero.nonzero(as_tuple=True)
+    bits = (zero[touched].unsqueeze(1) >> torch.arange(8, device=zero.device)) & 1
+    row, bit = bits.nonzero(as_tuple=True)
+    mine = torch.full((roll.zeros,), -1, dtype=torch.int32, device=zero.device)
+    places = (touched[row] + bytes_ * bit)[: roll.zeros]  # more: of a worker that abstains
+    mine[: places.numel()] = places
+    planes_WB = valid.repeat(channel.size, 1)
+    for plane, some in zip(planes_WB, channel.all_gather(mine, UP_TAG).wait(), strict=True):
+        known = some[some >= 0].long()
+        flags = (1 << known // bytes_).to(torch.uint8)
+        # places differ, so the bits of one byte add up as they would be or-ed
+        absent = torch.zeros_like(plane).index_put_((known % bytes_,), flags, accumulate=True)
+        plane ^= absent
+    return planes_WB
 
 
 def _count(

@@ -35,7 +35,7 @@ class Flight(NamedTuple):
 
     ballot: Ballot
     pending: Pending[Result]
-    gradients: list[tuple[int, int]]  # which tensors were voted with, and how often written to
+    gradients: list[tuple[Tensor | None, int]]  # what was voted with, and how often written to
 
 
 class Poll:
@@ -100,7 +100,7 @@ class Poll:
         for name, voted, now in zip(
             self.bucket.names, flight.gradients, self._gradients(), strict=True
         ):
-            if voted != now:
+            if voted[0] is not now[0] or voted[1] != now[1]:
                 raise RuntimeError(
                     f"The gradient of {name!r} changed after its vote had begun. Something writes"
                     " to gradients between backward and optimizer step, or backward reaches them"
@@ -115,9 +115,9 @@ class Poll:
         refuse = self._settings.nonfinite == "raise"
         return self._exchange.run(ballot, self._rule, len(self.bucket), refuse)
 
-    def _gradients(self) -> list[tuple[int, int]]:
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
-        return [(0, 0) if g is None else (id(g), g._version) for g in gradients]
+        return [(g, 0 if g is None else g._version) for g in gradients]
 
     def _make_rule(self) -> Rule:
         if self._settings.vote == "average":

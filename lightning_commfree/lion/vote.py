@@ -39,19 +39,37 @@ class Verdict(NamedTuple):
         """Return the same on `device`."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
-    def read(self, start: int, out: Tensor) -> Tensor:
+    def read(self, start: int, out: Tensor, room: Tensor | None = None) -> Tensor:
         """Write Delta of parameters `start` and following into `out`: floating point, shape (N,).
 
         Every operation rounds once, as in the formula: whole numbers, then one division.
+
+        Args:
+            start: which parameter is the first.
+            out: what is written.
+            room: uint8, shape (2, N) or more: where bits are put, to save the allocation.
         """
-        whole = torch.uint8 if 2 * self.offset <= 255 else torch.int32
-        total = torch.zeros(out.shape, dtype=whole, device=out.device)
-        bits = torch.empty(out.shape, dtype=torch.uint8, device=out.device)
+        size = out.numel()
+        if room is None:
+            room = torch.empty(2, size, dtype=torch.uint8, device=out.device)
+        total, bits = (row[:size] for row in room)
+        if 2 * self.offset > 127:  # the sum does not fit
+            return self._read_wide(start, out, bits)
+        for place, (plane, weight) in enumerate(zip(self.planes, self.weights, strict=True)):
+            unpack_bits_part(plane, start, bits if place else total)
+            if place:
+                total.add_(bits, alpha=weight)
+            elif weight > 1:
+                total.mul_(weight)
+        out.copy_(total.view(torch.int8).sub_(self.offset))
+        return out if self.offset == 1 else out.div_(self.offset)
+
+    def _read_wide(self, start: int, out: Tensor, bits: Tensor) -> Tensor:
+        total = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
         for plane, weight in zip(self.planes, self.weights, strict=True):
             unpack_bits_part(plane, start, bits)
             total.add_(bits, alpha=weight)
-        out.copy_(total).sub_(self.offset)
-        return out if self.offset == 1 else out.div_(self.offset)
+        return out.copy_(total.sub_(self.offset)).div_(self.offset)
 
 
 class Shard(NamedTuple):

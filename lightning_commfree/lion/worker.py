@@ -11,6 +11,7 @@ the work goes in pieces that stay in its cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.exchange import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.vote import Verdict
 
-_PIECE = 1 << 16  # values: three fp32 buffers of it stay in a core's cache
+_PIECE = 1 << 18  # values: some buffers of it stay in a core's cache, and calls are few
 
 State = dict[str, Any]  # of a parameter, in the optimizer
 
@@ -54,7 +55,7 @@ def cast_ballot(
     buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
     plus, nonzero = buffer[head:].view(2, -1)
     marks = valid.new_zeros(len(bucket))
-    voters = torch.zeros((), dtype=torch.int64, device=valid.device)
+    count = _Count(valid.device)
     for i, member in enumerate(members):
         gradient = member.parameter.grad
         if gradient is None:
@@ -64,14 +65,11 @@ def cast_ballot(
                 f"The gradient of {bucket.names[i]!r} is sparse, and a vote takes all of it. Use"
                 " `sparse=False` in its `nn.Embedding`."
             )
-        extremes = []  # both are NaN if a value is
+        count.begin()
         for place, direction in _directions(member, gradient):
-            pack_bits_part(direction > 0, bucket.starts[i] + place, plus)
-            voters += torch.count_nonzero(direction)
-            extremes.append(torch.stack(torch.aminmax(direction)))
-        bad = ~torch.stack(extremes).isfinite().all() if extremes else False
-        marks[i] = HAS_GRADIENT + NONFINITE * bad
-    zeros, abstains = voters < bucket.numel, (marks & NONFINITE).any()
+            pack_bits_part(count.positive(direction), bucket.starts[i] + place, plus)
+        marks[i] = HAS_GRADIENT + NONFINITE * count.nonfinite
+    zeros, abstains = bucket.numel - count.voters, (marks & NONFINITE).any()
     if valid.device.type != "cpu" or zeros:  # a GPU is not waited for
         for i, member in enumerate(members):
             if member.parameter.grad is not None:
@@ -81,6 +79,45 @@ def cast_ballot(
         nonzero.copy_(valid)
     write_header(buffer[:head], stop, zeros, abstains, digest, marks)
     return buffer
+
+
+class _Count:
+    """Signs and what is to be known of them, in few passes over a piece.
+
+    Attributes:
+        voters: how many directions were not 0, int64.
+        nonfinite: whether one was NaN or Inf since `begin`, bool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cpu = device.type == "cpu"
+        self.voters = torch.zeros((), dtype=torch.int64, device=device)
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
+        self._signs = torch.empty(0, device=device)
+        self._codes = torch.empty(0, dtype=torch.int8, device=device)
+
+    def begin(self) -> None:
+        """Begin with another parameter."""
+        self.nonfinite = torch.zeros_like(self.nonfinite)
+
+    def positive(self, direction: Tensor) -> Tensor:
+        """Return direction > 0, bool; valid until the next call."""
+        if not self._on_cpu:
+            self.voters += torch.count_nonzero(direction)
+            self.nonfinite |= ~torch.stack(torch.aminmax(direction)).isfinite().all()
+            return direction > 0
+        # on a CPU comparing is not vectorized, but taking signs and multiplying are
+        size = direction.numel()
+        if self._codes.numel() < size or self._signs.dtype != direction.dtype:
+            self._signs, self._codes = torch.empty_like(direction), self._codes.new_empty(size)
+        # a finite sum shows without another pass that all of them are
+        if not math.isfinite(float(direction.sum())) and not bool(direction.isfinite().all()):
+            self.nonfinite = torch.ones_like(self.nonfinite)
+            self.voters += torch.count_nonzero(direction)
+            return direction > 0
+        signs = torch.sign(direction, out=self._signs[:size])
+        self.voters += int(torch.dot(signs, signs))  # exact: a piece has fewer than 2^24 values
+        return self._codes[:size].copy_(signs).relu_().view(torch.bool)
 
 
 def take_step(
@@ -110,9 +147,10 @@ def _move(member: Member, verdict: Verdict, start: int) -> None:
     lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
     parameter = member.parameter.detach()
     values = flat(member.state.get("master", parameter))
-    deltas = values.new_empty(min(_piece(values), values.numel()))
+    size = min(_piece(values), values.numel())
+    deltas, room = values.new_empty(size), _room(size, values)
     for place, piece in _pieces(values):
-        delta = verdict.read(start + place, deltas[: piece.numel()])
+        delta = verdict.read(start + place, deltas[: piece.numel()], room)
         piece.mul_(1 - lr * decay).sub_(delta.mul_(lr))
     if values.data_ptr() != parameter.data_ptr():  # a master, or a layout that is not flat
         parameter.copy_(values.view(parameter.shape))
@@ -153,6 +191,10 @@ def _scale(values: Tensor, factor: float, out: Tensor) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """Return the values in order of their indices: a view where the layout allows it."""
     return tensor.detach().contiguous().view(-1)
+
+
+def _room(size: int, like: Tensor) -> Tensor:
+    return torch.empty(2, size, dtype=torch.uint8, device=like.device)
 
 
 def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:

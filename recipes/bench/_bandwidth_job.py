@@ -1,4 +1,4 @@
-"""What one node of `recipes.bench.bandwidth` runs: row after row in one process, measured alike.
+"""What one node of the bandwidth tables runs: row after row in one process, measured alike.
 
 Every row trains the same GPT-2 on the same made-up tokens, `WARM_UP` steps first and then the
 window: wall-clock time, the interface's counter and the ledger, from the end of the last warm-up
@@ -23,12 +23,13 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 from typing_extensions import override
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.strategies import ReplicatedStrategy
 from recipes.bench._nodes import interface_counters
 
@@ -46,6 +47,7 @@ class Window:
         seconds: they took.
         wire_bytes: this node's interface sent, with headers.
         ledger_bytes: the strategy's ledger counted; None where there is no ledger.
+        formula_bytes: the strategy foretold for the window; None where it was not asked.
         parameters: of the model.
         error: why there is no measurement; None if there is one.
     """
@@ -55,6 +57,7 @@ class Window:
     seconds: float = 0.0
     wire_bytes: int = 0
     ledger_bytes: int | None = None
+    formula_bytes: int | None = None
     parameters: int = 0
     error: str | None = None
 
@@ -88,19 +91,35 @@ class Tokens(Dataset[Tensor]):
 
 
 class Module(pl.LightningModule):
-    """The model with AdamW and nothing that is logged."""
+    """The model with nothing that is logged.
 
-    def __init__(self) -> None:
+    Args:
+        optimizer: makes the optimizer of the parameters.
+        zeros: leave the last position without a target, as transformers' own loss does: nothing
+            depends on its embedding, whose gradient is then exactly zero. Else it gets the first
+            token for a target.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        zeros: bool = False,
+    ) -> None:
         super().__init__()
         self.model = tiny_gpt2()
+        self._optimizer, self._zeros = optimizer, zeros
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        logits = self.model(input_ids=batch, use_cache=False).logits
+        targets = batch.roll(-1, dims=1)
+        if self._zeros:
+            logits, targets = logits[:, :-1], targets[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return self._optimizer(self.parameters(), lr=1e-4)
 
 
 class HookedDDP(DDPStrategy):
@@ -142,6 +161,18 @@ def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
         "streaming": _diloco(sync_every, overlap_steps=0, wire_dtype="fp32"),
         "overlap": _diloco(sync_every, wire_dtype="fp32", **late),
         "overlap_fp4": _diloco(sync_every, wire_dtype="fp4", **late),
+    }
+
+
+def lion_strategies() -> dict[str, Callable[[], Strategy]]:
+    """Return the same for the rows that train with Lion, of `recipes.bench.lion_bandwidth`."""
+    return {
+        "lion_none": lambda: SingleDeviceStrategy(device="cpu"),
+        "lion": DistributedLionStrategy,
+        "lion_no_overlap": lambda: DistributedLionStrategy(overlap=False),
+        "lion_random": lambda: DistributedLionStrategy(ties="random"),
+        "lion_average": lambda: DistributedLionStrategy(vote="average"),
+        "lion_zeros": DistributedLionStrategy,
     }
 
 
@@ -194,20 +225,31 @@ class Stopwatch(pl.Callback):
                 seconds=seconds,
                 wire_bytes=interface_counters().sent_bytes - wire,
                 ledger_bytes=counted - before if ledger else None,
+                formula_bytes=self._formula_bytes(trainer),
                 parameters=sum(p.numel() for p in pl_module.parameters()),
             )
+
+    def _formula_bytes(self, trainer: pl.Trainer) -> int | None:
+        if not isinstance(trainer.strategy, DistributedLionStrategy):
+            return None
+        voting = trainer.strategy._voting
+        assert voting is not None, "a fit runs"
+        return self._steps * voting.bytes_per_step
 
 
 def measure(row: str, steps: int, sync_every: int) -> Window:
     """Run one fit; an error of torch or Lightning becomes the window's."""
     stopwatch = Stopwatch(row, steps, sync_every)
+    strategy = (strategies(sync_every) | lion_strategies())[row]()
+    optimizer = DistributedLion if row in lion_strategies() else torch.optim.AdamW
+    module = Module(optimizer, zeros=row == "lion_zeros")
     dist.barrier()
     try:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            num_nodes=1 if row == "none" else dist.get_world_size(),
-            strategy=strategies(sync_every)[row](),
+            num_nodes=1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size(),
+            strategy=strategy,
             max_steps=WARM_UP + steps + 1,
             callbacks=[stopwatch],
             logger=False,
@@ -215,7 +257,7 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module(), DataLoader(Tokens(), batch_size=BATCH))
+        trainer.fit(module, DataLoader(Tokens(), batch_size=BATCH))
     except (RuntimeError, TypeError) as error:  # torch refuses a hook: the same on both nodes
         return Window(row, steps, error=str(error).splitlines()[0])
     assert stopwatch.window is not None, "the fit went through the window"

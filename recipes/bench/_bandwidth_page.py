@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,12 @@ class Cell:
     ledger_is_counted: bool
 
 
-def cells(records: Sequence[dict[str, Any]], rate: str) -> dict[str, Cell | str]:
+def cells(
+    records: Sequence[dict[str, Any]], rate: str, labels: Mapping[str, str] = LABELS
+) -> dict[str, Cell | str]:
     """Return the cells of a rate by row, in the table's order; for a row that failed, its error."""
     found: dict[str, Cell | str] = {}
-    for row in LABELS:
+    for row in labels:
         rounds = [r["nodes"] for r in records if r["rate"] == rate and r["row"] == row]
         errors = [node["error"] for nodes in rounds for node in nodes if node["error"]]
         if errors:
@@ -54,7 +56,8 @@ def _cell(row: str, rounds: Sequence[Sequence[dict[str, Any]]]) -> Cell:
     step_s = [max(node["seconds"] / node["steps"] for node in round_) for round_ in rounds]
     counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
     # DDP has no ledger: the formula that the ledger uses for this collective
-    computed = ring_all_reduce_bytes(4 * nodes[0]["parameters"], 2) if row == "ddp" else None
+    num_bytes = 4 * nodes[0]["parameters"]
+    computed = ring_all_reduce_bytes(num_bytes, len(rounds[0])) if row == "ddp" else None
     return Cell(
         rounds=len(rounds),
         step_ms=1e3 * statistics.median(step_s),
@@ -64,7 +67,7 @@ def _cell(row: str, rounds: Sequence[Sequence[dict[str, Any]]]) -> Cell:
     )
 
 
-def table(found: dict[str, Cell | str]) -> list[str]:
+def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> list[str]:
     """Return the table of one rate as lines of Markdown; `none` gives the utilization."""
     lines = [
         "| | ms a step | utilization | bytes a step, interface | bytes a step, ledger | rounds |",
@@ -73,14 +76,14 @@ def table(found: dict[str, Cell | str]) -> list[str]:
     none = found.get("none")
     for row, cell in found.items():
         if isinstance(cell, str):
-            lines.append(f"| {LABELS[row]} | did not run: {cell} | | | | |")
+            lines.append(f"| {labels[row]} | did not run: {cell} | | | | |")
             continue
         share = f"{100 * none.step_ms / cell.step_ms:.1f} %" if isinstance(none, Cell) else "-"
         ledger = "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes:,.0f}"
         if cell.ledger_bytes is not None and not cell.ledger_is_counted:
             ledger += " (computed)"
         lines.append(
-            f"| {LABELS[row]} | {cell.step_ms:.1f} | {share} | {cell.wire_bytes:,.0f}"
+            f"| {labels[row]} | {cell.step_ms:.1f} | {share} | {cell.wire_bytes:,.0f}"
             f" | {ledger} | {cell.rounds} |"
         )
     return lines
@@ -108,18 +111,19 @@ def headline(found: dict[str, Cell | str]) -> list[str]:
         return [f"Not measured: it takes no communication, DDP and fp4 at {HEADLINE_RATE}."]
     lines = ["| target | figure | |", "|---|---|---|"]
     slower, faster = ours.step_ms / none.step_ms, ddp.step_ms / ours.step_ms
-    lines.append(_target("step time / no communication, at most 1.03", slower, slower <= 1.03))
-    lines.append(_target("DDP's step time / step time, at least 5", faster, faster >= 5))
+    lines.append(target("step time / no communication, at most 1.03", slower, slower <= 1.03))
+    lines.append(target("DDP's step time / step time, at least 5", faster, faster >= 5))
     fewer = ddp.wire_bytes / ours.wire_bytes
-    lines.append(_target("DDP's interface bytes / ours, at least 500", fewer, fewer >= 500))
+    lines.append(target("DDP's interface bytes / ours, at least 500", fewer, fewer >= 500))
     assert ours.ledger_bytes is not None, "our strategies count"
     agreement = ours.wire_bytes / ours.ledger_bytes
     within = abs(agreement - 1) <= 0.03
-    lines.append(_target("interface / ledger, within 3 %", agreement, within))
+    lines.append(target("interface / ledger, within 3 %", agreement, within))
     return lines
 
 
-def _target(text: str, figure: float, met: bool) -> str:
+def target(text: str, figure: float, met: bool) -> str:
+    """Return a row of a table of targets."""
     return f"| {text} | {figure:.4g} | {'met' if met else 'missed'} |"
 
 

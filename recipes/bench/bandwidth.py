@@ -11,7 +11,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from recipes.bench.page import provenance, write_page
 RESULTS = Path(__file__).parent / "results"
 TORCHFT_ROWS = ("torchft", "torchft_delay")
 DDP_ROWS = ("ddp", "ddp_bf16", "ddp_powersgd")
+Jobs = Callable[[str, Sequence[str], int, argparse.Namespace], Iterator[Any]]
 NODES = 2
 
 
@@ -49,10 +50,10 @@ class Results:
                     " the same options, or another `--raw`."
                 )
 
-    def has(self, rate: str, row: str, round_: int) -> bool:
+    def has(self, rate: str, row: str, round_: int, nodes: int = NODES) -> bool:
         """Return whether a row was measured in this round; one that failed is tried again."""
         return any(
-            (r["rate"], r["row"], r["round"]) == (rate, row, round_)
+            (r["rate"], r["row"], r["round"], len(r["nodes"])) == (rate, row, round_, nodes)
             and not any(node["error"] for node in r["nodes"])
             for r in self.raw["records"]
         )
@@ -60,7 +61,11 @@ class Results:
     def add(self, rate: str, round_: int, nodes: Sequence[dict[str, Any]]) -> None:
         """Keep one row of one round, as all nodes measured it, in place of a failed attempt."""
         key = {"rate": rate, "row": nodes[0]["row"], "round": round_}
-        others = [r for r in self.raw["records"] if not key.items() <= r.items()]
+        others = [
+            r
+            for r in self.raw["records"]
+            if not (key.items() <= r.items() and len(r["nodes"]) == len(nodes))
+        ]
         self.raw["records"] = [*others, {**key, "nodes": list(nodes)}]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.raw, indent=1) + "\n")
@@ -96,7 +101,8 @@ def run_job(
     if module.endswith("_torchft_job") and find_spec("torchft") is None:
         error = "torchft is not installed: pip install -e '.[bench]' -c constraints.txt"
         return [_failed(row, steps, error) for row, steps in rows]
-    files = [options.raw.with_suffix(f".node{node}.jsonl").resolve() for node in range(NODES)]
+    nodes = len(lab.names)
+    files = [options.raw.with_suffix(f".node{node}.jsonl").resolve() for node in range(nodes)]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.unlink(missing_ok=True)
@@ -110,17 +116,18 @@ def run_job(
     ]
     for file in files:
         file.unlink(missing_ok=True)
-    measured = [list(nodes) for nodes in zip(*seen, strict=False)]
+    measured = [list(windows) for windows in zip(*seen, strict=False)]
     bad = [result for result in results if result.returncode]
     if bad:
         print(bad[0].output, file=sys.stderr)
         row, steps = rows[len(measured)]
-        measured.append(_failed(row, steps, _last_line(bad[0].output, bad[0].returncode)))
+        error = _last_line(bad[0].output, bad[0].returncode)
+        measured.append(_failed(row, steps, error, nodes))
     return measured
 
 
-def _failed(row: str, steps: int, error: str) -> list[dict[str, Any]]:
-    return [{"row": row, "steps": steps, "error": error}] * NODES
+def _failed(row: str, steps: int, error: str, nodes: int = NODES) -> list[dict[str, Any]]:
+    return [{"row": row, "steps": steps, "error": error}] * nodes
 
 
 def _last_line(output: str, returncode: int) -> str:
@@ -128,19 +135,21 @@ def _last_line(output: str, returncode: int) -> str:
     return f"exit code {returncode}, {lines[-1] if lines else 'without a word'}"
 
 
-def measure(results: Results, options: argparse.Namespace) -> None:
+def measure(
+    results: Results, options: argparse.Namespace, jobs: Jobs = jobs, nodes: int = NODES
+) -> None:
     """Measure what `results` lacks: round by round, rate by rate."""
     for round_ in range(options.rounds):
         for rate in options.rates:
-            lacking = [row for row in options.rows if not results.has(rate, row, round_)]
+            lacking = [row for row in options.rows if not results.has(rate, row, round_, nodes)]
             for module, rows in jobs(rate, lacking, round_, options):
                 while rows:  # a job ends with the first row that breaks it: go on behind that
-                    with NetLab(NODES, rate) as lab:
+                    with NetLab(nodes, rate) as lab:
                         measured = run_job(lab, module, rows, options)
                     rows = rows[len(measured) :]
-                    for nodes in measured:
-                        results.add(rate, round_, nodes)
-                        print(f"{rate} round {round_} {_shown(nodes)}", flush=True)
+                    for windows in measured:
+                        results.add(rate, round_, windows)
+                        print(f"{rate} round {round_} {_shown(windows)}", flush=True)
 
 
 def _shown(nodes: Sequence[dict[str, Any]]) -> str:

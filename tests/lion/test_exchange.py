@@ -179,33 +179,36 @@ def sent_by_shards(n: int, numel: int, tensors: int, up: int, always: int, rest:
     return [(n - 1) * (head + up * shard), (n - 1) * (8 + (always + rest) * shard)]
 
 
-def votes(n: int, numel: int, tie: bool = False, zero: bool = False) -> Gradients:
-    """Everybody votes +1, but for one tie and one zero."""
+def votes(n: int, numel: int, tie: bool = False, zeros: int = 0) -> Gradients:
+    """Everybody votes +1, but for one tie and some zeros of one worker."""
     gradients: Gradients = [[torch.ones(numel - 3), torch.ones(3)] for _ in range(n)]
     for worker in range(n // 2 if tie else 0):
         gradients[worker][0][1] = -1.0
-    if zero:
-        gradients[0][0][0] = -0.0
+    gradients[0][0][:zeros] = -0.0
     return gradients
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("numel", [64, 1000])
 def test_bytes_by_shards(n: int, numel: int) -> None:
-    """A zero costs a plane up; a sum of 0 a plane down; without them they do not travel."""
-    even, sizes = n % 2 == 0, [numel - 3, 3]
+    """A sum of 0 costs a plane down, a zero its place or a plane up, whichever is shorter."""
+    even, sizes, many = n % 2 == 0, [numel - 3, 3], numel // 2
+    many_planes = (2, 0) if 4 * many >= math.ceil(numel / (64 * n)) * 8 else (1, many)
     levels = math.ceil(math.log2(n + 1))
     cases = [
-        (Majority(), votes(n, numel), (1, 1, 0)),
-        (Majority(), votes(n, numel, tie=True), (1, 1, 1 if even else 0)),
-        (Majority(), votes(n, numel, zero=True), (2, 1, 0)),
-        (RULES["average"](), votes(n, numel), (1, levels, 0)),
-        (RULES["average"](), votes(n, numel, tie=True), (1, levels, 0)),
-        (RULES["average"](), votes(n, numel, zero=True), (2, levels + 1, 0)),
+        (Majority(), votes(n, numel), (1, 0), (1, 0)),
+        (Majority(), votes(n, numel, tie=True), (1, 0), (1, 1 if even else 0)),
+        (Majority(), votes(n, numel, zeros=1), (1, 1), (1, 0)),
+        (Majority(), votes(n, numel, zeros=many), many_planes, (1, 0)),
+        (RULES["average"](), votes(n, numel), (1, 0), (levels, 0)),
+        (RULES["average"](), votes(n, numel, tie=True), (1, 0), (levels, 0)),
+        (RULES["average"](), votes(n, numel, zeros=1), (1, 1), (levels + 1, 0)),
+        (RULES["average"](), votes(n, numel, zeros=many), many_planes, (levels + 1, 0)),
     ]
-    for case, (rule, gradients, planes) in enumerate(cases):
+    for case, (rule, gradients, (up, listed), down) in enumerate(cases):
         for outcome in play("shards", rule, sizes, gradients):
-            expected = sent_by_shards(n, numel, 2, *planes)
+            bytes_up, bytes_down = sent_by_shards(n, numel, 2, up, *down)
+            expected = [bytes_up + (n - 1) * 4 * listed, bytes_down]
             assert [outcome.sent[UP_TAG], outcome.sent[DOWN_TAG]] == expected, case
 
 
@@ -216,7 +219,9 @@ def test_bytes_by_gather(n: int) -> None:
     for vote in VOTES:
         for outcome in play("gather", RULES[vote](), [197, 3], votes(n, 200, tie=True)):
             assert outcome.sent == {UP_TAG: once}
-        for outcome in play("gather", RULES[vote](), [197, 3], votes(n, 200, zero=True)):
+        for outcome in play("gather", RULES[vote](), [197, 3], votes(n, 200, zeros=1)):
+            assert outcome.sent == {UP_TAG: once + (n - 1) * 4}
+        for outcome in play("gather", RULES[vote](), [197, 3], votes(n, 200, zeros=100)):
             assert outcome.sent == {UP_TAG: once + (n - 1) * plane}
 
 

@@ -1,50 +1,245 @@
-"""A worker among others: when buckets leave and land, and what a step changes."""
+"""A worker among others, in threads: what a step changes, what it sends, what it says."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from itertools import pairwise, product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_commfree.lion import DistributedLion, LionSettings
+from tests.lion import training
+from tests.lion.serial import sign
 from tests.lion.threads import in_threads
+from tests.lion.training import BUCKETS, NUMEL, Run, Worker, play
 
 
-def disagree(steps: int, numel: int = 4000, workers: int = 2) -> list[list[Tensor]]:
+@pytest.fixture(autouse=True)
+def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    training.small_buckets(monkeypatch)
+
+
+def train(workers: int, steps: int, data: Any = training.gradients, **settings: Any) -> list[Run]:
+    return in_threads(
+        workers, lambda channel: Worker(channel, LionSettings(**settings)).train(steps, data)
+    )
+
+
+@pytest.mark.parametrize("vote", ["majority", "average"])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5, 8])
+def test_every_step_equals_the_twin_bit_for_bit(workers: int, vote: str) -> None:
+    """With a comparison of the parameters at every step, which must find nothing."""
+    twin = play(workers, 12, vote)
+    runs = train(workers, 12, vote=vote, check_drift_every=1)
+    for rank, run in enumerate(runs):
+        training.assert_same_steps(run, twin, rank)
+    training.assert_same(runs[0].momenta, twin.momenta)
+    if workers > 1:
+        apart = runs[1].momenta["head"] - runs[0].momenta["head"]
+        assert apart.abs().max() > 0.1, "momenta are private"
+
+
+@pytest.mark.parametrize("ties", ["zero", "random"])
+def test_equal_gradients_are_lion(ties: str) -> None:
+    """Nobody disagrees: there is nothing to draw."""
+    _, _, alone = training.train_alone(12)
+    for run in train(4, 12, lambda step, worker: training.gradients(step, 0), ties=ties):
+        training.assert_same_steps(run, Run(alone, {}, [], {}))
+
+
+# Bytes: N parameters in T tensors a bucket, n workers; a plane is N bits padded to 64 n
+
+
+def bucket_bytes(
+    n: int, numel: int, tensors: int, down: int, zeros: int = 0, wider: int = 0
+) -> int:
+    """What the cheaper way sends: by shards `down` planes come down.
+
+    It was chosen before anybody knew that `zeros` planes more go up and `wider` more come down.
+    """
+    shard, head = math.ceil(numel / (64 * n)) * 8, 16 + math.ceil(tensors / 8) * 8
+    shards = (n - 1) * (head + shard + 8 + down * shard)
+    gather = (n - 1) * (head + n * shard)
+    if shards < gather:
+        return shards + (n - 1) * shard * (zeros + wider)
+    return gather + (n - 1) * n * shard * zeros
+
+
+def planes_down(n: int, settings: dict[str, str]) -> int:
+    if settings.get("vote") == "average":
+        return math.ceil(math.log2(n + 1))
+    return 2 if n % 2 == 0 and "ties" not in settings else 1
+
+
+def sizes() -> Iterator[tuple[int, int]]:
+    shapes = training.SHAPES
+    for names in BUCKETS:
+        yield sum(math.prod(shapes[name]) for name in names), len(names)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("settings", [{}, {"ties": "random"}, {"vote": "average"}])
+def test_bytes_of_a_step_are_foretold(n: int, settings: dict[str, str]) -> None:
+    """Without zeros, all ties being there that can be, and they are: 105 places tie somewhere."""
+
+    def worker(channel: Any) -> tuple[Run, int, tuple[int, int]]:
+        one = Worker(channel, LionSettings(**settings))
+        return one.train(4, training.dense_gradients), one.voting.bytes_per_step, one.voting.cycle()
+
+    down = planes_down(n, settings)
+    expected = sum(bucket_bytes(n, numel, tensors, down) for numel, tensors in sizes())
+    for run, foretold, cycle in in_threads(n, worker):
+        assert run.sent == [expected] * 4
+        assert foretold == expected
+        assert cycle == (expected, 1)
+
+
+@pytest.mark.parametrize("n", [3, 5, 8])
+@pytest.mark.parametrize("vote", ["majority", "average"])
+def test_a_zero_costs_its_own_bucket_a_plane(n: int, vote: str) -> None:
+    def one_zero(step: int, worker: int) -> training.Gradients:
+        values = training.dense_gradients(step, worker)
+        if step == 2 and worker == n - 1:
+            values["bias"] = None  # the bucket in the middle
+        return values
+
+    down, levels = planes_down(n, {"vote": vote}), math.ceil(math.log2(2 * n + 1))
+    wider = levels - down if vote == "average" else 0
+    dense = [bucket_bytes(n, numel, tensors, down) for numel, tensors in sizes()]
+    numel, tensors = list(sizes())[1]
+    changed = sum(dense) - dense[1] + bucket_bytes(n, numel, tensors, down, 1, wider)
+    assert changed > sum(dense)
+    for run in train(n, 4, one_zero, vote=vote):
+        assert run.sent == [sum(dense), sum(dense), changed, sum(dense)]
+
+
+def test_bits_per_parameter_are_those_of_the_ledger() -> None:
+    """The thread channel counts by itself; here its counts are put where a `Channel` has them."""
+
+    def worker(channel: Any) -> tuple[dict[str, float], dict[str, int]]:
+        channel.ledger.bytes_by_tag = channel.sent
+        one = Worker(channel, LionSettings())
+        for step in range(5):
+            one.step(training.dense_gradients(step, channel.rank))
+        whole, before = one.voting.bits_per_parameter(), dict(channel.sent)
+        one.voting.load_state_dict({"step": 90, "abstentions": 0})
+        assert one.voting.bits_per_parameter() == {"bits_up": 0.0, "bits_down": 0.0}
+        one.step(training.dense_gradients(5, channel.rank))
+        later = one.voting.bits_per_parameter()
+        one.lion.leave()
+        last = {tag: channel.sent[tag] - before[tag] for tag in before}
+        assert later["bits_up"] == 8 * last["vote_up"] / NUMEL
+        assert later["bits_down"] == 8 * last["vote_down"] / NUMEL
+        return whole, before
+
+    for whole, sent in in_threads(8, worker):
+        assert whole["bits_up"] == 8 * sent["vote_up"] / NUMEL / 5
+        assert whole["bits_down"] == 8 * sent["vote_down"] / NUMEL / 5 > 0
+
+
+# What the log says
+
+
+@pytest.mark.parametrize("vote", ["majority", "average"])
+@pytest.mark.parametrize("workers", [1, 3, 4])
+def test_shares_of_ties_zeros_and_agreement(workers: int, vote: str) -> None:
+    """First step: the directions are the gradients, so all can be counted by hand."""
+    votes = []
+    for worker in range(workers):
+        values = training.gradients(7, worker)
+        flat = [
+            torch.zeros(shape) if values[name] is None else values[name]
+            for name, shape in training.SHAPES.items()
+        ]
+        votes.append(torch.cat([sign(value).reshape(-1) for value in flat]))
+    total = sum(votes)
+
+    def worker_shares(channel: Any) -> dict[str, float]:
+        one = Worker(channel, LionSettings(vote=vote))
+        assert one.voting.tally.shares() == {"ties": 1, "zeros": 1, "agreement": 0}
+        one.step(training.gradients(7, channel.rank))
+        shares = one.voting.tally.shares()
+        one.lion.leave()
+        return shares
+
+    for mine, shares in zip(votes, in_threads(workers, worker_shares), strict=True):
+        assert shares["ties"] == pytest.approx(float((total == 0).float().mean()))
+        assert shares["zeros"] == pytest.approx(float((mine == 0).float().mean()))
+        alike = (sign(total) == mine)[mine != 0].float().mean()
+        assert shares["agreement"] == pytest.approx(float(alike))
+
+
+def test_the_wish_to_stop_reaches_all_and_is_forgotten() -> None:
+    def worker(channel: Any) -> list[bool]:
+        one, said = Worker(channel, LionSettings()), []
+        for step in range(4):
+            one.voting.stop = lambda now=step == 1 and channel.rank == 2: now
+            one.step(training.gradients(step, channel.rank))
+            said.append(one.voting.stop_agreed)
+        one.lion.leave()
+        return said
+
+    assert in_threads(3, worker) == [[False, True, False, False]] * 3
+
+
+# Ties that are drawn
+
+
+def disagree(steps: int, first: int = 0) -> list[list[Tensor]]:
     """Let half of the workers vote + and half - on everything; return Delta by worker and step.
 
     The first 100 parameters have no gradient other than 0 anywhere.
     """
 
     def worker(channel: Any) -> list[Tensor]:
-        parameter = nn.Parameter(torch.zeros(numel))
-        lion = DistributedLion([parameter], lr=1.0)
-        lion.join([("p", parameter)], channel, LionSettings(ties="random", check_drift_every=0))
+        parameters = [nn.Parameter(torch.zeros(4000)) for _ in range(2)]
+        lion = DistributedLion(parameters, lr=1.0)
+        named = list(zip("ab", parameters, strict=True))
+        voting = lion.join(named, channel, LionSettings(ties="random"))
+        voting.load_state_dict({"step": first, "abstentions": 0})
         deltas = []
         for _ in range(steps):
-            before = parameter.detach().clone()
-            parameter.grad = torch.full((numel,), 1.0 if channel.rank % 2 else -1.0)
-            parameter.grad[:100] = 0.0
+            for parameter in parameters:
+                parameter.data.zero_()
+                parameter.grad = torch.full((4000,), 1.0 if channel.rank % 2 else -1.0)
+                parameter.grad[:100] = 0.0
             lion.step()
-            deltas.append(before - parameter.detach())
+            deltas.append(-torch.stack([p.detach().clone() for p in parameters]))
         lion.leave()
         return deltas
 
-    return in_threads(workers, worker)
+    return in_threads(4, worker)
 
 
 def test_a_tie_is_drawn_once_for_all_workers_and_anew_at_every_step() -> None:
-    first, second = disagree(steps=3)
-    for mine, others in zip(first, second, strict=True):
-        assert torch.equal(mine, others)
-        assert (mine[:100] == 0).all(), "nobody votes: it does not move"
-        assert (mine[100:].abs() == 1).all()
-        # 3900 fair coins: their mean has a standard deviation of 0.016
-        assert abs(float(mine[100:].mean())) < 0.08
-    for before, after in zip(first, first[1:], strict=False):
-        alike = float((before[100:] == after[100:]).float().mean())
-        assert abs(alike - 0.5) < 0.04, "a coordinate that ties again is drawn again"
-    again, _ = disagree(steps=3)
-    for mine, repeated in zip(first, again, strict=True):
-        assert torch.equal(mine, repeated)
+    first, *others = disagree(steps=3)
+    for theirs in others:
+        assert all(map(torch.equal, first, theirs))
+    for mine in first:
+        assert (mine[:, :100] == 0).all(), "nobody votes: it does not move"
+        assert (mine[:, 100:].abs() == 1).all()
+        # 7800 fair coins: their mean has a standard deviation of 0.011
+        assert abs(float(mine[:, 100:].mean())) < 0.06
+    # 3900 pairs of coins: the share of equal ones has a standard deviation of 0.008
+    pairs = [*pairwise(first), *((mine[:1], mine[1:]) for mine in first)]
+    pairs += [(mine[:, 100:2050], mine[:, 2050:]) for mine in first]
+    for a, b in pairs:
+        alike = float((a == b)[a != 0].float().mean())
+        assert abs(alike - 0.5) < 0.05, "steps, buckets and shards are drawn for themselves"
+
+
+def test_a_resumed_run_draws_as_the_uninterrupted_one() -> None:
+    whole, _, _, _ = disagree(steps=4)
+    again, _, _, _ = disagree(steps=2, first=2)
+    assert all(map(torch.equal, whole[2:], again))
+    assert not torch.equal(whole[0], again[0])
+
+
+def test_state_is_what_an_exact_resume_needs() -> None:
+    for vote, every in product(("majority", "average"), (0, 3)):
+        (run,) = train(1, 5, vote=vote, momentum_sync_every=every)
+        assert run.voting == {"step": 5, "abstentions": 0}

@@ -105,7 +105,9 @@ class Worker:
         return snapshot(self.named)
 
     def momenta(self) -> dict[str, Tensor]:
-        return {name: self.lion.state[p]["momentum"].clone() for name, p in self.named.items()}
+        """Return them as they are; none before the first step."""
+        state = self.lion.state
+        return {name: state[p]["momentum"].clone() for name, p in self.named.items() if state[p]}
 
     def train(self, steps: int, data: Data = gradients) -> Run:
         seen, sent = [], []
@@ -140,6 +142,24 @@ def play(
         seen.append(snapshot(named))
     momenta = {name: twin.momenta[0][p] for name, p in named.items()}
     return Run(seen, momenta, [], {})
+
+
+def train_alone(
+    steps: int,
+    first: int = 0,
+    lion: DistributedLion | None = None,
+    named: dict[str, nn.Parameter] | None = None,
+) -> tuple[dict[str, nn.Parameter], DistributedLion, list[dict[str, Tensor]]]:
+    """Train without anybody else; return parameters, optimizer and what was seen."""
+    named = named or parameters()
+    lion = lion or DistributedLion(groups(named))
+    seen = []
+    for step in range(first, first + steps):
+        schedule(step, lion.param_groups)
+        set_gradients(named, gradients(step, 0))
+        lion.step()
+        seen.append(snapshot(named))
+    return named, lion, seen
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], what: object = "") -> None:

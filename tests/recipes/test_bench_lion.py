@@ -86,7 +86,7 @@ def test_a_ratio_is_median_over_the_first_ones_and_the_first_round_does_not_coun
     """The clock is played: an operation returns the seconds that it takes, round by round."""
     played = {"first": iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
     table = {name: seconds.__next__ for name, seconds in played.items()}
-    monkeypatch.setattr(lion, "seconds_of", lambda operation, device: operation())
+    monkeypatch.setattr(lion, "cpu_seconds_of", lambda operation: operation())
     timings = lion.measure(table, rounds=3, device=CPU)
     assert timings == {"first": lion.Timing(2.0, 1.0), "slow": lion.Timing(6.0, 3.0)}
 

@@ -155,17 +155,22 @@ def test_without_a_laboratory_it_says_why(
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_a_round_counts_the_bytes_that_the_formula_says(tmp_path: Path, nodes: int) -> None:
     raw, page = tmp_path / "raw.json", tmp_path / "page.md"
-    rows = ["lion_none", "lion", "lion_random", "lion_average"]
+    rows = ["lion_none", "lion", "lion_random", "lion_average", "lion_zeros"]
     few = ["--nodes", str(nodes), "--rates", "1gbit", "--rounds", "1", "--steps", "2"]
     where = ["--raw", str(raw), "--page", str(page), "--timeout", "100"]
     assert lion_bandwidth.main([*few, "--rows", *rows, *where]) == 0
-    none, *ours = (r["nodes"] for r in json.loads(raw.read_text())["records"])
-    assert [node["error"] for windows in (none, *ours) for node in windows] == [None] * 4 * nodes
+    none, *ours, zeros = (r["nodes"] for r in json.loads(raw.read_text())["records"])
+    everything = [node for windows in (none, *ours, zeros) for node in windows]
+    assert [node["error"] for node in everything] == [None] * 5 * nodes
     for windows in ours:
         for node in windows:
-            assert node["wire_bytes"] == pytest.approx(node["formula_bytes"], rel=0.05)
             assert node["wire_bytes"] == pytest.approx(node["ledger_bytes"], rel=0.05)
+            # not equal: in a few million random gradients one may be exactly zero, and then a
+            # bucket's second plane travels, of which these two steps show too much
+            assert node["formula_bytes"] <= node["ledger_bytes"] < 1.5 * node["formula_bytes"]
     assert none[0]["ledger_bytes"] is None
+    # the embeddings' bucket, a sixth of the model, has a second plane up and the formula not
+    assert zeros[0]["ledger_bytes"] > 1.05 * zeros[0]["formula_bytes"]
     # a bit up and one down, or two down: by (n - 1) / n of the parameters
     majority, random, average = (windows[0]["formula_bytes"] / 2 for windows in ours)
     share = none[0]["parameters"] * (nodes - 1) / nodes / 8

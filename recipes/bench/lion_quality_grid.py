@@ -1,0 +1,124 @@
+"""The runs of Distributed Lion's quality bench as data: which there are, and in which order.
+
+All learning rates are rungs of one ladder, 2^k / 1000. A cell is a model with a method; it is tuned
+with seed 1, from the four rungs at which its kind of method begins on past either end, until the
+best rung has a worse one on both sides. So no best one lies at an end of what was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+MODELS: dict[str, list[str]] = {
+    "gpt2_tiny": ["model.n_embd=64", "model.n_layer=2"],
+    "llama_tiny": [
+        "model.hidden_size=64",
+        "model.intermediate_size=176",
+        "model.num_hidden_layers=2",
+    ],
+}
+BLOCKS_PER_STEP = 128  # of all workers together: every run sees the same tokens in each step
+COMMON = [
+    "tokenizer.vocab_size=512",
+    "data.block_size=32",
+    f"data.batch_size={BLOCKS_PER_STEP}",
+]
+WORKERS = (2, 4, 8)
+VOTES = ("majority", "average")
+# in order of their runs; G-Lion and AdamW have no workers: they get the mean of all gradients
+METHODS = [
+    ("g_lion", 1),
+    ("majority", 4),
+    ("adamw", 1),
+    *((vote, n) for n in WORKERS for vote in VOTES if (vote, n) != ("majority", 4)),
+]
+FIRST_RUNGS = {"adamw": (1, 2, 3, 4), "g_lion": (-1, 0, 1, 2), "majority": (-1, 0, 1, 2)}
+FIRST_RUNGS["average"] = FIRST_RUNGS["majority"]
+DECAY = 4e-4  # highest learning rate times weight decay, in every run: all decay alike
+TARGET = 2.0  # percent above G-Lion, for the majority of 4 workers
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job."""
+
+    model: str
+    method: str  # "adamw", "g_lion", "majority", "average"
+    workers: int  # that vote; 1 for the first two
+    seed: int
+    lr: float
+
+    @property
+    def vote(self) -> str | None:
+        """What `_played_lion.train` is told."""
+        return self.method if self.method in VOTES else None
+
+    def overrides(self, steps: int) -> list[str]:
+        """Return what the configuration is told; all that is not named here is its default."""
+        return [
+            f"model={self.model}",
+            *MODELS[self.model],
+            *COMMON,
+            f"trainer.max_steps={steps}",
+            f"seed={self.seed}",
+            f"optimizer={'adamw' if self.method == 'adamw' else 'distributed_lion'}",
+            f"optimizer.lr={self.lr}",
+            f"optimizer.weight_decay={DECAY / self.lr}",
+        ]
+
+
+Losses = dict[Run, float]  # of the runs that are done, nats per token
+
+
+def lr_of(rung: int) -> float:
+    """Return a rung's learning rate; exact in binary but for the factor 1/1000."""
+    return 2.0**rung / 1000
+
+
+def cells(model: str) -> list[Run]:
+    """Return a run of each method with seed 1; its learning rate is 0 and stands for none."""
+    return [Run(model, method, workers, 1, 0.0) for method, workers in METHODS]
+
+
+def sweep(losses: Losses, cell: Run) -> list[int]:
+    """Return the rungs on which a cell is to be run, as far as the results allow to know them."""
+    rungs = list(FIRST_RUNGS[cell.method])
+    while True:
+        found = {rung: losses.get(replace(cell, seed=1, lr=lr_of(rung))) for rung in rungs}
+        known = {rung: loss for rung, loss in found.items() if loss is not None}
+        if len(known) < len(rungs):
+            return rungs
+        best = min(known, key=lambda rung: known[rung])
+        if min(rungs) < best < max(rungs):
+            return rungs
+        rungs.append(best - 1 if best == min(rungs) else best + 1)
+
+
+def best_lr(losses: Losses, cell: Run) -> float | None:
+    """Return a cell's best learning rate; None while a run of its sweep is missing."""
+    lrs = [lr_of(rung) for rung in sweep(losses, cell)]
+    found = {lr: losses.get(replace(cell, seed=1, lr=lr)) for lr in lrs}
+    known = {lr: loss for lr, loss in found.items() if loss is not None}
+    return min(known, key=lambda lr: known[lr]) if len(known) == len(lrs) else None
+
+
+def at_best(losses: Losses, cell: Run, seeds: int) -> list[Run]:
+    """Return a cell's runs with seeds from 1 on at its best learning rate, if that is known."""
+    lr = best_lr(losses, cell)
+    return [] if lr is None else [replace(cell, seed=s, lr=lr) for s in range(1, seeds + 1)]
+
+
+def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -> list[float]:
+    """Return, seed by seed, by how many percent a loss is above the other, where both are there."""
+    found = [(losses.get(job), losses.get(other)) for job, other in zip(ours, theirs, strict=False)]
+    return [100 * (loss / other - 1) for loss, other in found if loss and other]
+
+
+def planned(losses: Losses, seeds: int) -> Iterator[Run]:
+    """Yield the runs in their order, as far as the results allow to know them."""
+    in_order = [cell for row in zip(*map(cells, MODELS), strict=True) for cell in row]
+    for cell in in_order:
+        yield from (replace(cell, lr=lr_of(rung)) for rung in sweep(losses, cell))
+    for cell in in_order:
+        yield from at_best(losses, cell, seeds)

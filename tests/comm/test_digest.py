@@ -1,0 +1,118 @@
+"""A hash of bits: what must be equal is, and one bit more or less is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_commfree.comm.digest import digest, mix_digests
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool]
+
+
+def random_bytes(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+
+
+def weights(numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1))
+
+
+@given(
+    count=st.integers(1, 40) | st.integers(4090, 4110) | st.integers(8180, 13000),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=200)
+def test_a_flipped_bit_anywhere_is_seen(count: int, seed: int, data: st.DataObject) -> None:
+    """Lengths about a word, about a row of 4096 bytes, and of some rows with a rest."""
+    raw = random_bytes(count, seed)
+    before = int(digest(raw))
+    assert int(digest(raw.clone())) == before
+    raw[data.draw(st.integers(0, count - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert int(digest(raw)) != before
+
+
+@given(count=st.integers(2, 5000), seed=st.integers(0, 2**31), data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_values_that_change_places_are_seen(count: int, seed: int, data: st.DataObject) -> None:
+    """A plain sum would not see it."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    i, j = (data.draw(st.integers(0, count - 1)) for _ in range(2))
+    swapped = values.clone()
+    swapped[i], swapped[j] = values[j], values[i]
+    same = torch.equal(values, swapped)
+    assert (int(digest(values)) == int(digest(swapped))) == same
+    assert torch.allclose(values.double().sum(), swapped.double().sum())
+
+
+def test_rows_that_change_places_are_seen() -> None:
+    """The sums over columns stay, those over rows come in another order."""
+    rows = weights(8 * 1024).view(8, 1024)
+    assert int(digest(rows)) != int(digest(rows.flip(0).contiguous()))
+    columns = rows.roll(1, dims=1).contiguous()  # and here those over rows stay
+    assert int(digest(rows)) != int(digest(columns))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_shape(dtype: torch.dtype) -> None:
+    """What counts are the bits in order, and nothing else."""
+    values = (weights(6 * 35) * 10).to(dtype)
+    code = digest(values)
+    assert code.dtype == torch.int64
+    assert code.ndim == 0
+    assert int(code) == int(digest(values.view(6, 5, 7))) != 0
+    assert int(digest(values[0])) == int(digest(values[:1]))
+    other = values.clone()
+    other[-1] = not other[-1] if dtype == torch.bool else other[-1] + 1
+    assert int(digest(other)) != int(code)
+
+
+def test_a_zeros_sign_is_seen() -> None:
+    zeros = torch.zeros(2000)
+    signed = zeros.clone()
+    signed[1234] = -0.0
+    assert torch.equal(zeros, signed)
+    assert int(digest(zeros)) != int(digest(signed))
+
+
+@pytest.mark.parametrize("offset", range(6))
+def test_a_view_that_begins_anywhere_hashes_as_a_copy(offset: int) -> None:
+    """Words of 4 bytes cannot be read from every place."""
+    raw = random_bytes(9000, 3)[offset : offset + 8003]
+    assert int(digest(raw)) == int(digest(raw.clone()))
+    halves = weights(5000).bfloat16()[offset:]
+    assert int(digest(halves)) == int(digest(halves.clone()))
+
+
+def test_parameters_are_hashed_as_they_are() -> None:
+    parameter = torch.nn.Parameter(weights(50))
+    code = digest(parameter)
+    assert not code.requires_grad
+    assert int(code) == int(digest(parameter.detach()))
+
+
+@given(codes=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=6), data=st.data())
+@settings(deadline=None)
+def test_the_mix_of_digests_knows_their_order(codes: list[int], data: st.DataObject) -> None:
+    """The formula in whole numbers that do not wrap, and 2^64 taken off at the end."""
+    prime, word = 0x9E3779B1, 1 << 64
+    total = sum((c * prime + 1) * (2 * i + 1) * prime for i, c in enumerate(codes))
+    wrapped = (total + word // 2) % word - word // 2
+    assert int(mix_digests(torch.tensor(codes))) == wrapped
+    i = data.draw(st.integers(1, len(codes) - 1))
+    swapped = [codes[i], *codes[1:i], codes[0], *codes[i + 1 :]]
+    differ = 2 * i * prime**2 * (codes[0] - codes[i]) % word  # odd times 2 i times the difference
+    assert (int(mix_digests(torch.tensor(swapped))) != wrapped) == bool(differ)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 5, 1024, 100_003])
+def test_a_gpu_hashes_as_a_cpu(dtype: torch.dtype, numel: int) -> None:
+    values = (weights(numel) * 10).to(dtype)
+    assert int(digest(values.cuda())) == int(digest(values))

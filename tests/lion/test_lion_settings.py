@@ -1,0 +1,88 @@
+"""What may be said about the vote, and the sentence for what may not."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lightning_commfree.lion import LionSettings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (
+            {"vote": "mean"},
+            ValueError,
+            r"`vote='mean'` is unknown. Choose one of 'majority', 'average'",
+        ),
+        (
+            {"ties": "alternate"},
+            ValueError,
+            r"`ties='alternate'` is unknown. Choose one of 'zero', 'random'",
+        ),
+        (
+            {"nonfinite": "skip"},
+            ValueError,
+            r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'",
+        ),
+        ({"vote": None}, ValueError, r"`vote=None` is unknown"),
+        ({"momentum_sync_every": -1}, ValueError, r"at least 0, where 0 means never"),
+        ({"check_drift_every": -5}, ValueError, r"at least 0, where 0 means never"),
+        ({"node_size": 0}, ValueError, r"`node_size=0` must be at least 1\.$"),
+        ({"node_size": 2.0}, TypeError, r"`node_size=2.0` must be a whole number.* is a float"),
+        ({"momentum_sync_every": None}, TypeError, r"must be a whole number.* NoneType"),
+        ({"check_drift_every": "10"}, TypeError, r"`check_drift_every='10'` must be a whole"),
+        (
+            {"vote": "average", "ties": "random"},
+            ValueError,
+            r"`ties='random'` means nothing with `vote='average'`",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        LionSettings(**arguments)
+
+
+def test_every_right_value_is_taken() -> None:
+    for vote, ties, nonfinite in product(
+        ("majority", "average"), ("zero", "random"), ("raise", "abstain")
+    ):
+        if (vote, ties) != ("average", "random"):
+            LionSettings(vote, ties, 0, nonfinite, 1, 0)
+    LionSettings(momentum_sync_every=1, node_size=8, check_drift_every=1)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    plain = LionSettings()
+    assert (plain.vote, plain.ties, plain.momentum_sync_every) == ("majority", "zero", 0)
+    assert (plain.nonfinite, plain.node_size, plain.check_drift_every) == ("raise", 1, 100)
+
+
+def test_facts_tell_any_two_settings_apart() -> None:
+    """They are what ranks compare: a knob left out would let ranks part."""
+    plain = LionSettings()
+    others: dict[str, Any] = {
+        "vote": "average",
+        "ties": "random",
+        "momentum_sync_every": 3,
+        "nonfinite": "abstain",
+        "node_size": 2,
+        "check_drift_every": 7,
+    }
+    assert others.keys() == {field.name for field in dataclasses.fields(LionSettings)}
+    for name, value in others.items():
+        facts = LionSettings(**{name: value}).facts()
+        assert {key for key in facts if facts[key] != plain.facts()[key]} == {name}
+        assert all(isinstance(text, str) for text in facts.values())
+
+
+def test_a_decision_is_not_changed_later() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LionSettings().vote = "average"  # type: ignore[misc]

@@ -1,0 +1,260 @@
+"""What a worker does alone: its ballot against numpy, its step against the formulas, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.bits import pack_bits
+from lightning_commfree.lion.buckets import Bucket, split_into_buckets
+from lightning_commfree.lion.exchange import header_bytes, read_headers
+from lightning_commfree.lion.vote import Verdict
+from lightning_commfree.lion.worker import _PIECE, Member, cast_ballot, take_step
+from tests.lion.ballots import valid_of
+
+GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.5}
+EVERY_LAYOUT = ["flat", "channels_last", "transposed", "strided"]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """The same values of four dimensions, otherwise in memory."""
+    if layout == "channels_last":
+        return values.to(memory_format=torch.channels_last)
+    if layout == "transposed":
+        return values.mT.contiguous().mT
+    return torch.stack([values, values], -1)[..., 0] if layout == "strided" else values
+
+
+def member(values: Tensor, gradient: Tensor | None, momentum: Tensor, **state: Any) -> Member:
+    parameter = nn.Parameter(values)
+    parameter.grad = gradient
+    return Member(parameter, {"momentum": momentum.clone(), **state}, dict(GROUP))
+
+
+def bucket_of(members: Sequence[Member]) -> Bucket:
+    named = [(f"p{i}", m.parameter) for i, m in enumerate(members)][::-1]
+    return split_into_buckets(named, 2, numel=1 << 40)[0]
+
+
+def ballot(members: list[Member], stop: bool = False, digest: int = 0) -> tuple[Any, Any, Any]:
+    """Return what the header says, and the planes of c > 0 and c != 0 as flags in order."""
+    bucket = bucket_of(members)
+    raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
+    cut = header_bytes(len(bucket))
+    assert raw.numel() == cut + 2 * bucket.plane_bytes
+    roll = read_headers(raw[:cut].unsqueeze(0), len(bucket))
+    return roll, *(flags(plane, bucket) for plane in raw[cut:].view(2, -1))
+
+
+def flags(plane: Tensor, bucket: Bucket) -> np.ndarray:
+    """All places, padding too; numpy knows nothing of our packing."""
+    rows = np.unpackbits(plane.numpy().reshape(1, -1), axis=0, bitorder="little")
+    return rows.reshape(-1).astype(bool)
+
+
+def assert_flags(got: np.ndarray, expected: Tensor) -> None:
+    assert np.array_equal(got[: expected.numel()], expected.numpy())
+    assert not got[expected.numel() :].any(), "padding is 0"
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 127, 129, _PIECE - 1, _PIECE, _PIECE + 1])
+def test_a_vote_is_the_sign_of_the_direction(numel: int) -> None:
+    """c = b1 m + (1 - b1) g in fp32, each operation rounding once; lengths about a piece's."""
+    m, g = random(numel, seed=1), random(numel, seed=2)
+    g[: numel // 3] = -m[: numel // 3] * 9  # c is nearly 0 there: rounding decides
+    c = m.numpy() * np.float32(0.9) + g.numpy() * np.float32(1 - 0.9)
+    small = member(random(5), random(5), random(5, seed=9))
+    last = torch.tensor(small.state["momentum"].numpy() * np.float32(0.9))
+    last += small.parameter.grad * (1 - 0.9)
+    c = torch.cat([torch.from_numpy(c), last])
+    roll, plus, nonzero = ballot([member(random(numel), g, m), small])
+    assert_flags(plus, c > 0)
+    assert_flags(nonzero, c != 0)
+    assert roll.zeros == int((c == 0).sum())
+
+
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_layout_votes_and_steps_as_a_flat_one(layout: str, dtype: torch.dtype) -> None:
+    """Parameter and gradient may each have their own."""
+    values, g, m = (random(3, 4, 5, 6, seed=s) for s in range(3))
+    verdict = verdict_of((random(360, seed=5) > 0).float() * 2 - 1)
+    outcomes = []
+    for own, other in (("flat", "flat"), (layout, layout), (layout, "flat"), ("flat", layout)):
+        parameter = laid_out(values.to(dtype), own)
+        master = {} if dtype == torch.float32 else {"master": values.to(dtype).float()}
+        mine = member(parameter, laid_out(g.to(dtype), other), m, **master)
+        cast = ballot([mine])
+        take_step(bucket_of([mine]), [mine], verdict, (True,), abstained=False)
+        assert mine.parameter.stride() == parameter.stride()
+        outcomes.append((cast, mine.parameter.detach(), mine.state["momentum"]))
+    (roll, plus, nonzero), stepped, momentum = outcomes[0]
+    for other_cast, other_stepped, other_momentum in outcomes[1:]:
+        assert other_cast[0] == roll
+        assert np.array_equal(other_cast[1], plus)
+        assert np.array_equal(other_cast[2], nonzero)
+        assert torch.equal(other_stepped, stepped)
+        assert torch.equal(other_momentum, momentum)
+
+
+def test_a_ballot_changes_nothing() -> None:
+    members = [member(random(70), random(70, seed=1), random(70, seed=2)), absent(9)]
+    before = [copy.deepcopy((m.parameter.detach(), m.parameter.grad, m[1:])) for m in members]
+    ballot(members)
+    for mine, (values, gradient, (state, group)) in zip(members, before, strict=True):
+        assert torch.equal(mine.parameter, values)
+        assert torch.equal(mine.state["momentum"], state["momentum"])
+        assert mine.group == group
+        assert (gradient is None) == (mine.parameter.grad is None)
+    assert torch.equal(members[0].parameter.grad, before[0][1])
+
+
+def absent(numel: int) -> Member:
+    return member(random(numel), None, random(numel, seed=4))
+
+
+def test_without_a_gradient_the_vote_is_zero_whatever_the_momentum() -> None:
+    roll, plus, nonzero = ballot([member(random(70), random(70), random(70)), absent(9)])
+    assert roll.with_gradient == (True, False)
+    assert roll.zeros
+    assert not plus[70:].any()
+    assert not nonzero[70:].any()
+    assert nonzero[:70].all()
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_exact_zeros_are_no_votes(zero: float) -> None:
+    g = random(70)
+    g[[3, 69]] = zero
+    roll, plus, nonzero = ballot([member(random(70), g, torch.zeros(70))])
+    assert roll.zeros
+    assert not roll.abstaining
+    assert_flags(nonzero, g != 0)
+    assert_flags(plus, g > 0)
+    roll, _, nonzero = ballot([member(random(70), random(70), torch.zeros(70))])
+    assert not roll.zeros
+    assert_flags(nonzero, torch.ones(70, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("sick", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["gradient", "momentum"])
+@pytest.mark.parametrize("place", [0, 40, _PIECE + 7])
+def test_what_is_not_finite_is_marked(sick: float, where: str, place: int) -> None:
+    g, m = random(_PIECE + 8), random(_PIECE + 8, seed=1)
+    (g if where == "gradient" else m)[place] = sick
+    members = [member(random(9), random(9), random(9)), member(g, g, m), absent(3)]
+    roll, _, _ = ballot(members)
+    assert roll.abstaining == (0,)
+    assert roll.faults == ((0, 1),)
+    assert roll.with_gradient == (True, True, False)
+
+
+def test_a_header_says_what_it_was_told() -> None:
+    members = [member(random(9), random(9), random(9)) for _ in range(11)]
+    for stop in (False, True):
+        roll, _, _ = ballot(members, stop, -(2**63))
+        assert roll.stop == stop
+        assert not roll.abstaining
+        assert not roll.faults
+        assert roll.with_gradient == (True,) * 11
+
+
+def test_parameters_without_a_value_take_part() -> None:
+    """`nn.Parameter(torch.empty(0))` as placeholder, and one of no dimension."""
+    empty = member(torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 3))
+    scalar = member(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0))
+    roll, plus, _ = ballot([empty, scalar])
+    assert not roll.abstaining
+    assert plus[0]
+    bucket = bucket_of([empty, scalar])
+    take_step(bucket, [empty, scalar], verdict_of(torch.ones(1)), (True, True), abstained=False)
+    assert scalar.parameter.item() == pytest.approx(1 - 0.01 * 0.5 - 0.01)
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    sparse = member(random(4, 2), random(4, 2).to_sparse(), random(4, 2))
+    with pytest.raises(TypeError, match=r"gradient of 'p0' is sparse.*`sparse=False`"):
+        ballot([sparse])
+
+
+# The step
+
+
+def verdict_of(delta: Tensor) -> Verdict:
+    """Delta of -1, 0 and 1 as a majority's two planes."""
+    return Verdict(torch.stack([pack_bits(delta > 0), pack_bits(delta == 0)]), (2, 1), 1)
+
+
+def by_hand(x: Tensor, m: Tensor, g: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """In numpy, where nothing is fused: decay, then vote; the new momentum beside it."""
+    lr, decay, b2 = (np.float32(v) for v in (1 - 0.01 * 0.5, 0.01, 0.99))
+    stepped = x.numpy() * lr - delta.numpy() * decay
+    momentum = m.numpy() * b2 + g.numpy() * np.float32(1 - 0.99)
+    return torch.from_numpy(stepped), torch.from_numpy(momentum)
+
+
+@pytest.mark.parametrize("numel", [1, 65, _PIECE + 1])
+def test_a_step_rounds_as_its_formulas(numel: int) -> None:
+    x, m, g = (random(numel, seed=s) for s in range(3))
+    delta = torch.randint(-1, 2, (numel,), generator=torch.Generator().manual_seed(3)).float()
+    mine = member(x.clone(), g, m)
+    take_step(bucket_of([mine]), [mine], verdict_of(delta), (True,), abstained=False)
+    stepped, momentum = by_hand(x, m, g, delta)
+    assert torch.equal(mine.parameter, stepped)
+    assert torch.equal(mine.state["momentum"], momentum)
+    if numel > 65:  # the likely mistakes differ: coupled decay, and a fused multiply-add
+        assert not torch.equal(stepped, (x - delta * 0.01) * (1 - 0.01 * 0.5))
+        fused = (
+            x.double() * np.float32(1 - 0.01 * 0.5) - delta.double() * np.float32(0.01)
+        ).float()
+        assert not torch.equal(stepped, fused)
+
+
+def test_who_moves_and_whose_momentum_learns() -> None:
+    """Some worker has a gradient, this one has one, this one abstains: three questions."""
+    x, m, g = random(70), random(70, seed=1), random(70, seed=2)
+    delta = torch.ones(70)
+    stepped, learnt = by_hand(x, m, g, delta)
+    cases = [  # moves, own gradient, abstained -> the parameter moves, the momentum learns
+        (True, True, False, True, True),
+        (True, False, False, True, False),
+        (True, True, True, True, False),
+        (False, False, False, False, False),
+    ]
+    for moves, own, abstained, moved, learned in cases:
+        mine = member(x.clone(), g if own else None, m)
+        take_step(bucket_of([mine]), [mine], verdict_of(delta), (moves,), abstained)
+        assert torch.equal(mine.parameter, stepped if moved else x)
+        assert torch.equal(mine.state["momentum"], learnt if learned else m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gpu_votes_and_steps_with_the_cpus_bits(dtype: torch.dtype) -> None:
+    exact = torch.promote_types(dtype, torch.float32)
+    outcomes = []
+    for device in ("cpu", "cuda"):
+        values, g, m = (random(4, 7, 9, 300, seed=s).to(device) for s in range(3))
+        g[0, 0, 0, :20], m[0, 0, 0, :20] = 0.0, 0.0
+        values, g, m = values.to(dtype), g.to(dtype), m.to(exact)
+        master = {} if dtype == exact else {"master": values.to(exact)}
+        mine = member(values, g, m, **master)
+        bucket = bucket_of([mine])
+        raw = cast_ballot(bucket, [mine], valid_of(bucket).to(device), False, 5)
+        delta = (random(values.numel(), seed=5) > 0).float() * 2 - 1
+        verdict = verdict_of(delta).to(torch.device(device))
+        take_step(bucket, [mine], verdict, (True,), abstained=False)
+        outcomes.append([raw, mine.parameter.detach(), *mine.state.values()])
+    for on_cpu, on_gpu in zip(*outcomes, strict=True):
+        assert torch.equal(on_cpu, on_gpu.cpu())

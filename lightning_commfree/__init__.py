@@ -4,6 +4,15 @@ Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
 """
 
 from lightning_commfree.lion import DistributedLion
-from lightning_commfree.strategies import DistributedLionStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.strategies import (
+    DistributedLionStrategy,
+    DominoTPStrategy,
+    StreamingDiLoCoStrategy,
+)
 
-__all__ = ["DistributedLion", "DistributedLionStrategy", "StreamingDiLoCoStrategy"]
+__all__ = [
+    "DistributedLion",
+    "DistributedLionStrategy",
+    "DominoTPStrategy",
+    "StreamingDiLoCoStrategy",
+]

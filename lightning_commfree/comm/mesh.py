@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 REPLICA = "replica"
 DATA = "data"
+TENSOR = "tensor"
 
 
 @dataclass(frozen=True)
@@ -57,3 +58,13 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
             f" All groups have the same number of ranks: choose one of {divisors}."
         )
     return Mesh(axes=(REPLICA, DATA), sizes=(world_size // replica_size, replica_size))
+
+
+def tensor_mesh(world_size: int, tensor_parallel_size: int) -> Mesh:
+    """Lay `world_size` ranks out as tensor groups of `tensor_parallel_size` consecutive ranks.
+
+    Raises:
+        ValueError: `tensor_parallel_size` is not a positive divisor of `world_size`.
+    """
+    whole = replica_mesh(world_size, tensor_parallel_size, "tensor_parallel_size")
+    return Mesh(axes=(DATA, TENSOR), sizes=whole.sizes)

@@ -30,9 +30,21 @@ Departures from the paper:
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
+from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
-from lightning_commfree.domino.model import whole_tensors
+from lightning_commfree.domino.model import whole_tensor
 from lightning_commfree.domino.parallel import FAMILIES, ParallelModel
 from lightning_commfree.domino.settings import DominoSettings
 
-__all__ = ["FAMILIES", "DominoSettings", "ParallelModel", "TensorGroup", "whole_tensors"]
+__all__ = [
+    "FAMILIES",
+    "Cut",
+    "DominoSettings",
+    "GradientAverage",
+    "ParallelModel",
+    "TensorGroup",
+    "gradient_norm",
+    "sum_shared",
+    "whole_tensor",
+]

@@ -49,7 +49,7 @@ class Half:
         return any(float(getattr(p, "p", p)) > 0 for p in found)
 
 
-def llama_halves(layers: Sequence[nn.Module]) -> list[Half]:
+def llama_halves(layers: Sequence[Any]) -> list[Half]:
     """Return the half-blocks of Llama-like decoder layers: RMS norms, SwiGLU, no dropout."""
     halves = []
     for i, layer in enumerate(layers):
@@ -79,7 +79,7 @@ def llama_halves(layers: Sequence[nn.Module]) -> list[Half]:
     return halves
 
 
-def gpt2_halves(layers: Sequence[nn.Module]) -> list[Half]:
+def gpt2_halves(layers: Sequence[Any]) -> list[Half]:
     """Return the half-blocks of GPT-2's blocks: layer norms, one hidden layer, dropout behind."""
     halves = []
     for i, layer in enumerate(layers):

@@ -34,7 +34,8 @@ class _CrossEntropy(torch.autograd.Function):
         both = torch.stack([exponentials_NV.sum(1), found_N.masked_fill(~mine_N, 0.0)])
         total_N, target_N = group.all_reduce(both, LOSS_TAG).wait()
         ctx.save_for_backward(exponentials_NV.div_(total_N.unsqueeze(1)), index_N, mine_N)
-        return total_N.log() - target_N
+        losses_N: Tensor = total_N.log() - target_N
+        return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

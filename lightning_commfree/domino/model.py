@@ -6,12 +6,13 @@ can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.halves import Half, gpt2_halves, llama_halves
@@ -202,21 +203,14 @@ def _check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
         )
 
 
-def whole_tensors(
-    named: Sequence[tuple[str, Tensor]], cuts: dict[str, Cut], group: TensorGroup, tag: str
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors as they would be without sharding, one after the other; collective.
+def whole_tensor(part: Tensor, cut: Cut, channel: Channel, tag: str) -> Tensor:
+    """Return a tensor as it would be without sharding, on every rank; collective.
 
     Args:
-        named: this rank's tensors, in the same order on all ranks.
-        cuts: by name, of those that are divided.
-        group: the tensor group.
+        part: this rank's.
+        cut: how it was cut.
+        channel: to the tensor group.
         tag: what for.
     """
-    for name, tensor in named:
-        cut = cuts.get(name)
-        if cut is None:
-            yield name, tensor
-            continue
-        rows = group.channel.all_gather(tensor.detach().contiguous(), tag).wait()
-        yield name, cut.join(list(rows))
+    gathered = channel.all_gather(part.detach().to(channel.device).contiguous(), tag).wait()
+    return cut.join(list(gathered)).to(part.device)

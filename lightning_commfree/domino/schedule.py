@@ -95,7 +95,7 @@ class Play:
         flying: list[list[Pending[Tensor]]] = [[] for _ in streams]
         before: Half | None = None
         for half in self.halves:
-            row = []
+            row: list[Piece] = []
             for i, own in enumerate(given):
                 total = self._land(flying[i], "forward", before, i)
                 piece = Piece(half, before, own, _leaf(streams[i]), total)

@@ -5,10 +5,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies._traffic import Traffic
 from lightning_commfree.strategies.distributed_lion import DistributedLionStrategy
+from lightning_commfree.strategies.domino_tp import DominoTPStrategy
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
 
 _NAMES = {
     "distributed_lion": DistributedLionStrategy,
+    "domino_tp": DominoTPStrategy,
     "streaming_diloco": StreamingDiLoCoStrategy,
 }
 _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
@@ -31,6 +33,7 @@ register_strategies()
 
 __all__ = [
     "DistributedLionStrategy",
+    "DominoTPStrategy",
     "ReplicatedStrategy",
     "StreamingDiLoCoStrategy",
     "Traffic",

@@ -8,14 +8,12 @@ replicas, a ledger, and the ledger's figures in the Trainer's loggers.
 
 from __future__ import annotations
 
-import difflib
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -23,25 +21,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._signals import DeferredSigterm
+from lightning_commfree.strategies._start import check_ddp_kwargs, common_start
 from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 T = TypeVar("T")
-
-START_TAG = "start"
-_DDP_KWARGS = (
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-)
 
 
 class ReplicatedStrategy(DDPStrategy):
@@ -67,7 +53,7 @@ class ReplicatedStrategy(DDPStrategy):
 
     def __init__(self, group_size: int = 1, **ddp_kwargs: Any) -> None:
         if group_size == 1:  # within a group there is DDP, which takes all of its own arguments
-            _check_ddp_kwargs(type(self).__name__, ddp_kwargs)
+            check_ddp_kwargs(type(self).__name__, ddp_kwargs)
         super().__init__(**ddp_kwargs)
         self.ledger = Ledger()
         self.group_ledger = Ledger()
@@ -160,12 +146,7 @@ class ReplicatedStrategy(DDPStrategy):
         """
         channel = self._world_channel
         assert channel is not None, "`setup_environment` comes first"
-        check_agreement(channel, {**self._facts(), **_describe(self._module)})
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        for tensor in (tensor for tensor in tensors if tensor.numel()):
-            raw = tensor.detach().to(channel.device).contiguous().reshape(-1).view(torch.uint8)
-            received = channel.broadcast(raw, START_TAG).wait()
-            tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+        common_start(channel, self._module, self._facts())
         if self._group_channel is not None:
             self._ddp_kwargs["process_group"] = self._group_channel.group
             super().configure_ddp()
@@ -289,24 +270,3 @@ class ReplicatedStrategy(DDPStrategy):
         return Traffic(
             bytes_per_cycle / cycle_steps, bytes_per_cycle, cycle_steps, float(ddp_bytes)
         )
-
-
-def _check_ddp_kwargs(strategy: str, ddp_kwargs: dict[str, Any]) -> None:
-    for name in ddp_kwargs:
-        if name not in _DDP_KWARGS:
-            near = difflib.get_close_matches(name, _DDP_KWARGS, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise TypeError(
-                f"`{strategy}` got the argument `{name}`. It replaces DDP's gradient"
-                " synchronization, so of `DDPStrategy` it takes only"
-                f" {', '.join(f'`{legal}`' for legal in _DDP_KWARGS)}.{hint}"
-            )
-
-
-def _describe(module: nn.Module) -> dict[str, str]:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        + (", trainable" if tensor.requires_grad else "")
-        for name, tensor in tensors
-    }

@@ -1,0 +1,106 @@
+"""What is done to gradients across ranks after, and during, backward.
+
+- Over the data axis they are averaged, half-block by half-block while backward goes on.
+- A key head that several ranks of a tensor group hold gets the sum of what they found.
+- The norm of the whole gradient counts every number once, wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.group import TensorGroup
+from lightning_commfree.domino.halves import Half
+
+AVERAGE_TAG = "data_gradient"
+SHARED_TAG = "tensor_shared"
+NORM_TAG = "tensor_norm"
+
+
+class GradientAverage:
+    """The mean of gradients over the data axis.
+
+    Args:
+        channel: to the ranks with the same part of the model.
+
+    Attributes:
+        active: whether this backward is the last one before an optimizer step.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.active = True
+        self._flying: list[tuple[list[nn.Parameter], Pending[Tensor]]] = []
+        self._launched: set[nn.Parameter] = set()
+
+    def half_is_done(self, half: Half) -> None:
+        """Launch the gradients of a half-block's parameters; they do not change any more."""
+        if self.active and self._channel.size > 1:
+            self._launch([p for module in half.modules for p in module.parameters()])
+
+    def land(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Launch what has not been launched of `parameters`, and put all means into place."""
+        if self._channel.size == 1:
+            return
+        self._launch(parameters)
+        for members, pending in self._flying:
+            mean = pending.wait().div_(self._channel.size)
+            sizes = [p.numel() for p in members]
+            for p, part in zip(members, torch.split(mean, sizes), strict=True):
+                assert p.grad is not None, "its gradient has been launched"
+                p.grad.copy_(part.view(p.shape))
+        self._flying.clear()
+        self._launched.clear()
+
+    def _launch(self, parameters: Iterable[nn.Parameter]) -> None:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for p in parameters:
+            if p.grad is not None and p not in self._launched:
+                self._launched.add(p)
+                by_dtype.setdefault(p.grad.dtype, []).append(p)
+        for members in by_dtype.values():
+            flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
+            flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
+            self._flying.append((members, flying))
+
+
+def sum_shared(cuts: Mapping[nn.Parameter, Cut], group: TensorGroup) -> None:
+    """Add up the gradients of what several ranks of a tensor group hold."""
+    for parameter, cut in cuts.items():
+        if cut.overlapping and parameter.grad is not None:
+            shape = list(parameter.shape)
+            shape[cut.dim] = cut.size
+            start, stop = cut.ranges[group.rank]
+            whole = parameter.grad.new_zeros(shape)
+            whole.narrow(cut.dim, start, stop - start).copy_(parameter.grad)
+            group.all_reduce(whole, SHARED_TAG).wait()
+            parameter.grad.copy_(whole.narrow(cut.dim, start, stop - start))
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], cuts: Mapping[nn.Parameter, Cut], group: TensorGroup
+) -> Tensor:
+    """Return the Euclidean norm of the whole model's gradient, fp32, the same on all ranks."""
+    total: dict[bool, Tensor] = {}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        cut = cuts.get(p)
+        holders = 1 if cut is None else cut.ranges.count(cut.ranges[group.rank])
+        square = (
+            p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
+            / holders
+        )
+        key = cut is not None
+        total[key] = total[key] + square if key in total else square
+    if not total:
+        return torch.zeros(())
+    first = next(iter(total.values()))
+    divided = total.get(True, torch.zeros_like(first)).reshape(1)
+    whole = total.get(False, torch.zeros_like(first))
+    return (group.all_reduce(divided, NORM_TAG).wait().squeeze(0) + whole).sqrt()

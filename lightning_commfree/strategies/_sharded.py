@@ -1,0 +1,172 @@
+"""A LightningModule with models divided inside it: whole states out of parts, and parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.domino import FAMILIES, Cut, DominoSettings, ParallelModel, whole_tensor
+
+TAG = "tensor_state"
+
+
+def find_models(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost models inside that can be divided."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for child in module.modules():
+        known = type(child).__name__ in FAMILIES or _has_plan(child)
+        if known and child not in inside and child is not module:
+            found.append(child)
+            inside.update(child.modules())
+    return found
+
+
+def check_model(strategy: str, module: pl.LightningModule) -> None:
+    """See that there is something to divide, as it is.
+
+    Raises:
+        ValueError: there is nothing, or it is compiled, wrapped, or without memory.
+    """
+    for name, child in module.named_modules():
+        wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in type(child).__name__
+        compiled = (
+            type(child).__name__ == "OptimizedModule" or child._compiled_call_impl is not None
+        )
+        if wrapped or compiled:
+            raise ValueError(
+                f"'{name}' is {'compiled' if compiled else 'wrapped'} already, as"
+                f" `{type(child).__name__}`, and `{strategy}` has to divide the model before that."
+                " Give it the plain model."
+            )
+    models = find_models(module)
+    if not models:
+        names = sorted({type(child).__name__ for child in module.children()})
+        raise ValueError(
+            f"`{strategy}` found no model in `{type(module).__name__}` that it can divide (its"
+            f" children are {', '.join(names) or 'none'}). It divides {', '.join(FAMILIES)} of"
+            " transformers, and other models of transformers whose config has a"
+            " `base_model_tp_plan`."
+        )
+    meta = [n for n, p in module.named_parameters() if p.device.type == "meta"]
+    if meta:
+        raise ValueError(
+            f"{len(meta)} parameters, {meta[0]!r} among them, are on the meta device and hold no"
+            f" values. `{strategy}` divides a model that is there: build it on the CPU."
+        )
+
+
+class ShardedModule:
+    """A module whose transformers models are divided among a tensor group.
+
+    Args:
+        module: changed in place.
+        channel: to the tensor group.
+        settings: split and micro-batches.
+        seed: see `ParallelModel`.
+
+    Attributes:
+        models: the divided models.
+    """
+
+    def __init__(
+        self, module: nn.Module, channel: Channel, settings: DominoSettings, seed: int
+    ) -> None:
+        self._module, self._channel = module, channel
+        self.models = [
+            ParallelModel(model, channel, settings, seed) for model in find_models(module)
+        ]
+
+    @property
+    def cuts(self) -> dict[nn.Parameter, Cut]:
+        """How each parameter was cut that was."""
+        return {p: cut for model in self.models for p, cut in model.sharded.cuts.items()}
+
+    def state_dict(self, keep: bool) -> dict[str, Any]:
+        """Return the module's whole state, tensors of divided parameters in CPU memory.
+
+        Collective, one tensor at a time.
+
+        Args:
+            keep: whether this rank wants it; else the result is empty.
+        """
+        cuts = {p.data_ptr(): cut for p, cut in self.cuts.items()}
+        known: dict[int, Tensor] = {}  # tied parameters are gathered once
+        state = self._module.state_dict()
+        for name, value in list(state.items()):
+            if isinstance(value, Tensor) and value.data_ptr() in cuts:
+                place = value.data_ptr()
+                if place not in known:
+                    whole = whole_tensor(value, cuts[place], self._channel, TAG)
+                    known[place] = whole.cpu() if keep else whole[:0]
+                state[name] = known[place]
+        return state if keep else {}
+
+    def parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of a whole module's state."""
+        own = self._module.state_dict(keep_vars=True)
+        cuts, rank = self.cuts, self._channel.rank
+        return {
+            name: cuts[own[name]].part(value, rank) if own.get(name) in cuts else value
+            for name, value in state.items()
+        }
+
+    def optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """Return an optimizer's whole state; as `state_dict`."""
+        saved = optimizer.state_dict()
+        result: dict[int, Any] = {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            for key, value in saved["state"].get(index, {}).items():
+                whole = self._whole(parameter, value)
+                if keep:
+                    on_cpu = whole.cpu() if isinstance(whole, Tensor) else whole
+                    result.setdefault(index, {})[key] = on_cpu
+        return {**saved, "state": result} if keep else {}
+
+    def optimizer_parts_of(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of a whole optimizer state."""
+        cuts, rank, parts = self.cuts, self._channel.rank, {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            cut = cuts.get(parameter)
+            own = dict(state["state"].get(index, {}))
+            for key, value in own.items():
+                if cut is not None and isinstance(value, Tensor) and value.dim() > cut.dim:
+                    own[key] = cut.part(value, rank)
+            if own:
+                parts[index] = own
+        return {**state, "state": parts}
+
+    def join(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make the models transformers' own again, whole on every rank; optimizers too."""
+        for optimizer in optimizers:
+            for parameter in _parameters(optimizer):
+                own = optimizer.state.get(parameter, {})
+                for key, value in own.items():
+                    own[key] = self._whole(parameter, value)
+        for model in self.models:
+            wholes = {}
+            for parameter, cut in model.sharded.cuts.items():
+                wholes[parameter] = whole_tensor(parameter.detach(), cut, self._channel, TAG)
+            model.join(wholes)
+
+    def _whole(self, parameter: nn.Parameter, value: Any) -> Any:
+        cut = self.cuts.get(parameter)
+        if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        return whole_tensor(value, cut, self._channel, TAG)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _has_plan(module: nn.Module) -> bool:
+    config: Any = getattr(module, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
+    return bool(plan) and hasattr(module, "base_model_prefix")

@@ -1,0 +1,312 @@
+"""Domino, arXiv:2409.15241, in Lightning's life cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
+from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
+from lightning_commfree.domino import DominoSettings, GradientAverage, gradient_norm, sum_shared
+from lightning_commfree.strategies._sharded import ShardedModule, check_model
+from lightning_commfree.strategies._start import START_TAG, check_ddp_kwargs, common_start
+from lightning_commfree.strategies._traffic import FitLog
+
+
+class DominoTPStrategy(DDPStrategy):
+    """Tensor parallelism of an unmodified Hugging Face model, its all-reduces hidden.
+
+    The `GPT2LMHeadModel` or Llama-like model (Llama, Mistral, Qwen2, Qwen3) anywhere inside the
+    LightningModule is divided in place when `fit` begins, before the optimizer is made: heads and
+    MLPs over the ranks of a tensor group, the vocabulary too. A batch is split into micro-batches
+    that take turns, so that the all-reduces of one fly while the others compute, in both
+    directions. Other models whose config has a tensor-parallel plan are divided by it, without a
+    schedule.
+
+    Checkpoints hold the whole model and the whole optimizer state, so they load at any tensor
+    parallel size, in a plain Trainer and, the model's part, by `from_pretrained`. After `fit` the
+    module is the plain Hugging Face model again, with all weights in it. The world is data parallel
+    times tensor parallel: all ranks of a tensor group must get the same batch, which Lightning's
+    sampler sees to.
+
+    If the model computes its own loss (`labels=`), logits of the whole vocabulary are never put
+    together, and the model's output has none; without `labels` it has them all.
+
+    Args:
+        tensor_parallel_size: consecutive ranks that share one model; None: those of a node. The
+            rest of the world is data parallel.
+        split: "batch": rows of the batch (a batch of one is split by tokens instead); "token":
+            pieces of the sequence, under causal attention; "weight": outputs of the row linears,
+            which hides less; "none": every all-reduce is waited for.
+        num_micro_batches: parts, 2 or more.
+        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
+            them.
+
+    Attributes:
+        settings: the arguments above.
+        ledger: bytes sent by this rank, seconds waited and collectives, by tag.
+
+    Raises:
+        ValueError: an argument outside its range.
+        TypeError: an argument of another kind, or an unknown one.
+
+    Example::
+
+        trainer = Trainer(strategy=DominoTPStrategy(tensor_parallel_size=8), devices=8, num_nodes=4)
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int | None = None,
+        split: str = "batch",
+        num_micro_batches: int = 2,
+        **ddp_kwargs: Any,
+    ) -> None:
+        check_ddp_kwargs(type(self).__name__, ddp_kwargs)
+        super().__init__(**ddp_kwargs)
+        self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
+        self.ledger = Ledger()
+        self._tensor_channel: Channel | None = None
+        self._data_channel: Channel | None = None
+        self._world_channel: Channel | None = None
+        self._sharded: ShardedModule | None = None
+        self._average: GradientAverage | None = None
+        self._fit_log: FitLog | None = None
+        self._batch_checked = False
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share one model."""
+        return self.settings.tensor_parallel_size or self.num_processes
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The divided model; from `setup` to `teardown` of a fit."""
+        assert self._sharded is not None, "a model is divided while a fit runs"
+        return self._sharded
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self.tensor_parallel_size
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    # -- life cycle, in the order in which the Trainer calls it
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._world_channel is None:
+            mesh = tensor_mesh(self.world_size, self.tensor_parallel_size)
+            rank, backend = self.global_rank, self._get_process_group_backend()
+            near = (self.ledger, backend, self._timeout, self.root_device)
+            self._tensor_channel = Channel.open(mesh.groups(TENSOR), rank, *near)
+            self._data_channel = Channel.open(mesh.groups(DATA), rank, *near)
+            everybody = [list(range(self.world_size))]
+            self._world_channel = Channel.open(everybody, rank, self.ledger, timeout=self._timeout)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._check_fit()
+        super().setup(trainer)
+        if fitting:
+            # Lightning clips by the norm of what a rank holds
+            self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+            numel = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+            ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
+            window: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+            self._fit_log = FitLog(self.ledger, float(ddp_bytes), window)
+            self._batch_checked = False
+
+    @override
+    def configure_ddp(self) -> None:
+        """Divide the model, in place of the DDP wrapper; the optimizer is made after it."""
+        world, tensor, data = self._world_channel, self._tensor_channel, self._data_channel
+        assert world is not None, "`setup_environment` comes first"
+        assert tensor is not None, "`setup_environment` comes first"
+        assert data is not None, "`setup_environment` comes first"
+        common_start(world, self._module, self.settings.facts())
+        seed = torch.initial_seed() % 2**31
+        self._sharded = ShardedModule(self._module, tensor, self.settings, seed)
+        self._average = GradientAverage(data)
+        for model in self._sharded.models:
+            model.done = self._average.half_is_done
+            model.fell_back = self._say_once()
+
+    @override
+    def on_train_start(self) -> None:
+        """Let the ranks of a tensor group draw the same random numbers from here on."""
+        super().on_train_start()
+        channel = self._tensor_channel
+        assert channel is not None, "it is open while a fit runs"
+        state = torch.get_rng_state().to(channel.device)
+        torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
+        if self.root_device.type == "cuda":
+            own = torch.cuda.get_rng_state(self.root_device).to(channel.device)
+            shared = channel.broadcast(own, START_TAG).wait().cpu()
+            torch.cuda.set_rng_state(shared, self.root_device)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._batch_checked:
+            self._batch_checked = True
+            self._check_batch((args, kwargs))
+        return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """In the body gradients accumulate on this rank; Lightning's word for it."""
+        assert self._average is not None, "the model is divided"
+        self._average.active = False
+        try:
+            yield
+        finally:
+            self._average.active = True
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        assert self._average is not None, "the model is divided"
+        if self._average.active:
+            self._average.land(self._module.parameters())
+            for model in self.sharded.models:
+                sum_shared(model.sharded.cuts, model.group)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._fit_log is not None, "a fit has begun"
+        figures = self._fit_log.after_step()
+        if not self._module.trainer.barebones:
+            for name, value in figures.items():
+                self._module.log(name, value, on_step=True, on_epoch=False)
+        return output
+
+    @override
+    def teardown(self) -> None:
+        if self._sharded is not None:
+            if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
+                self._sharded.join(self.optimizers)
+            self._sharded = self._average = None
+            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        super().teardown()
+        for channel in (self._tensor_channel, self._data_channel, self._world_channel):
+            if channel is not None:
+                channel.close()
+        self._tensor_channel = self._data_channel = self._world_channel = None
+
+    # -- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole module's state on rank 0, gathered one tensor at a time.
+
+        Collective; on the other ranks the dictionary is empty.
+        """
+        if self._sharded is None:
+            return super().lightning_module_state_dict()
+        return self._sharded.state_dict(keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole optimizer state on rank 0; collective, empty on the other ranks."""
+        if self._sharded is None:
+            return super().optimizer_state(optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return self._sharded.optimizer_state(optimizer, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._sharded is not None:
+            parts = self._sharded.parts_of(checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": parts}
+        super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = [
+            self.sharded.optimizer_parts_of(optimizer, state)
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=True
+            )
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    # -- inside
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "the Trainer connects the module first"
+        return self.lightning_module
+
+    def _check_fit(self) -> None:
+        name = type(self).__name__
+        if not self._module.automatic_optimization:
+            raise ValueError(
+                f"`{name}` does not support manual optimization: it has to know the last backward"
+                " before an optimizer step. Leave `automatic_optimization` True."
+            )
+        precision = self.precision_plugin
+        fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
+        if fp16 or str(precision.precision).startswith("16"):
+            raise ValueError(
+                f"`{name}` does not support precision={precision.precision!r}: ranks of a tensor"
+                " group would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or '32-true'."
+            )
+        check_model(name, self._module)
+
+    def _check_batch(self, batch: Any) -> None:
+        assert self._tensor_channel is not None, "it is open while a fit runs"
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
+        try:
+            check_agreement(self._tensor_channel, {"the first batch": " ".join(found)})
+        except ValueError as error:
+            raise ValueError(
+                "The ranks of a tensor group must train on the same batch, and their first batches"
+                f" differ: ranks {list(self._tensor_channel.ranks)}. Let Lightning put its own"
+                " sampler in, or give your sampler `num_replicas` and `rank` of"
+                " `trainer.distributed_sampler_kwargs`."
+            ) from error
+
+    def _say_once(self) -> Callable[[str], None]:
+        said: set[str] = set()
+
+        def say(text: str) -> None:
+            if text not in said:
+                said.add(text)
+                rank_zero_warn(text)
+
+        return say
+
+    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm of the whole model's gradient, every number counted once."""
+        cuts = {p: cut for model in self.sharded.models for p, cut in model.sharded.cuts.items()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = gradient_norm(parameters, cuts, self.sharded.models[0].group)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

@@ -1,0 +1,161 @@
+"""The real strategy, in a real Trainer on real gloo ranks, against a plain Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM
+
+from lightning_commfree import DominoTPStrategy
+from tests.strategies.causal_lm import CausalLM, loader, words
+from tests.strategies.models import quiet_trainer
+from tests.world import run_ranks
+
+STEPS = 20
+BATCH = 4
+TOLERANCE = 2e-5  # of a weight: sums run in another order, and fp32 rounds them
+
+
+def trainer_for(strategy: Any, size: int, **kwargs: Any) -> Any:
+    return quiet_trainer(
+        strategy=strategy, devices=size, max_steps=STEPS, num_sanity_val_steps=0, **kwargs
+    )
+
+
+def fit(rank: int, size: int, kind: str, folder: Path, **kwargs: Any) -> dict[str, Any]:
+    tensor_parallel = kwargs.pop("tensor_parallel_size", None)
+    accumulate = kwargs.get("accumulate_grad_batches", 1)
+    settings = kwargs.pop("settings", {})
+    strategy = DominoTPStrategy(tensor_parallel, **settings)
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=10)
+    trainer = trainer_for(strategy, size, enable_checkpointing=True, callbacks=[save], **kwargs)
+    module = CausalLM(kind)
+    # Lightning's own sampler would shuffle
+    copies = size // (tensor_parallel or size)
+    place = rank // (tensor_parallel or size)
+    data = words(STEPS * BATCH * accumulate)
+    sampler = DistributedSampler(data, copies, place, shuffle=False)
+    train = DataLoader(data, batch_size=BATCH // copies, sampler=sampler)
+    trainer.fit(module, train, loader(8, 4))
+    return {
+        "weights": {name: t.clone() for name, t in module.state_dict().items()},
+        "loss": float(trainer.callback_metrics["val_loss"]),
+        "waited": strategy.ledger.seconds_waited,
+        "classes": sorted({type(m).__module__.split(".")[0] for m in module.modules()}),
+    }
+
+
+def many(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    return {
+        "gpt2": fit(rank, size, "gpt2", folder / "gpt2"),
+        "llama": fit(rank, size, "llama", folder / "llama"),
+        "clipped": fit(
+            rank, size, "gpt2", folder / "clipped", gradient_clip_val=0.3, accumulate_grad_batches=2
+        ),
+        "tokens": fit(rank, size, "llama", folder / "tokens", settings={"split": "token"}),
+        "two by two": fit(rank, size, "llama", folder / "2x2", tensor_parallel_size=2)
+        if size == 4
+        else None,
+        "two by two, clipped": fit(
+            rank,
+            size,
+            "gpt2",
+            folder / "2x2 clipped",
+            tensor_parallel_size=2,
+            gradient_clip_val=0.3,
+            accumulate_grad_batches=2,
+        )
+        if size == 4
+        else None,
+    }
+
+
+def plain(kind: str, **kwargs: Any) -> dict[str, Any]:
+    module = CausalLM(kind)
+    trainer = trainer_for("auto", 1, **kwargs)
+    rows = STEPS * BATCH * kwargs.get("accumulate_grad_batches", 1)
+    trainer.fit(module, loader(rows, BATCH), loader(8, 4))
+    return {
+        "weights": {name: t.clone() for name, t in module.state_dict().items()},
+        "loss": float(trainer.callback_metrics["val_loss"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Any]:
+    clipped = plain("gpt2", gradient_clip_val=0.3, accumulate_grad_batches=2)
+    return {
+        "gpt2": plain("gpt2"),
+        "llama": (llama := plain("llama")),
+        "tokens": llama,
+        "two by two": llama,
+        "clipped": clipped,
+        "two by two, clipped": clipped,
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("domino")
+    return folder, run_ranks(many, request.param, folder, folder)
+
+
+def apart(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    assert weights.keys() == others.keys()
+    return max(float((t - others[name]).abs().max()) for name, t in weights.items())
+
+
+@pytest.mark.parametrize(
+    "case", ["gpt2", "llama", "tokens", "clipped", "two by two", "two by two, clipped"]
+)
+def test_twenty_steps_equal_a_plain_trainer(ranks: Any, references: Any, case: str) -> None:
+    for outcomes in ranks[1]:
+        if outcomes[case] is None:  # four ranks only
+            continue
+        assert apart(outcomes[case]["weights"], references[case]["weights"]) < TOLERANCE
+        assert outcomes[case]["loss"] == pytest.approx(references[case]["loss"], abs=1e-3)
+        assert outcomes[case]["classes"] == ["tests", "torch", "transformers"], "restored"
+    unclipped = apart(references["gpt2"]["weights"], references["clipped"]["weights"])
+    assert unclipped > 50 * TOLERANCE, "a missing clip would be seen"
+
+
+def resume(rank: int, size: int, folder: Path, kind: str) -> Any:
+    module = CausalLM(kind)
+    trainer = trainer_for(DominoTPStrategy(), size)
+    trainer.fit(module, loader(STEPS * BATCH, BATCH), ckpt_path=folder / kind / "step=10.ckpt")
+    return {name: t.clone() for name, t in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_checkpoint_is_whole_and_loads_at_any_size(ranks: Any, tmp_path: Path, kind: str) -> None:
+    folder, outcomes = ranks
+    final = outcomes[0][kind]["weights"]
+    saved = torch.load(folder / kind / f"step={STEPS}.ckpt", weights_only=True)
+    assert saved["state_dict"].keys() == final.keys()
+    for name, tensor in saved["state_dict"].items():
+        assert torch.equal(tensor, final[name]), name
+    module = CausalLM(kind)
+    shapes = [tuple(p.shape) for p in module.parameters()]
+    state = saved["optimizer_states"][0]["state"]
+    assert [tuple(s["exp_avg"].shape) for s in state.values()] == shapes
+    module.load_state_dict(saved["state_dict"])
+    module.wrapped["lm"].save_pretrained(tmp_path / "export")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    batch = words(3).tensors[0]
+    assert torch.equal(exported(batch).logits, module.wrapped["lm"](batch).logits)
+    module = CausalLM(kind)  # a plain Trainer goes on from step 10
+    trainer = trainer_for("auto", 1)
+    trainer.fit(module, loader(STEPS * BATCH, BATCH), ckpt_path=folder / kind / "step=10.ckpt")
+    straight = dict(module.state_dict())
+    for size in (2, 4):
+        for weights in run_ranks(resume, size, tmp_path, folder, kind):
+            assert apart(weights, straight) < TOLERANCE
+            if size == len(outcomes):
+                again = run_ranks(resume, size, tmp_path, folder, kind)[0]
+                assert apart(weights, again) == 0

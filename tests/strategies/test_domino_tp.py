@@ -36,19 +36,21 @@ def fit(rank: int, size: int, kind: str, folder: Path, **kwargs: Any) -> dict[st
     save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=10)
     trainer = trainer_for(strategy, size, enable_checkpointing=True, callbacks=[save], **kwargs)
     module = CausalLM(kind)
-    # Lightning's own sampler would shuffle
     copies = size // (tensor_parallel or size)
     place = rank // (tensor_parallel or size)
-    data = words(STEPS * BATCH * accumulate)
-    sampler = DistributedSampler(data, copies, place, shuffle=False)
-    train = DataLoader(data, batch_size=BATCH // copies, sampler=sampler)
-    trainer.fit(module, train, loader(8, 4))
+    trainer.fit(module, ordered(STEPS * BATCH * accumulate, copies, place), loader(8, 4))
     return {
         "weights": {name: t.clone() for name, t in module.state_dict().items()},
         "loss": float(trainer.callback_metrics["val_loss"]),
         "waited": strategy.ledger.seconds_waited,
         "classes": sorted({type(m).__module__.split(".")[0] for m in module.modules()}),
     }
+
+
+def ordered(rows: int, copies: int = 1, place: int = 0) -> DataLoader[Any]:
+    """Return a loader that is not shuffled: Lightning's own sampler would be."""
+    sampler = DistributedSampler(words(rows), copies, place, shuffle=False)
+    return DataLoader(words(rows), batch_size=BATCH // copies, sampler=sampler)
 
 
 def many(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def test_twenty_steps_equal_a_plain_trainer(ranks: Any, references: Any, case: s
 def resume(rank: int, size: int, folder: Path, kind: str) -> Any:
     module = CausalLM(kind)
     trainer = trainer_for(DominoTPStrategy(), size)
-    trainer.fit(module, loader(STEPS * BATCH, BATCH), ckpt_path=folder / kind / "step=10.ckpt")
+    trainer.fit(module, ordered(STEPS * BATCH), ckpt_path=folder / kind / "step=10.ckpt")
     return {name: t.clone() for name, t in module.state_dict().items()}
 
 

@@ -55,7 +55,8 @@ class RunRecorder(pl.Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.meter = TrafficMeter(trainer)
+        tokens = self._data.batch_size * self._data.block_size
+        self.meter = TrafficMeter(trainer, tokens)
         self._batch_ends.clear()
 
     @override

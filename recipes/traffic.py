@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
-from lightning_commfree.strategies import ReplicatedStrategy, Traffic
+from lightning_commfree.strategies import DominoTPStrategy, ReplicatedStrategy, Traffic
 
 
 class TrafficMeter:
@@ -18,6 +18,8 @@ class TrafficMeter:
 
     Args:
         trainer: in its fit.
+        tokens_per_batch: that a model sees in a batch; with tensor parallelism several ranks share
+            one.
 
     Attributes:
         plan: what this rank will send.
@@ -27,12 +29,16 @@ class TrafficMeter:
         TypeError: nobody knows what the strategy sends.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, tokens_per_batch: int) -> None:
         strategy = trainer.strategy
         self.ledger: Ledger | None
         self.plan: Traffic
         if isinstance(strategy, ReplicatedStrategy):
             self.plan, self.ledger = strategy.traffic(), strategy.ledger
+        elif isinstance(strategy, DominoTPStrategy):
+            batches = trainer.accumulate_grad_batches
+            self.plan = strategy.traffic(batches * tokens_per_batch)
+            self.ledger = strategy.ledger
         else:
             self.plan, self.ledger = _ddp_traffic(trainer), None
 

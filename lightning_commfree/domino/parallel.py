@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
@@ -80,6 +81,15 @@ class ParallelModel:
             self._schedule(model)
         else:
             _apply_plan(self.sharded)
+
+    def bytes_per_token(self) -> float:
+        """Return the bytes that this rank sends for a token, forward and backward.
+
+        Of the sums of half-blocks, embedding and head; in fp32 numbers.
+        """
+        width = getattr(self.sharded.model.config, "hidden_size", 0)  # type: ignore[union-attr]
+        sums = 2 * len(self.sharded.halves) + 2  # each way, and embedding there, head back
+        return sums * ring_all_reduce_bytes(4 * int(width), self.group.size)  # type: ignore[arg-type]
 
     def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
         """Make the model transformers' own again.

@@ -19,11 +19,15 @@ class Traffic:
 
 
 class FitLog:
-    """The ledger's figures of one fit, as means over the last `window_steps` steps."""
+    """The ledger's figures of one fit, as means over the last `window_steps` steps.
+
+    Attributes:
+        ddp_bytes_per_step: what fp32 DDP would send for the same model on the same ranks.
+    """
 
     def __init__(self, ledger: Ledger, ddp_bytes_per_step: float, window_steps: int) -> None:
         self._ledger = ledger
-        self._ddp_bytes_per_step = ddp_bytes_per_step
+        self.ddp_bytes_per_step = ddp_bytes_per_step
         self._start = ledger.totals()
         self._window = deque([self._start], maxlen=max(window_steps, 1) + 1)
         self._steps = 0
@@ -40,5 +44,5 @@ class FitLog:
         }
         sent = last.bytes_sent - self._start.bytes_sent
         if sent:  # a ratio to nothing says nothing
-            figures["comm/compression"] = self._ddp_bytes_per_step * self._steps / sent
+            figures["comm/compression"] = self.ddp_bytes_per_step * self._steps / sent
         return figures

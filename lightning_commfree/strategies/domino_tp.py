@@ -26,7 +26,7 @@ from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
 from lightning_commfree.domino import DominoSettings, GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.strategies._sharded import ShardedModule, check_model
 from lightning_commfree.strategies._start import START_TAG, check_ddp_kwargs, common_start
-from lightning_commfree.strategies._traffic import FitLog
+from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
 class DominoTPStrategy(DDPStrategy):
@@ -106,6 +106,22 @@ class DominoTPStrategy(DDPStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         size = self.tensor_parallel_size
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
+    def traffic(self, tokens_per_step: int) -> Traffic:
+        """Return what this rank will send; available from `on_fit_start` on.
+
+        The sums of half-blocks, embedding and head and the mean over the data axis, without what
+        the loss sends.
+
+        Args:
+            tokens_per_step: of the batches of one tensor group between two optimizer steps.
+        """
+        sums = sum(model.bytes_per_token() for model in self.sharded.models) * tokens_per_step
+        assert self._average is not None, "the model is divided"
+        averaged = self._average.num_bytes(self._module.parameters())
+        assert self._fit_log is not None, "a fit has begun"
+        total = round(sums) + averaged
+        return Traffic(float(total), total, 1, self._fit_log.ddp_bytes_per_step)
 
     # -- life cycle, in the order in which the Trainer calls it
 

@@ -23,11 +23,11 @@ CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
 GROUPS = {
     "data": ["shakespeare", "synthetic", "text"],
-    "experiment": ["demo", "gpt2_gpu", "lion", "llama_1b_multinode"],
+    "experiment": ["demo", "domino_gpt2", "domino_llama", "gpt2_gpu", "lion", "llama_1b_multinode"],
     "logger": ["csv", "none", "wandb"],
     "model": ["gpt2", "gpt2_tiny", "llama_1b", "llama_tiny"],
     "optimizer": ["adamw", "distributed_lion"],
-    "strategy": ["ddp", "distributed_lion", "streaming_diloco"],
+    "strategy": ["ddp", "distributed_lion", "domino_tp", "streaming_diloco"],
     "tokenizer": ["bpe", "bytes", "pretrained"],
     "trainer": ["cpu", "gpu", "multinode"],
 }
@@ -38,7 +38,7 @@ ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
 def test_the_files_are_those_that_the_tests_below_look_at() -> None:
     expected = [f"{group}/{name}.yaml" for group, names in GROUPS.items() for name in names]
     assert sorted([*expected, "plan.yaml", "pretrain.yaml"]) == FILES
-    assert len(FILES) == 27
+    assert len(FILES) == 30
 
 
 @pytest.mark.parametrize("name", GROUPS["strategy"])
@@ -167,7 +167,7 @@ def test_optimizer(name, compose_config) -> None:
 @pytest.mark.parametrize("name", GROUPS["experiment"])
 def test_experiment(name, compose_config, corpus, tmp_path) -> None:
     overrides = [f"experiment={name}"]
-    if name not in ("demo", "lion"):  # they run on the bundled text and a CPU
+    if name not in ("demo", "domino_gpt2", "domino_llama", "lion"):  # bundled text, a CPU
         overrides += [f"data.corpus.{split}={paths[0]}" for split, paths in corpus.files.items()]
         overrides += ON_CPU
     if name == "llama_1b_multinode":

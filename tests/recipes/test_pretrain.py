@@ -59,9 +59,10 @@ def _command(folder, *overrides, multirun=False, threads="1") -> subprocess.Comp
 DDP = "strategy=ddp"
 DILOCO = "strategy=streaming_diloco strategy.sync_every=5"
 LION = "strategy=distributed_lion optimizer=distributed_lion"
+DOMINO = "strategy=domino_tp data.batch_size=32"  # as many tokens a step as the others
 
 
-@pytest.fixture(scope="module", params=[DDP, DILOCO, LION])
+@pytest.fixture(scope="module", params=[DDP, DILOCO, LION, DOMINO])
 def finished_run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrain")
     steps = [

@@ -152,7 +152,7 @@ def test_a_strategy_that_nobody_can_count(quiet_trainer) -> None:
     trainer.strategy.connect(LightningModule())
     trainer._accelerator_connector.strategy = FSDPStrategy.__new__(FSDPStrategy)
     with pytest.raises(TypeError, match="cannot say what `FSDPStrategy` sends. Use a strategy of"):
-        TrafficMeter(trainer)
+        TrafficMeter(trainer, 64)
 
 
 def test_text_is_repeatable_and_fits_the_context() -> None:

@@ -38,7 +38,7 @@ def fragments(model: GPT2LMHeadModel) -> list[nn.Module]:
 
 
 def _manager(rank: int, model: GPT2LMHeadModel, inner: torch.optim.Optimizer) -> Any:
-    from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found,unused-ignore]
+    from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     store = TCPStore("0.0.0.0", STORE_PORT, is_master=True, wait_for_workers=False)
     manager = Manager(
@@ -75,7 +75,7 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
     Raises:
         RuntimeError: torchft has given up a sync.
     """
-    from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,unused-ignore]
+    from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     model = tiny_gpt2()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -118,7 +118,7 @@ def main() -> None:
     ((row, steps),) = plan["rows"]
     torch.set_num_threads(1)
     if os.environ["RANK"] == "0":
-        from torchft.coordination import (  # type: ignore[import-not-found,unused-ignore]
+        from torchft.coordination import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
             LighthouseServer,
         )
 

@@ -1,0 +1,229 @@
+"""What a Lightning user expects of a fit with `DominoTPStrategy`, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_commfree import DominoTPStrategy
+from lightning_commfree.strategies._sharded import check_model
+from tests.strategies.causal_lm import CausalLM, loader, words
+from tests.strategies.models import Tiny, quiet_trainer
+from tests.strategies.models import loader as tiny_loader
+from tests.world import run_ranks
+
+BATCH = 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"split": "rows"}, ValueError, "`split='rows'` is unknown. Choose one of 'batch',"),
+        ({"num_micro_batches": 1}, ValueError, "`num_micro_batches=1` must be at least 2."),
+        ({"num_micro_batches": 2.0}, TypeError, "`num_micro_batches=2.0` must be a whole number"),
+        ({"tensor_parallel_size": 0}, ValueError, "`tensor_parallel_size=0` must be at least 1."),
+        ({"gradient_as_bucket_view": True}, TypeError, "`DominoTPStrategy` got the argument"),
+    ],
+)
+def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        DominoTPStrategy(**arguments)
+
+
+class Unsupported(Tiny):
+    """Has no transformers model."""
+
+
+class Compiled(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped["lm"] = torch.compile(self.wrapped["lm"])
+
+
+class Meta(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped["lm"] = self.wrapped["lm"].to("meta")
+
+
+class Manual(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Recording(CausalLM):
+    """Keeps the losses, and this rank's gradients of the first step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        loss = super().training_step(batch, i)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+class Checkpointed(Recording):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.wrapped["lm"].gradient_checkpointing_enable()
+
+
+# module, strategy, Trainer, error, text; on three ranks
+REFUSED: list[Any] = [
+    (CausalLM, {}, {}, "ValueError", "has 4 attention heads, which 3 tensor-parallel ranks cannot"),
+    (CausalLM, {"tensor_parallel_size": 2}, {}, "ValueError", "`tensor_parallel_size=2` does not"),
+    (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can divide (its"),
+    (Compiled, {}, {}, "ValueError", "is compiled already, as `OptimizedModule`"),
+    (Manual, {}, {}, "ValueError", "`DominoTPStrategy` does not support manual optimization"),
+    (CausalLM, {}, {"precision": "16-true"}, "ValueError", "does not support precision='16-true'"),
+]
+
+
+def refused(rank: int, size: int) -> list[tuple[str, str]]:
+    said = []
+    for module, settings, trainer_settings, _, _ in REFUSED:
+        strategy = DominoTPStrategy(**settings)
+        trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=2, **trainer_settings)
+        data = tiny_loader(8) if module is Unsupported else loader(8, BATCH)
+        try:
+            trainer.fit(module(), data)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            said.append((type(error).__name__, str(error)))
+        else:
+            said.append(("", ""))
+    return said
+
+
+def test_what_cannot_be_divided_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(refused, 3, tmp_path):
+        for (kind, text), (module, _, _, error, expected) in zip(said, REFUSED, strict=True):
+            assert (kind, expected in text) == (error, True), (module.__name__, kind, text)
+
+
+def test_a_model_without_values_is_refused() -> None:
+    """Asked directly: Lightning's own teardown fails on such a module and would hide the text."""
+    with pytest.raises(ValueError, match="are on the meta device and hold no values"):
+        check_model("DominoTPStrategy", Meta())
+
+
+def fit(rank: int, size: int, module: Any, **kwargs: Any) -> dict[str, Any]:
+    settings = kwargs.pop("settings", {})
+    apart = kwargs.pop("apart", False)  # every rank its own data
+    rows = kwargs.pop("batch", BATCH)
+    strategy = DominoTPStrategy(**settings)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        max_steps=6,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        **kwargs,
+    )
+    sampler = DistributedSampler(words(6 * rows * size), size, rank if apart else 0, shuffle=False)
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("lightning_commfree.strategies.domino_tp.rank_zero_warn", said.append)
+        trainer.fit(module, DataLoader(sampler.dataset, batch_size=rows, sampler=sampler))
+    return {
+        "losses": module.losses,
+        "weights": torch.cat([p.detach().float().flatten() for p in module.parameters()]),
+        "said": said,
+        "sums": dict(strategy.ledger.collectives_by_tag),
+        "metrics": {name: float(v) for name, v in trainer.callback_metrics.items()},
+        "generated": module.wrapped["lm"].generate(words(1).tensors[0], max_new_tokens=4).tolist(),
+    }
+
+
+def many(rank: int, size: int) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {
+        "plain": fit(rank, size, Recording()),
+        "checkpointed": fit(rank, size, Checkpointed()),
+        "bf16-mixed": fit(rank, size, Recording(), precision="bf16-mixed"),
+        "bf16-true": fit(rank, size, Recording(), precision="bf16-true"),
+        "one row": fit(rank, size, Recording(), batch=1),
+        "dropout": fit(rank, size, Recording(dropout=0.2)),
+        "dropout, checkpointed": fit(rank, size, Checkpointed(dropout=0.2)),
+    }
+    try:
+        fit(rank, size, Recording(), apart=True)
+    except ValueError as error:
+        outcomes["apart"] = str(error)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(many, 2, tmp_path_factory.mktemp("many"))
+
+
+@pytest.mark.parametrize("case", ["plain", "checkpointed", "bf16-mixed", "bf16-true", "dropout"])
+def test_ranks_end_with_the_same_model(ranks: list[Any], case: str) -> None:
+    first, second = (outcomes[case] for outcomes in ranks)
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["losses"] == second["losses"]
+    assert first["generated"] == second["generated"], "transformers' own model again"
+
+
+def test_checkpointing_repeats_no_collective(ranks: list[Any]) -> None:
+    """Two layers, six steps, two micro-batches: 2 sums a layer each way, and one of the embedding
+    there and of the head back. The loss sends once each way, forward."""
+    for outcomes in ranks:
+        plain, checkpointed = outcomes["plain"], outcomes["checkpointed"]
+        assert plain["sums"] == checkpointed["sums"]
+        assert plain["sums"]["tensor_forward"] == 6 * (2 * 2 * 2 + 1)
+        assert plain["sums"]["tensor_backward"] == 6 * (2 * 2 * 2 + 1)
+        assert plain["losses"] == checkpointed["losses"]
+        dropped, again = outcomes["dropout"], outcomes["dropout, checkpointed"]
+        torch.testing.assert_close(dropped["weights"], again["weights"], rtol=0, atol=1e-6)
+        assert abs(dropped["losses"][0] - plain["losses"][0]) > 1e-3, "dropout does something"
+
+
+def test_half_precision_stays_near(ranks: list[Any]) -> None:
+    plain = ranks[0]["plain"]["losses"]
+    for case in ("bf16-mixed", "bf16-true"):
+        assert ranks[0][case]["losses"] == pytest.approx(plain, rel=0.02)
+        assert ranks[0][case]["losses"] != plain
+
+
+def test_one_row_is_split_by_tokens_and_said_once(ranks: list[Any]) -> None:
+    assert not ranks[0]["plain"]["said"]
+    assert ranks[0]["one row"]["said"] == [
+        "A batch of 1 cannot be split by rows (`split='batch'`); it is split by tokens instead."
+    ]
+
+
+def test_figures_are_logged(ranks: list[Any]) -> None:
+    metrics = ranks[0]["plain"]["metrics"]
+    assert metrics["comm/bytes_per_step"] > 0
+    assert metrics["comm/exposed_ms"] > 0
+    assert metrics["comm/compression"] > 0
+
+
+def test_ranks_of_a_group_with_other_batches_are_told(ranks: list[Any]) -> None:
+    for outcomes in ranks:
+        assert "ranks of a tensor group must train on the same batch" in outcomes["apart"]
+
+
+def test_by_name() -> None:
+    names = {name for name in StrategyRegistry.available_strategies() if "domino" in name}
+    assert names == {"domino_tp", "domino_tp_fork", "domino_tp_spawn"}
+    module = CausalLM("llama")
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    trainer = quiet_trainer(strategy="domino_tp_fork", devices=2, max_steps=3)
+    trainer.fit(module, loader(16, BATCH))
+    after = module.state_dict()
+    assert {name: t.shape for name, t in after.items()} == {n: t.shape for n, t in before.items()}
+    moved = [name for name, t in after.items() if not torch.equal(t, before[name])]
+    assert len(moved) == len(before), "the parent gets the trained weights back, whole"
+    assert isinstance(module.wrapped["lm"].lm_head, nn.Linear)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from lightning_commfree.domino.halves import Half
 AVERAGE_TAG = "data_gradient"
 SHARED_TAG = "tensor_shared"
 NORM_TAG = "tensor_norm"
+
+Flying = tuple[list[nn.Parameter], Pending[Tensor]]  # gradients side by side, on their way
 
 
 class GradientAverage:
@@ -36,8 +38,8 @@ class GradientAverage:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.active = True
-        self._flying: list[tuple[list[nn.Parameter], Pending[Tensor]]] = []
-        self._launched: set[nn.Parameter] = set()
+        self._flying: list[Flying] = []
+        self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient as it left
 
     def half_is_done(self, half: Half) -> None:
         """Launch the gradients of a half-block's parameters; they do not change any more."""
@@ -53,21 +55,37 @@ class GradientAverage:
         """Launch what has not been launched of `parameters`, and put all means into place."""
         if self._channel.size == 1:
             return
+        parameters = list(parameters)
+        # Two forwards, one backward: the first stack's half-block is done, its gradients leave,
+        # and the second stack adds to them. Those leave again, whole.
+        late = {
+            p
+            for p, (gradient, version) in self._launched.items()
+            if p.grad is not gradient or gradient._version != version
+        }
+        early, self._flying = self._flying, []
+        for p in late:
+            del self._launched[p]
         self._launch(parameters)
-        for members, pending in self._flying:
+        self._put(early, late)
+        self._put(self._flying, set())
+        self._flying = []
+        self._launched.clear()
+
+    def _put(self, flying: Sequence[Flying], late: set[nn.Parameter]) -> None:
+        for members, pending in flying:
             mean = pending.wait().div_(self._channel.size)
             sizes = [p.numel() for p in members]
             for p, part in zip(members, torch.split(mean, sizes), strict=True):
                 assert p.grad is not None, "its gradient has been launched"
-                p.grad.copy_(part.view(p.shape))
-        self._flying.clear()
-        self._launched.clear()
+                if p not in late:
+                    p.grad.copy_(part.view(p.shape))
 
     def _launch(self, parameters: Iterable[nn.Parameter]) -> None:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for p in parameters:
             if p.grad is not None and p not in self._launched:
-                self._launched.add(p)
+                self._launched[p] = (p.grad, p.grad._version)
                 by_dtype.setdefault(p.grad.dtype, []).append(p)
         for members in by_dtype.values():
             flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])

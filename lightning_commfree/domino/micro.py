@@ -73,7 +73,8 @@ class Whole:
         """See `Split`."""
         del earlier
         assert piece.x is not None, "the piece is entered"
-        partial = piece.half.body(piece.x, piece.arguments)
+        # a view: autocast would keep the half-precision copy of a leaf, and add its gradients there
+        partial = piece.half.body(piece.x.view_as(piece.x), piece.arguments)
         piece.outputs = [partial]
         launch(partial)
 
@@ -135,7 +136,7 @@ class WeightSplit(Whole):
         del earlier
         assert piece.x is not None, "the piece is entered"
         with piece.half.row.sliced(self._parts, launch) as slices:
-            piece.half.body(piece.x, piece.arguments)
+            piece.half.body(piece.x.view_as(piece.x), piece.arguments)
         piece.outputs = slices
 
     def gradients(self, piece: Piece, d_total: Tensor) -> list[Tensor]:
@@ -182,7 +183,7 @@ class TokenSplit:
         keys = _Keys([before.shared for before in earlier])
         if piece.half.attention is not None:
             arguments = {**arguments, "past_key_values": keys}
-        partial = piece.half.body(piece.x, dict(arguments))
+        partial = piece.half.body(piece.x.view_as(piece.x), dict(arguments))
         piece.outputs = [partial, *keys.own]
         piece.shared = [Shared(tensor) for tensor in keys.own]
         launch(partial)

@@ -138,6 +138,19 @@ def vocabulary(
     sharded.replace(*head, VocabHead(head_weight, bias, words, group))
 
 
+def shared_by_heads(sharded: Sharded, module: nn.Module | None) -> None:
+    """Mark a module that is whole on every rank but sees only the rank's heads.
+
+    Its gradients are partial: they add up over the group, like those of a key head that several
+    ranks hold.
+    """
+    if module is None:
+        return
+    for parameter in module.parameters():
+        size = parameter.shape[0]
+        sharded.cuts[parameter] = Cut(0, ((0, size),) * sharded.group.size, size)
+
+
 def shard_gpt2(sharded: Sharded) -> None:
     """Divide a `GPT2LMHeadModel`."""
     model: Any = sharded.model
@@ -173,6 +186,8 @@ def shard_llama(sharded: Sharded) -> None:
         key_cut = _key_cut(heads, key_heads, head_dim, ranks)
         for name in ("k_proj", "v_proj"):
             column(sharded, attention, name, key_cut)
+        for name in ("q_norm", "k_norm"):  # Qwen3: one norm for all heads, which sees only ours
+            shared_by_heads(sharded, getattr(attention, name, None))
         row(sharded, attention, "o_proj")
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharded.set(attention, "num_key_value_groups", groups)

@@ -30,6 +30,7 @@ from lightning_commfree.domino.model import (
     row,
     shard_gpt2,
     shard_llama,
+    shared_by_heads,
 )
 from lightning_commfree.domino.schedule import Done, Play, play
 from lightning_commfree.domino.settings import DominoSettings
@@ -260,13 +261,17 @@ def _apply_plan(sharded: Sharded) -> None:
     base = getattr(model, model.base_model_prefix, model)
     for path, module in list(base.named_modules()):
         style = next((s for pattern, s in plan.items() if fnmatch(path, pattern)), None)
-        if style is None or not isinstance(module, nn.Linear):
+        if style is None or isinstance(module, nn.Embedding):  # which stays whole
+            continue
+        if style == "replicated_with_grad_allreduce":
+            shared_by_heads(sharded, module)
             continue
         parent_path, _, child = path.rpartition(".")
         parent = base.get_submodule(parent_path)
-        if style == "colwise":
+        linear = isinstance(module, nn.Linear)
+        if style == "colwise" and linear:
             column(sharded, parent, child, Cut.even(0, module.weight.shape[0], sharded.group.size))
-        elif style == "rowwise":
+        elif style == "rowwise" and linear:
             row(sharded, parent, child)
         else:
             raise ValueError(

@@ -88,9 +88,9 @@ class ParallelModel:
 
         Of the sums of half-blocks, embedding and head; in fp32 numbers.
         """
-        width = getattr(self.sharded.model.config, "hidden_size", 0)  # type: ignore[union-attr]
+        width = getattr(self.sharded.model.config, "hidden_size", 0)
         sums = 2 * len(self.sharded.halves) + 2  # each way, and embedding there, head back
-        return sums * ring_all_reduce_bytes(4 * int(width), self.group.size)  # type: ignore[arg-type]
+        return sums * ring_all_reduce_bytes(4 * int(width), self.group.size)
 
     def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
         """Make the model transformers' own again.

@@ -50,7 +50,9 @@ def valid(numel: int = NUMEL) -> Tensor:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@given(workers=st.integers(1, 40) | st.sampled_from([126, 127, 128, 200, 257]), seed=st.integers(0))
+@given(
+    workers=st.integers(1, 40) | st.sampled_from([63, 64, 127, 128, 200, 257]), seed=st.integers(0)
+)
 @settings(deadline=None, max_examples=60)
 def test_rules_are_their_formulas(zeros: bool, workers: int, seed: int) -> None:
     """Up to more workers than a byte counts."""
@@ -63,9 +65,9 @@ def test_rules_are_their_formulas(zeros: bool, workers: int, seed: int) -> None:
         assert torch.equal(got.view(torch.int32), expected.view(torch.int32)), rule
 
 
-@pytest.mark.parametrize("workers", [127, 128])
+@pytest.mark.parametrize("workers", [63, 64, 127, 128])
 def test_unanimous_votes_of_as_many_as_a_byte_holds(workers: int) -> None:
-    """P - M + n reaches 2 n: 254 fits into a byte, 256 would read as 0."""
+    """P - M + n reaches 2 n: beyond 127 it needs the sign's bit of a byte, beyond 255 a ninth."""
     votes = torch.ones(workers, NUMEL, dtype=torch.int64)
     votes[:, 64:] = -1
     for nonzero in (None, planes(votes)[1]):

@@ -42,7 +42,7 @@ check: $(STAMP)
 	echo "make check: all passed"
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
-BENCHES := bits wire sync_cost planner lion bandwidth lion_bandwidth demo
+BENCHES := bits wire sync_cost planner lion bandwidth lion_bandwidth overlap demo
 
 bench: $(STAMP)
 	@export OMP_NUM_THREADS=1; failed=; \

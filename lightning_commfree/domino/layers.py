@@ -67,6 +67,30 @@ class _Gather(torch.autograd.Function):
         return grads[0].chunk(ctx.group.size, dim=-1)[ctx.group.rank].contiguous(), None
 
 
+class _Head(torch.autograd.Function):
+    """x w; the gradient of x is summed over the group while that of w is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        kind = x.device.type
+        ctx.group, ctx.dtypes = group, (x.dtype, weight.dtype)
+        if torch.is_autocast_enabled(kind):
+            x, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (x, weight))
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (gradient,), (x, weight) = grads, ctx.saved_tensors
+        d_x = (gradient @ weight).to(ctx.dtypes[0])
+        flying = ctx.group.all_reduce(d_x, BACKWARD_TAG)
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+            d_weight = d_weight.to(ctx.dtypes[1])
+        return flying.wait(), d_weight, None
+
+
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
     """Return `x`, whose gradient is then the sum over the group."""
     spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
@@ -224,7 +248,9 @@ class VocabHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits: of all words, (..., V); of this rank's, if the loss takes only those."""
-        local = F.linear(spread(x, self.group), self.weight, self.bias)
+        local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
+        if self.bias is not None:
+            local = local + self.bias
         if self.group.local_logits:
             return local
         whole: Tensor = _Gather.apply(local, self.group)  # type: ignore[no-untyped-call]

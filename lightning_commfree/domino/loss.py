@@ -15,7 +15,7 @@ LOSS_TAG = "tensor_loss"
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per position: log of the sum of exponentials, minus the target's logit."""
+    """Per position: log of the sum of exponentials, minus the target's logit. R: ranks."""
 
     @staticmethod
     def forward(
@@ -25,16 +25,22 @@ class _CrossEntropy(torch.autograd.Function):
         if first + width > words:  # padding scores nothing
             logits_NV = logits_NV.clone()
             logits_NV[:, max(words - first, 0) :] = float("-inf")
-        largest_N = group.channel.all_gather(logits_NV.amax(1), LOSS_TAG).wait().amax(0)
+        # a rank may hold nothing but padding
+        lowest = torch.finfo(logits_NV.dtype).min
+        largest_N = logits_NV.amax(1).clamp(min=lowest)
         exponentials_NV = (logits_NV - largest_N.unsqueeze(1)).exp()
         local_N = targets_N - first
         mine_N = (local_N >= 0) & (local_N < width)
         index_N = local_N.masked_fill(~mine_N, 0).unsqueeze(1)
-        found_N = logits_NV.gather(1, index_N).squeeze(1) - largest_N
-        both = torch.stack([exponentials_NV.sum(1), found_N.masked_fill(~mine_N, 0.0)])
-        total_N, target_N = group.all_reduce(both, LOSS_TAG).wait()
-        ctx.save_for_backward(exponentials_NV.div_(total_N.unsqueeze(1)), index_N, mine_N)
-        losses_N: Tensor = total_N.log() - target_N
+        found_N = logits_NV.gather(1, index_N).squeeze(1).masked_fill(~mine_N, 0.0)
+        # one exchange: everybody brings its own maximum and puts all on the common one
+        own = torch.stack([largest_N, exponentials_NV.sum(1), found_N])
+        largest_RN, sums_RN, found_RN = group.channel.all_gather(own, LOSS_TAG).wait().unbind(1)
+        common_N = largest_RN.amax(0)
+        total_N = (sums_RN * (largest_RN - common_N).exp()).sum(0)
+        scale_N = (largest_N - common_N).exp() / total_N
+        ctx.save_for_backward(exponentials_NV.mul_(scale_N.unsqueeze(1)), index_N, mine_N)
+        losses_N: Tensor = total_N.log() + common_N - found_RN.sum(0)
         return losses_N
 
     @staticmethod

@@ -117,8 +117,7 @@ class Play:
             launched: list[Pending[Tensor]] = []
 
             def launch(partial: Tensor) -> None:
-                self._tell("launch forward", piece.half, i)
-                launched.append(self.group.all_reduce(partial.detach(), FORWARD_TAG))
+                launched.append(self._launch(partial.detach(), "forward", piece.half, i))
 
             self._body(piece, earlier, i, "forward", launch)
         return launched
@@ -204,8 +203,7 @@ class Play:
         piece.outputs, piece.shared = [], []
         d_x, piece.x = piece.x.grad, None
         assert d_x is not None, "the body depends on its input"
-        self._tell("launch backward", piece.half, i)
-        return self.group.all_reduce(d_x, BACKWARD_TAG)
+        return self._launch(d_x, "backward", piece.half, i)
 
     def _again(self, row: Sequence[Piece]) -> None:
         for i, piece in enumerate(row):
@@ -224,6 +222,12 @@ class Play:
         self._tell("enter backward", piece.half, i)
         with record_function(f"enter backward {piece.half.name} #{i}"):
             return _through([piece.entered, piece.normed], [d_stream, d_x], piece)
+
+    def _launch(self, partial: Tensor, direction: str, half: Half, i: int) -> Pending[Tensor]:
+        self._tell(f"launch {direction}", half, i)
+        tag = FORWARD_TAG if direction == "forward" else BACKWARD_TAG
+        with record_function(f"launch {direction} {half.name} #{i}"):
+            return self.group.all_reduce(partial, tag)
 
     def _told_done(self, row: Sequence[Piece]) -> None:
         if row and self.done is not None:

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from recipes.bench._overlap_ways import Way
 
@@ -51,20 +51,10 @@ class Span:
 
 def record(way: Way, tokens: Tensor, path: Path) -> None:
     """Take one step under the profiler and write its Chrome trace."""
-    if way.parallel is not None:
-        way.parallel.trace = _name_launch
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         way.step(tokens)
-    if way.parallel is not None:
-        way.parallel.trace = None
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
-
-
-def _name_launch(event: str, half: str, part: int) -> None:
-    if event.startswith("launch"):
-        with record_function(f"{event} {half} #{part}"):
-            pass
 
 
 def spans_of(trace: Mapping[str, Any]) -> list[Span]:

@@ -137,7 +137,7 @@ def test_the_mechanism_makes_links_for_the_shares(tmp_path: Path) -> None:
         link = found["links"][str(share)]
         for way, sums in (("sync", SUMS), ("batch", 2 * SUMS)):
             row = found["rows"][f"{way}@{share}"]
-            assert row["collectives"] == sums + 4
+            assert row["collectives"] == sums + 3
             transfers_s = row["collectives"] * link["latency_s"]
             transfers_s += row["payload_bytes"] * link["seconds_per_byte"]
             expected_s = found["compute_s"] * share / (1 - share)

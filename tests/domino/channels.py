@@ -1,0 +1,110 @@
+"""Channels that stand between a model and a real one, to see or to show what goes wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lightning_commfree.comm.channel import Channel, Pending
+
+
+class Wrapped:
+    """A channel that hands everything on to a real one."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+class Poison(Wrapped):
+    """Fills a buffer with NaN while it is in flight: who reads it before the wait is found out.
+
+    The sum comes about in a copy and is put into the buffer by `wait`.
+    """
+
+    _channel: Channel
+
+    def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        flying = self._channel.all_reduce(tensor.clone(), tag)
+        tensor.fill_(math.nan)
+        return flying.then(tensor.copy_)
+
+    def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        sent = tensor.clone()
+        flying = self._channel.all_gather(sent, tag)
+        tensor.detach().fill_(math.nan)
+
+        def resolve(gathered: Tensor) -> Tensor:
+            tensor.detach().copy_(sent)
+            return gathered
+
+        return flying.then(resolve)
+
+
+class Hasty(Wrapped):
+    """Waits for nothing under one tag: a race, on purpose."""
+
+    def __init__(self, channel: Any, tag: str) -> None:
+        super().__init__(channel)
+        self._tag = tag
+        self._late: list[Pending[Tensor]] = []
+
+    def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        flying: Pending[Tensor] = self._channel.all_reduce(tensor, tag)
+        if tag != self._tag:
+            return flying
+        self._late.append(flying)
+        return Pending.here(tensor)
+
+    def catch_up(self) -> None:
+        """Wait for what was not waited for."""
+        for flying in self._late:
+            flying.wait()
+
+
+class Deaf(Wrapped):
+    """Under one tag each rank keeps what it has: the sum that somebody forgot."""
+
+    def __init__(self, channel: Any, tag: str) -> None:
+        super().__init__(channel)
+        self._tag = tag
+
+    def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        if tag == self._tag:
+            return Pending.here(tensor)
+        flying: Pending[Tensor] = self._channel.all_reduce(tensor, tag)
+        return flying
+
+
+class Watched(Wrapped):
+    """Keeps count of what is in flight.
+
+    Attributes:
+        in_flight: tags of what has been launched and not been waited for.
+        most: the largest number of them at a time.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
+        self.in_flight: list[str] = []
+        self.most = 0
+
+    def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        return self._watch(self._channel.all_reduce(tensor, tag), tag)
+
+    def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
+        return self._watch(self._channel.all_gather(tensor, tag), tag)
+
+    def _watch(self, flying: Pending[Tensor], tag: str) -> Pending[Tensor]:
+        self.in_flight.append(tag)
+        self.most = max(self.most, len(self.in_flight))
+
+        def landed(result: Tensor) -> Tensor:
+            self.in_flight.remove(tag)
+            return result
+
+        return flying.then(landed)

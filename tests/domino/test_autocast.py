@@ -1,0 +1,97 @@
+"""bf16 by autocast: as near to float64 as one process under autocast comes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.domino.models import Case, Outcome, batch_for, make_for, reference
+from tests.domino.ranks import divide, whole_gradients, with_channel
+from tests.world import run_ranks
+
+CASES = [
+    Case(kind, 3, split, 2, dtype=torch.float32)
+    for kind in ("gpt2", "llama", "qwen3", "llama one key head")
+    for split in ("batch", "token", "weight", "none")
+]
+
+
+def run(model: Any, case: Case) -> Any:
+    """Forward under autocast and backward outside of it, as Lightning does."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch_for(case)).loss
+    loss.backward()
+    return loss.detach()
+
+
+def play(channel: Any, case: Case) -> Outcome:
+    model = make_for(case)
+    parallel = divide(model, channel, case)
+    loss = run(model, case)
+    return Outcome(loss, whole_gradients(parallel))
+
+
+def play_all(channel: Any) -> list[tuple[Outcome, Outcome]]:
+    """Without and with activation checkpointing."""
+    return [(play(channel, case), play(channel, replace(case, checkpoint=True))) for case in CASES]
+
+
+def alone(case: Case) -> Outcome:
+    model = make_for(case)
+    loss = run(model, case)
+    return Outcome(loss, {name: p.grad for name, p in model.named_parameters()})
+
+
+def exact(case: Case) -> Outcome:
+    return reference(replace(case, split="batch", dtype=torch.float64))
+
+
+def distance(outcome: Outcome, expected: Outcome) -> float:
+    """The norm of the difference of all gradients, relative to theirs."""
+    assert outcome.gradients.keys() == expected.gradients.keys()
+    difference, size = 0.0, 0.0
+    for name, whole in expected.gradients.items():
+        found = outcome.gradients[name]
+        assert found is not None
+        assert whole is not None
+        assert found.dtype == torch.float32
+        difference += (found.double() - whole).square().sum().item()
+        size += whole.square().sum().item()
+    return (difference / size) ** 0.5
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[list[tuple[Outcome, Outcome]]]:
+    """By rank."""
+    return run_ranks(with_channel, request.param, tmp_path_factory.mktemp("ranks"), play_all)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_near_as_one_process(played: list[list[tuple[Outcome, Outcome]]], case: Case) -> None:
+    """Roundings fall elsewhere, so the errors are others, of the same size.
+
+    A bf16 number has 8 bits, an error of at most 2^-9 each; a gradient that is left out or counted
+    twice anywhere would be off by far more than twice what one process is off.
+    """
+    plain = distance(alone(case), exact(case))
+    assert 1e-3 < plain < 5e-2  # autocast it is
+    for results in played:
+        kept, again = results[CASES.index(case)]
+        assert 1e-3 < distance(kept, exact(case)) < 2 * plain
+        assert abs(kept.loss - exact(case).loss) < 2e-2
+        assert again.loss == kept.loss
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_checkpointing_changes_nothing(
+    played: list[list[tuple[Outcome, Outcome]]], case: Case
+) -> None:
+    for results in played:
+        kept, again = results[CASES.index(case)]
+        for name, gradient in kept.gradients.items():
+            assert torch.equal(gradient, again.gradients[name]), name

@@ -1,0 +1,137 @@
+"""What is refused, and in which words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from lightning_commfree.domino import FAMILIES, DominoSettings, ParallelModel
+from tests.domino.models import LLAMA, make
+
+
+def divided(model: nn.Module, ranks: int) -> ParallelModel:
+    """What rank 0 of a group makes of a model; nothing is sent for that."""
+    channel: Any = SimpleNamespace(size=ranks, rank=0)
+    return ParallelModel(model, channel, DominoSettings())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (
+            {"split": "rows"},
+            ValueError,
+            r"`split='rows'` is unknown\. Choose one of 'batch', 'token', 'weight', 'none'\.",
+        ),
+        ({"num_micro_batches": 1}, ValueError, r"`num_micro_batches=1` must be at least 2\."),
+        ({"tensor_parallel_size": 0}, ValueError, r"`tensor_parallel_size=0` must be at least 1\."),
+        (
+            {"num_micro_batches": 2.0},
+            TypeError,
+            r"`num_micro_batches=2\.0` must be a whole number, but it is a float\. Give an int\.",
+        ),
+        ({"num_micro_batches": None}, TypeError, "it is a NoneType"),
+        ({"tensor_parallel_size": "2"}, TypeError, r"`tensor_parallel_size='2'` .* it is a str"),
+    ],
+)
+def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        DominoSettings(**given)
+
+
+def test_settings_that_are_fine() -> None:
+    assert DominoSettings() == DominoSettings(None, "batch", 2)
+    assert DominoSettings(4, "token", 3).facts() == {
+        "tensor_parallel_size": "4",
+        "split": "'token'",
+        "num_micro_batches": "3",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "ranks"), [("gpt2", "GPT2LMHeadModel", 3), ("llama", "LlamaForCausalLM", 3)]
+)
+def test_heads_that_do_not_divide(kind: str, name: str, ranks: int) -> None:
+    text = (
+        f"{name} has 4 attention heads, which {ranks} tensor-parallel ranks cannot share equally"
+        r"\. Choose a `tensor_parallel_size` that divides 4\."
+    )
+    with pytest.raises(ValueError, match=text):
+        divided(make(kind), ranks)
+
+
+def test_key_heads_that_do_not_fit() -> None:
+    """Six ranks, four key heads: some would hold one and a half."""
+    model = make("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
+    text = (
+        "LlamaForCausalLM has 4 key-value heads, and 6 tensor-parallel ranks can neither share them"
+        r" equally nor all hold one\. Choose a `tensor_parallel_size` that divides 4 or is a"
+    )
+    with pytest.raises(ValueError, match=text):
+        divided(model, 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "name"), [("gpt2", "n_inner", "GPT2"), ("llama", "intermediate_size", "Ll")]
+)
+def test_a_width_that_does_not_divide(kind: str, width: str, name: str) -> None:
+    text = (
+        rf"{name}\w+ has MLPs of width 26 \(`{width}`\), which 4 tensor-parallel ranks cannot share"
+        r" equally\. Choose a `tensor_parallel_size` that divides 26\."
+    )
+    with pytest.raises(ValueError, match=text):
+        divided(make(kind, **{width: 26}), 4)
+
+
+def test_a_model_without_a_plan() -> None:
+    """The sentence names the class, and everything that is supported."""
+    small = {"ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"vocab_size": 9, "hidden_size": 8, "word_embed_proj_dim": 8}
+    model = OPTForCausalLM(OPTConfig(**sizes, **small, max_position_embeddings=8))
+    text = "Tensor parallelism of `OPTForCausalLM` is not supported: its config has no"
+    with pytest.raises(ValueError, match=text) as refusal:
+        divided(model, 2)
+    assert all(name in str(refusal.value) for name in (*FAMILIES, "base_model_tp_plan"))
+
+
+def test_a_module_that_is_no_model_of_transformers() -> None:
+    with pytest.raises(ValueError, match="Tensor parallelism of `Linear` is not supported"):
+        divided(nn.Linear(2, 2), 2)
+
+
+def test_a_plan_with_a_style_that_is_not_supported() -> None:
+    model = Phi3ForCausalLM(Phi3Config(**{**LLAMA, "pad_token_id": 0}))
+    text = (
+        r"The tensor-parallel plan of `Phi3ForCausalLM` divides 'layers\.0\.self_attn\.o_proj' as"
+        r" 'rowwise_split_input', which is not supported; 'colwise' and 'rowwise' are\."
+    )
+    with pytest.raises(ValueError, match=text):
+        divided(model, 2)
+
+
+def test_key_heads_that_a_plan_cannot_share() -> None:
+    text = (
+        "GemmaForCausalLM has 2 key-value heads; by its plan 4 ranks cannot share them"
+        r"\. Choose a `tensor_parallel_size` that divides 2\."
+    )
+    with pytest.raises(ValueError, match=text):
+        divided(make("gemma"), 4)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "llama one key head", "mistral", "qwen2", "qwen3"]
+)
+def test_what_is_supported_is_scheduled_and_names_stay(kind: str) -> None:
+    model, plain = make(kind), make(kind)
+    parallel = divided(model, 4)
+    assert len(parallel.sharded.halves) == 4
+    assert [name for name, _ in model.named_parameters()] == [
+        n for n, _ in plain.named_parameters()
+    ]
+    held = sum(p.numel() for p in model.parameters())
+    whole = sum(p.numel() for p in plain.parameters())
+    assert held < 0.4 * whole  # a quarter, and norms, key heads and places whole

@@ -1,0 +1,165 @@
+"""Dropout: one mask for what all ranks have alike, one for each rank's own heads, all repeatable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_commfree.domino import TensorGroup
+from tests.domino.models import Case, Outcome, batch_for, make_for, seeded, step, worst_error
+from tests.domino.ranks import divide, whole_gradients, with_channel
+from tests.world import run_ranks
+
+SHARED = {"resid_pdrop": 0.3, "embd_pdrop": 0.3}
+OWN = {"gpt2": {"attn_pdrop": 0.3}, "llama": {"attention_dropout": 0.3}}
+SPLITS = ("batch", "token", "weight", "none")
+REPLAYED = [
+    Case(kind, 3, split, 2, attention=attention)
+    for kind, attention in (("gpt2", "eager"), ("llama", "sdpa"))
+    for split in SPLITS
+]
+
+
+class Step(NamedTuple):
+    """One step on one rank."""
+
+    outcome: Outcome
+    masks: list[Tensor]  # of GPT-2's eager attention, by layer: where its weights are 0
+    random: Tensor  # the shared generator's state afterwards
+
+
+def all_of_them(kind: str) -> dict[str, float]:
+    return {**(SHARED if kind == "gpt2" else {}), **OWN[kind]}
+
+
+def play(channel: Any, case: Case, seed: int, dropout: dict[str, float]) -> Step:
+    model = make_for(case, **dropout)
+    parallel = divide(model, channel, case, seed)
+    masks: list[Tensor] = []
+    if case.kind == "gpt2":
+        for block in list(model.transformer.h):
+            block.attn.register_forward_hook(lambda *call: masks.append(call[-1][1] == 0))
+    with seeded(11):
+        loss, logits = step(model, case, batch_for(case))
+        state = torch.get_rng_state()
+    return Step(Outcome(loss, whole_gradients(parallel), logits), masks, state)
+
+
+def play_all(channel: Any) -> dict[str, Any]:
+    gathered = Case("gpt2", 3, "none", loss="gathered", attention="eager")
+    return {
+        "shared": [play(channel, replace(gathered, split=s), 0, SHARED) for s in SPLITS],
+        "own": play(channel, gathered, 0, OWN["gpt2"]),
+        "same": play(channel, gathered, 0, OWN["gpt2"]),
+        "other": play(channel, gathered, 1, OWN["gpt2"]),
+        "kept": [play(channel, case, 0, all_of_them(case.kind)) for case in REPLAYED],
+        "again": [
+            play(channel, replace(case, checkpoint=True), 0, all_of_them(case.kind))
+            for case in REPLAYED
+        ],
+        "generators": draw(channel),
+    }
+
+
+def draw(channel: Any) -> dict[str, Tensor]:
+    group, device = TensorGroup(channel, 5), torch.device("cpu")
+    with seeded(3):
+        shared = [torch.rand(4)]
+        states = group.random_states(device)
+        with group.own_random(device):
+            own = [torch.rand(4), torch.rand(4)]
+        shared.append(torch.rand(4))
+        with group.own_random(device):
+            own.append(torch.rand(4))
+        with group.replayed(device, states), group.own_random(device):
+            replayed = torch.rand(8)
+        with group.own_random(device):
+            own.append(torch.rand(4))
+        shared.append(torch.rand(4))
+    return {"shared": torch.cat(shared), "own": torch.cat(own), "replayed": replayed}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank."""
+    return run_ranks(with_channel, 2, tmp_path_factory.mktemp("ranks"), play_all)
+
+
+def test_what_is_whole_on_every_rank_is_dropped_alike(played: list[dict[str, Any]]) -> None:
+    """Logits and gradients are bit-equal on all ranks, and the generators stand alike behind."""
+    for one, other in zip(played[0]["shared"], played[1]["shared"], strict=True):
+        assert torch.equal(one.outcome.logits, other.outcome.logits)
+        assert torch.equal(one.random, other.random)
+        assert worst_error(one.outcome, other.outcome) == 0
+
+
+def test_without_a_split_dropout_is_that_of_one_process(played: list[dict[str, Any]]) -> None:
+    """The same masks in the same order: bias and sum come before them, and each mask is used once."""
+    case = Case("gpt2", 3, "none", loss="gathered", attention="eager")
+    model = make_for(case, **SHARED)
+    with seeded(11):
+        loss, logits = step(model, case, batch_for(case))
+        state = torch.get_rng_state()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for rank in played:
+        found = rank["shared"][SPLITS.index("none")]
+        assert worst_error(found.outcome, Outcome(loss, gradients, logits)) < 1e-12
+        assert torch.equal(found.random, state)
+    by_token = played[0]["shared"][SPLITS.index("token")]  # draws for one part, then for the other
+    assert worst_error(by_token.outcome, Outcome(loss, gradients, logits)) > 1e-2
+
+
+def test_attention_drops_differently_on_each_rank(played: list[dict[str, Any]]) -> None:
+    one, other = (rank["own"].masks for rank in played)
+    assert len(one) == len(other) == 2  # layers
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.shape == theirs.shape
+        behind = torch.ones(mine.shape[-2:], dtype=torch.bool).tril()
+        assert 0.2 < mine[..., behind].double().mean() < 0.4  # 0.3 are dropped
+        assert 0.2 < theirs[..., behind].double().mean() < 0.4
+        assert not torch.equal(mine, theirs)
+    assert not torch.equal(*one)  # and differently in each layer
+    states = [rank["own"].random for rank in played]
+    assert torch.equal(*states)  # the shared generator has not seen it
+
+
+def test_attention_dropout_is_reproducible(played: list[dict[str, Any]]) -> None:
+    for rank in played:
+        own, same, other = (rank[name] for name in ("own", "same", "other"))
+        assert worst_error(same.outcome, own.outcome) == 0
+        assert all(torch.equal(a, b) for a, b in zip(own.masks, same.masks, strict=True))
+        assert worst_error(other.outcome, own.outcome) > 1e-3
+        assert not torch.equal(own.masks[0], other.masks[0])
+
+
+@pytest.mark.parametrize("case", range(len(REPLAYED)), ids=lambda i: str(REPLAYED[i]))
+def test_checkpointing_drops_the_same_again(played: list[dict[str, Any]], case: int) -> None:
+    for rank in played:
+        kept, again = rank["kept"][case], rank["again"][case]
+        assert worst_error(again.outcome, kept.outcome) < 1e-13
+        assert torch.equal(again.random, kept.random)
+        assert len(again.masks) == 2 * len(kept.masks)  # computed again
+
+
+def test_own_random_numbers_are_a_stream_beside_the_shared_one(
+    played: list[dict[str, Any]],
+) -> None:
+    one, other = (rank["generators"] for rank in played)
+    assert torch.equal(one["shared"], other["shared"])
+    assert not torch.isin(one["own"], other["own"]).any()
+    with seeded(3):
+        assert torch.equal(one["shared"], torch.rand(12))  # as if nothing else had been drawn
+    for rank in (one, other):
+        assert torch.equal(rank["replayed"], rank["own"][:8])
+        assert len(rank["own"].unique()) == 16  # replaying has not set it back
+
+
+def test_dropout_changes_every_outcome(played: list[dict[str, Any]]) -> None:
+    """The comparisons above look at something."""
+    for case, kept in zip(REPLAYED, played[0]["kept"], strict=True):
+        loss, _ = step(make_for(case), case, batch_for(case))
+        assert abs(loss - kept.outcome.loss) > 1e-3, case

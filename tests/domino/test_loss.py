@@ -1,0 +1,161 @@
+"""The cross entropy over a divided vocabulary against torch's, in float64: values and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from lightning_commfree.domino import Cut, TensorGroup
+from lightning_commfree.domino.loss import LOSS_TAG, causal_lm_loss, vocab_cross_entropy
+from tests.domino.ranks import with_channel
+from tests.world import run_ranks
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}  # float64: sums in another order
+SIZES = [5, 8, 37]  # four ranks: the last holds padding only, none, some
+ROWS, TOKENS = 3, 7
+
+
+def logits_of(words: int, scale: float = 3.0) -> Tensor:
+    torch.manual_seed(words)
+    return scale * torch.randn(ROWS, TOKENS, words, dtype=torch.float64)
+
+
+def labels_of(words: int, ignored: str) -> Tensor:
+    torch.manual_seed(words + 1)
+    labels = torch.randint(0, words, (ROWS, TOKENS))
+    if ignored == "some":
+        labels[torch.rand(ROWS, TOKENS) < 0.4] = -100
+    if ignored == "all":
+        labels[:] = -100
+    return labels
+
+
+def own_part(channel: Any, logits: Tensor) -> tuple[Tensor, int]:
+    """This rank's logits; what a head makes of padding words is large, so that it would show."""
+    cut = Cut.even(logits.dim() - 1, logits.shape[-1], channel.size)
+    part = cut.part(logits, channel.rank)
+    first = cut.ranges[channel.rank][0]
+    part[..., max(logits.shape[-1] - first, 0) :] = 50.0
+    return part.requires_grad_(), first
+
+
+def play_each(channel: Any, words: int) -> tuple[Tensor, Tensor]:
+    part, first = own_part(channel, logits_of(words).reshape(-1, words))
+    targets = labels_of(words, "none").reshape(-1)
+    each = vocab_cross_entropy(part, targets, first, words, TensorGroup(channel))
+    each.backward(torch.linspace(-1, 2, len(each), dtype=torch.float64))
+    return each.detach(), part.grad
+
+
+def play_causal(
+    channel: Any, words: int, ignored: str, scale: float, more: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    part, first = own_part(channel, logits_of(words, scale))
+    loss_function = causal_lm_loss(TensorGroup(channel), first, words)
+    loss = loss_function(part, labels_of(words, ignored), vocab_size=words, **more)
+    loss.backward()
+    return loss.detach(), part.grad
+
+
+def play_low(channel: Any, words: int) -> tuple[Tensor, Tensor, dict[str, int]]:
+    part, first = own_part(channel, logits_of(words))
+    low = part.detach().bfloat16().requires_grad_()
+    channel.ledger.collectives_by_tag.clear()
+    loss_function = causal_lm_loss(TensorGroup(channel), first, words)
+    loss = loss_function(low, labels_of(words, "some"), vocab_size=words)
+    loss.backward()
+    return loss.detach(), low.grad, dict(channel.ledger.collectives_by_tag)
+
+
+MORE: list[dict[str, Any]] = [
+    {},
+    {"num_items_in_batch": 11},
+    {"num_items_in_batch": torch.tensor(11)},
+    {"shift_labels": labels_of(37, "some").roll(2, 0)},
+]
+CAUSAL = [(words, "some", 3.0, {}) for words in SIZES]
+CAUSAL += [(37, "none", 3.0, more) for more in MORE]
+CAUSAL += [(37, "none", 1e4, {}), (37, "some", 3.0, {"ignore_index": -100})]
+
+
+def play_all(channel: Any) -> dict[str, list[Any]]:
+    return {
+        "each": [play_each(channel, words) for words in SIZES],
+        "causal": [play_causal(channel, *case) for case in CAUSAL],
+        "low": [play_low(channel, 37)],
+        "ignored": [play_causal(channel, 37, "all", 3.0, {"num_items_in_batch": 5})],
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank found."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return run_ranks(with_channel, request.param, folder, play_all)
+
+
+def assert_parts(gradients: list[Tensor], whole: Tensor) -> None:
+    """Each rank's gradient is its part of the whole one; padding words get zeros."""
+    cut = Cut.even(whole.dim() - 1, whole.shape[-1], len(gradients))
+    for rank, gradient in enumerate(gradients):
+        torch.testing.assert_close(gradient, cut.part(whole, rank), **EXACT)
+
+
+@pytest.mark.parametrize("words", SIZES)
+def test_of_each_position(played: list[Any], words: int) -> None:
+    logits = logits_of(words).reshape(-1, words).requires_grad_()
+    expected = cross_entropy(logits, labels_of(words, "none").reshape(-1), reduction="none")
+    expected.backward(torch.linspace(-1, 2, len(expected), dtype=torch.float64))
+    found = [rank["each"][SIZES.index(words)] for rank in played]
+    for each, _ in found:
+        torch.testing.assert_close(each, expected.detach(), **EXACT)
+    assert_parts([gradient for _, gradient in found], logits.grad)
+
+
+@pytest.mark.parametrize("case", range(len(CAUSAL)))
+def test_causal(played: list[Any], case: int) -> None:
+    """Ignored labels, a given number of items, labels shifted already, and huge logits."""
+    words, ignored, scale, more = CAUSAL[case]
+    logits, labels = logits_of(words, scale).requires_grad_(), labels_of(words, ignored)
+    items = more.get("num_items_in_batch")
+    if "shift_labels" in more:
+        scores, targets = logits.reshape(-1, words), more["shift_labels"].reshape(-1)
+    else:
+        scores, targets = logits[:, :-1].reshape(-1, words), labels[:, 1:].reshape(-1)
+    expected = cross_entropy(scores, targets, reduction="mean" if items is None else "sum")
+    expected = expected / (1 if items is None else int(items))
+    expected.backward()
+    assert expected.isfinite()
+    for rank in played:
+        torch.testing.assert_close(rank["causal"][case][0], expected.detach(), **EXACT)
+    assert_parts([rank["causal"][case][1] for rank in played], logits.grad)
+
+
+def test_bf16_logits_are_scored_in_float32(played: list[Any]) -> None:
+    """As transformers does: rounding happens to logits and their gradients, not in between.
+
+    Scored in bf16 the loss would be off by up to 2^-9 of it; one collective is all it takes.
+    """
+    logits = logits_of(37).bfloat16().requires_grad_()
+    labels = labels_of(37, "some")
+    expected = cross_entropy(logits.float()[:, :-1].reshape(-1, 37), labels[:, 1:].reshape(-1))
+    expected.backward()
+    cut = Cut.even(2, 37, len(played))
+    for rank, found in enumerate(played):
+        ((loss, gradient, sent),) = found["low"]
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient, cut.part(logits.grad, rank), rtol=2**-7, atol=1e-6)
+        assert sent == ({LOSS_TAG: 1} if len(played) > 1 else {})
+
+
+def test_labels_that_are_all_ignored(played: list[Any]) -> None:
+    """With a number of items: nothing to learn, and no NaN."""
+    for found in played:
+        ((loss, gradient),) = found["ignored"]
+        assert loss == 0
+        assert gradient.abs().max() == 0

@@ -1,0 +1,134 @@
+"""The order of a step, from the trace, and what is sent in it, from the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
+from lightning_commfree.domino.loss import LOSS_TAG
+from tests.domino.models import LAYERS, Case, batch_for, make_for, step
+from tests.domino.ranks import divide, with_channel
+from tests.world import run_ranks
+
+Event = tuple[str, str, int]  # what, half-block, micro-batch
+Found = dict[Case, list[tuple[list[Event], Counter[str]]]]  # by rank
+HALVES = [f"layer {i} {name}" for i in range(LAYERS) for name in ("attention", "mlp")]
+CASES = [
+    Case(kind, 3, split, parts, checkpoint)
+    for kind in ("gpt2", "llama")
+    for split, parts in (("batch", 2), ("batch", 3), ("token", 2), ("weight", 3), ("none", 2))
+    for checkpoint in (False, True)
+]
+
+
+def traced(channel: Any, cases: list[Case]) -> list[tuple[list[Event], Counter[str]]]:
+    found = []
+    for case in cases:
+        model = make_for(case)
+        parallel = divide(model, channel, case)
+        events: list[Event] = []
+        parallel.trace = lambda *event, events=events: events.append(event)
+        channel.ledger.collectives_by_tag.clear()
+        step(model, case, batch_for(case))
+        found.append((events, Counter(channel.ledger.collectives_by_tag)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Found:
+    """Trace and counts of each rank, by case."""
+    cases = [*CASES, *(replace(case, loss="gathered") for case in CASES)]
+    by_rank = run_ranks(with_channel, 2, tmp_path_factory.mktemp("ranks"), traced, (cases,))
+    return {case: [results[i] for results in by_rank] for i, case in enumerate(cases)}
+
+
+def micro_batches(case: Case) -> int:
+    return case.parts if case.split in ("batch", "token") else 1
+
+
+def expected_order(case: Case) -> list[Event]:
+    """The docstring of `schedule`, line by line."""
+    parts = micro_batches(case)
+    slices = case.parts if case.split == "weight" else 1
+    events: list[Event] = []
+    for k, half in enumerate(HALVES):
+        for i in range(parts):
+            if k:
+                events.append(("land forward", HALVES[k - 1], i))
+            events += [("enter forward", half, i), ("body forward", half, i)]
+            events += [("launch forward", half, i)] * slices
+    events += [("land forward", HALVES[-1], i) for i in range(parts)]
+    backwards = list(reversed(range(parts)))
+    for k in reversed(range(len(HALVES))):
+        if case.checkpoint:
+            for i in range(parts):
+                events += [("enter again", HALVES[k], i), ("body again", HALVES[k], i)]
+        for i in backwards:
+            if k + 1 < len(HALVES):
+                after = HALVES[k + 1]
+                events += [("land backward", after, i), ("enter backward", after, i)]
+            events += [("body backward", HALVES[k], i), ("launch backward", HALVES[k], i)]
+    for i in backwards:
+        events += [("land backward", HALVES[0], i), ("enter backward", HALVES[0], i)]
+    return events
+
+
+def idle_flights(events: list[Event], direction: str) -> list[tuple[str, int]]:
+    """The sums behind whose flight no body of another micro-batch computes."""
+    idle = []
+    for start, (what, half, i) in enumerate(events):
+        if what == f"launch {direction}":
+            stop = events.index((f"land {direction}", half, i), start)
+            meanwhile = events[start + 1 : stop]
+            if not any(w == f"body {direction}" and other != i for w, _, other in meanwhile):
+                idle.append((half, i))
+    return idle
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_order_is_that_of_the_docstring(found: Found, case: Case) -> None:
+    for events, _ in found[case]:
+        assert events == expected_order(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_sums_each_way_per_layer_and_micro_batch(found: Found, case: Case) -> None:
+    """And none twice under activation checkpointing.
+
+    Besides: the embedding's sum, that of the head's dx, and one for the loss (each rank's largest
+    logit, sum of exponentials and score of the target). Of a row linear under `weight` each slice
+    is a sum; its dx is one.
+    """
+    backward = 2 * LAYERS * micro_batches(case)
+    forward = backward * (case.parts if case.split == "weight" else 1)
+    for _, counts in found[case]:
+        assert counts == {FORWARD_TAG: forward + 1, BACKWARD_TAG: backward + 1, LOSS_TAG: 1}
+    for _, counts in found[replace(case, loss="gathered")]:
+        gathered = 1  # the logits
+        assert counts == {FORWARD_TAG: forward + 1 + gathered, BACKWARD_TAG: backward + 1}
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.split in ("batch", "token")], ids=str
+)
+def test_every_sum_flies_while_another_micro_batch_computes(found: Found, case: Case) -> None:
+    """But the very last of each direction, behind which nothing is left to compute."""
+    for events, _ in found[case]:
+        assert idle_flights(events, "backward") == [(HALVES[0], 0)]
+        assert idle_flights(events, "forward") == [(HALVES[-1], case.parts - 1)]
+
+
+def test_without_a_split_every_flight_is_idle(
+    found: Found,
+) -> None:
+    """The test above can fail."""
+    for events, _ in found[Case("gpt2", 3, "none", 2)]:
+        assert idle_flights(events, "backward") == [(half, 0) for half in reversed(HALVES)]
+        assert idle_flights(events, "forward") == [(half, 0) for half in HALVES]

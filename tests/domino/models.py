@@ -86,7 +86,7 @@ class Case:
 
     Attributes:
         padding: "none" | "left" | "right", of the first row.
-        positions: "implied" | "shifted", by another number in each row.
+        positions: "implied" | "stretched", in every other row | "packed", two texts in each row.
         loss: "own", the model's | "gathered", from logits of the whole vocabulary.
         frozen: "nothing" | "embeddings" | "layers" (the first one).
         embeds: the batch comes as embeddings, which want a gradient.
@@ -150,8 +150,9 @@ def make_for(case: Case, **more: Any) -> Any:
     if case.frozen == "layers":
         base = getattr(model, model.base_model_prefix)
         (base.h if hasattr(base, "h") else base.layers)[0].requires_grad_(False)
-    if case.checkpoint:
-        model.gradient_checkpointing_enable()
+    if case.checkpoint:  # the newer name, where transformers has it
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)()
     return model
 
 
@@ -168,9 +169,14 @@ def batch_for(case: Case) -> dict[str, Any]:
         # behind left padding the first word is told by a padding word, which sees nothing
         labels[0, slice(None, 4) if case.padding == "left" else where] = -100
         batch["attention_mask"] = mask
-    if case.positions == "shifted":
-        shifts = torch.arange(case.rows).unsqueeze(1) * 2 + 1
-        batch["position_ids"] = torch.arange(TOKENS).unsqueeze(0) + shifts
+    row, place = torch.arange(case.rows).unsqueeze(1), torch.arange(TOKENS).unsqueeze(0)
+    if case.positions == "stretched":  # a mere shift would be nothing to rotary embeddings
+        batch["position_ids"] = place * (1 + row % 2) + row
+        # or transformers would take every jump for the beginning of another text
+        batch.setdefault("attention_mask", torch.ones_like(words))
+    if case.positions == "packed":  # two texts in a row, each row's second one of another length
+        batch["position_ids"] = torch.where(place > row, place - row - 1, place)
+        batch["use_cache"] = False  # with a cache transformers does not look for packed texts
     if case.embeds:
         embeds = torch.randn(case.rows, TOKENS, WIDTH, generator=source, dtype=torch.float64)
         batch["inputs_embeds"] = embeds.to(case.dtype).requires_grad_()

@@ -1,4 +1,4 @@
-"""Dropout: one mask for what all ranks have alike, one for each rank's own heads, all repeatable."""
+"""Dropout: one mask for what ranks have alike, one for each rank's own heads, all repeatable."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_whole_on_every_rank_is_dropped_alike(played: list[dict[str, Any
 
 
 def test_without_a_split_dropout_is_that_of_one_process(played: list[dict[str, Any]]) -> None:
-    """The same masks in the same order: bias and sum come before them, and each mask is used once."""
+    """The same masks in the same order: they are drawn once, behind bias and sum."""
     case = Case("gpt2", 3, "none", loss="gathered", attention="eager")
     model = make_for(case, **SHARED)
     with seeded(11):

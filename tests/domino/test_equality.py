@@ -37,12 +37,17 @@ FACTORS: dict[str, list[Any]] = {
     "padding": ["none", "left", "right"],
     "frozen": ["nothing", "embeddings", "layers"],
     "checkpoint": [False, True],
-    "positions": ["implied", "shifted"],
+    "positions": ["implied", "stretched", "packed"],
     "attention": ["sdpa", "eager"],
     "loss": ["own", "gathered"],
     "embeds": [False, True],
 }
 MATRIX = [Case(**choice) for choice in pairwise(FACTORS)]
+MATRIX += [  # parts of one shape, whose positions could be taken for each other's
+    Case("llama", 2, positions="stretched"),
+    Case("llama", 3, positions="packed"),
+    Case("qwen3", 1, "token", 3, padding="right"),
+]
 PLAN_ONLY = [  # divided by the plan in their config, no schedule; two key heads
     Case(kind, 3, padding=padding, checkpoint=checkpoint, loss=loss)
     for kind in ("gemma", "gemma3", "olmo")
@@ -58,10 +63,8 @@ SINGLE = [
         Case("qwen3", 3, "none", padding="left"),
     )
 ]
-EXACT = 1e-12  # float64: sums in another order; about 2e-15 is seen
-FLOAT = (
-    1e-4  # float32; about 2e-6 is seen, and 1e-5 relative to gradients that are 0 but for rounding
-)
+EXACT = 1e-12  # float64: sums in another order; 7e-15 has been seen
+FLOAT = 1e-5  # float32: 2e-6 has been seen, of ours and of one process alike
 
 
 def unplayed(case: Case) -> Case:
@@ -98,7 +101,7 @@ def test_equals_one_process(played: dict[Case, list[Outcome]], case: Case) -> No
 
 @pytest.mark.parametrize("case", SINGLE, ids=str)
 def test_equals_one_process_in_float32(played: dict[Case, list[Outcome]], case: Case) -> None:
-    """Against float64: what is forgotten shows at 1 % and more, see below."""
+    """Against float64; with a sum left out it is off by 100 %, see below."""
     for outcome in played[case]:
         assert 0 < worst_error(outcome, exact(case)) < FLOAT
 
@@ -117,4 +120,4 @@ def forgetful(channel: Any, tag: str, cases: list[Case]) -> list[Outcome]:
 def test_a_sum_left_out_is_far_outside_of_the_tolerances(tmp_path: Path, tag: str) -> None:
     for outcomes in run_ranks(with_channel, 2, tmp_path, forgetful, (tag, SINGLE)):
         for case, outcome in zip(SINGLE, outcomes, strict=True):
-            assert worst_error(outcome, exact(case)) > 100 * FLOAT
+            assert worst_error(outcome, exact(case)) > 1e4 * FLOAT

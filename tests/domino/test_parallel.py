@@ -1,4 +1,4 @@
-"""What users do with a model besides a training step, on a divided one; and the model given back."""
+"""What users do with a model besides a training step, on a divided one; and giving it back."""
 
 from __future__ import annotations
 
@@ -178,20 +178,7 @@ def play_all(channel: Any) -> dict[str, Any]:
             on_a_divided_one(channel, kind, FUNCTIONS[name], **more) for name, kind, more in CALLS
         ],
         "given": {kind: give_back(channel, kind, again=kind == "gpt2") for kind in KINDS},
-        "alone": fall_back(channel),
     }
-
-
-def fall_back(channel: Any) -> dict[str, list[str]]:
-    """What is said about batches of one row, of one word, and of two rows."""
-    said: dict[str, list[str]] = {}
-    for name, shape in (("row", (1, 5)), ("word", (1, 1)), ("rows", (2, 1))):
-        model = make("gpt2")
-        parallel = divide(model, channel, Case(split="batch"))
-        parallel.fell_back = said.setdefault(name, []).append
-        words = torch.ones(shape, dtype=torch.long)
-        model(words).logits.sum().backward()
-    return said
 
 
 @pytest.fixture(scope="module")
@@ -253,13 +240,3 @@ def test_join_gives_the_model_back(played: list[dict[str, Any]], kind: str) -> N
         assert given.blocks == "ModuleList"
         assert given.same_loss_function
         assert given.tied == tied
-
-
-def test_a_batch_of_one_row_is_split_by_tokens(played: list[dict[str, Any]]) -> None:
-    sentence = "A batch of 1 cannot be split by rows (`split='batch'`); it is split by {} instead."
-    for rank in played:
-        assert rank["alone"] == {
-            "row": [sentence.format("tokens")],
-            "word": [sentence.format("nothing")],
-            "rows": [],
-        }

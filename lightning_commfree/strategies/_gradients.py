@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 
+OVERFLOW_TAG = "overflow"
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -38,25 +39,42 @@ def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:
     return [f"`{name}` overrides `{hook}`" for hook in hooks if is_overridden(hook, owner, parent)]
 
 
-def agree_on_overflow(precision: Precision, channel: Channel | None) -> None:
-    """Make all ranks skip an optimizer step that one of them must skip, with fp16 scaling.
+class AgreedGradScaler(torch.amp.GradScaler):
+    """A scaler whose ranks skip a step together.
 
-    Lightning's scaler looks at this rank's gradients only: one rank would skip its step and the
-    others would wait for its vote.
+    Lightning's looks at a rank's own gradients: one rank would skip its step and the others would
+    wait for its vote.
+
+    Args:
+        scaler: whose place it takes, with its scale and settings.
+        channel: over the ranks.
     """
-    if channel is None or channel.group is None or not isinstance(precision, MixedPrecision):
-        return
-    scaler = precision.scaler
-    if scaler is None or isinstance(scaler, ShardedGradScaler):
-        return
-    precision.scaler = ShardedGradScaler(
-        scaler._device,
-        init_scale=scaler.get_scale(),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-        process_group=channel.group,
-    )
+
+    def __init__(self, scaler: torch.amp.GradScaler, channel: Channel) -> None:
+        super().__init__(
+            scaler._device,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+        )
+        self._channel = channel
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients, and agree on whether some rank has found NaN or Inf."""
+        super().unscale_(optimizer)
+        found_by_device = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for found in found_by_device.values():
+            total = self._channel.all_reduce(
+                found.to(self._channel.device, copy=True), OVERFLOW_TAG
+            )
+            found.copy_(total.wait())
+
+
+def agree_on_overflow(precision: Precision, channel: Channel) -> None:
+    """Make all ranks skip an optimizer step that one of them must skip, with fp16 scaling."""
+    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        precision.scaler = AgreedGradScaler(precision.scaler, channel)
 
 
 def averaged_buffers(

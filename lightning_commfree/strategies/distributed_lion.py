@@ -118,6 +118,7 @@ class DistributedLionStrategy(ResumableStrategy):
     @override
     def _begin_fit(self, trainer: pl.Trainer) -> None:
         self._join()
+        assert self._world_channel is not None, "it is open while a fit runs"
         agree_on_overflow(self.precision_plugin, self._world_channel)
         why = why_gradients_change(trainer, self._module, self.precision_plugin)
         if self._group_size > 1:

@@ -38,7 +38,7 @@ ZEROS = """\
 Formula: `Voting.bytes_per_step`, which knows neither headers of TCP and IP nor exact zeros. Every
 position of the model has a target here, so that nearly no gradient is exactly zero. transformers'
 own loss leaves the last one without: the gradient of its embedding is exactly zero at every step,
-and the bucket of the embeddings sends a second plane. That is the row with exact zeros."""
+and the places of these zeros travel too. That is the row with exact zeros."""
 
 
 def of_nodes(records: Sequence[dict[str, Any]], nodes: int) -> list[dict[str, Any]]:

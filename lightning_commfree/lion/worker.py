@@ -151,7 +151,12 @@ def _move(member: Member, verdict: Verdict, start: int) -> None:
     deltas, room = values.new_empty(size), _room(size, values)
     for place, piece in _pieces(values):
         delta = verdict.read(start + place, deltas[: piece.numel()], room)
-        piece.mul_(1 - lr * decay).sub_(delta.mul_(lr))
+        if lr * decay:
+            piece.mul_(1 - lr * decay)
+        if verdict.offset == 1:  # lr times -1, 0 or 1 is exact, fused or not
+            piece.sub_(delta, alpha=lr)
+        else:
+            piece.sub_(delta.mul_(lr))
     if values.data_ptr() != parameter.data_ptr():  # a master, or a layout that is not flat
         parameter.copy_(values.view(parameter.shape))
 

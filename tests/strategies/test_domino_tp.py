@@ -53,28 +53,26 @@ def ordered(rows: int, copies: int = 1, place: int = 0) -> DataLoader[Any]:
     return DataLoader(words(rows), batch_size=BATCH // copies, sampler=sampler)
 
 
+CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+CASES: dict[int, dict[str, Any]] = {  # by ranks: kind and what else `fit` takes
+    2: {
+        "gpt2": ("gpt2", {}),
+        "llama": ("llama", {}),
+        "clipped": ("gpt2", CLIPPED),
+        "tokens": ("llama", {"settings": {"split": "token"}}),
+    },
+    4: {
+        "llama": ("llama", {}),  # two key heads, so that two ranks hold each
+        "two by two": ("llama", {"tensor_parallel_size": 2}),
+        "two by two, clipped": ("gpt2", {"tensor_parallel_size": 2, **CLIPPED}),
+    },
+}
+
+
 def many(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return {
-        "gpt2": fit(rank, size, "gpt2", folder / "gpt2"),
-        "llama": fit(rank, size, "llama", folder / "llama"),
-        "clipped": fit(
-            rank, size, "gpt2", folder / "clipped", gradient_clip_val=0.3, accumulate_grad_batches=2
-        ),
-        "tokens": fit(rank, size, "llama", folder / "tokens", settings={"split": "token"}),
-        "two by two": fit(rank, size, "llama", folder / "2x2", tensor_parallel_size=2)
-        if size == 4
-        else None,
-        "two by two, clipped": fit(
-            rank,
-            size,
-            "gpt2",
-            folder / "2x2 clipped",
-            tensor_parallel_size=2,
-            gradient_clip_val=0.3,
-            accumulate_grad_batches=2,
-        )
-        if size == 4
-        else None,
+        case: fit(rank, size, kind, folder / f"{case} {size}", **kwargs)
+        for case, (kind, kwargs) in CASES[size].items()
     }
 
 
@@ -102,10 +100,14 @@ def references() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("domino")
-    return folder, run_ranks(many, request.param, folder, folder)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("domino")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    return {size: run_ranks(many, size, folder, folder) for size in CASES}
 
 
 def apart(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
@@ -113,13 +115,11 @@ def apart(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return max(float((t - others[name]).abs().max()) for name, t in weights.items())
 
 
-@pytest.mark.parametrize(
-    "case", ["gpt2", "llama", "tokens", "clipped", "two by two", "two by two, clipped"]
-)
-def test_twenty_steps_equal_a_plain_trainer(ranks: Any, references: Any, case: str) -> None:
-    for outcomes in ranks[1]:
-        if outcomes[case] is None:  # four ranks only
-            continue
+@pytest.mark.parametrize(("size", "case"), [(size, case) for size in CASES for case in CASES[size]])
+def test_twenty_steps_equal_a_plain_trainer(
+    ranks: dict[int, Any], references: dict[str, Any], size: int, case: str
+) -> None:
+    for outcomes in ranks[size]:
         assert apart(outcomes[case]["weights"], references[case]["weights"]) < TOLERANCE
         assert outcomes[case]["loss"] == pytest.approx(references[case]["loss"], abs=1e-3)
         assert outcomes[case]["classes"] == ["tests", "torch", "transformers"], "restored"
@@ -127,18 +127,20 @@ def test_twenty_steps_equal_a_plain_trainer(ranks: Any, references: Any, case: s
     assert unclipped > 50 * TOLERANCE, "a missing clip would be seen"
 
 
-def resume(rank: int, size: int, folder: Path, kind: str) -> Any:
+def resume(rank: int, size: int, checkpoint: Path, kind: str) -> Any:
     module = CausalLM(kind)
     trainer = trainer_for(DominoTPStrategy(), size)
-    trainer.fit(module, ordered(STEPS * BATCH), ckpt_path=folder / kind / "step=10.ckpt")
+    trainer.fit(module, ordered(STEPS * BATCH), ckpt_path=checkpoint)
     return {name: t.clone() for name, t in module.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_checkpoint_is_whole_and_loads_at_any_size(ranks: Any, tmp_path: Path, kind: str) -> None:
-    folder, outcomes = ranks
-    final = outcomes[0][kind]["weights"]
-    saved = torch.load(folder / kind / f"step={STEPS}.ckpt", weights_only=True)
+def test_a_checkpoint_is_whole_and_loads_at_any_size(
+    ranks: dict[int, Any], folder: Path, tmp_path: Path, kind: str
+) -> None:
+    final = ranks[2][0][kind]["weights"]
+    checkpoints = folder / f"{kind} 2"
+    saved = torch.load(checkpoints / f"step={STEPS}.ckpt", weights_only=True)
     assert saved["state_dict"].keys() == final.keys()
     for name, tensor in saved["state_dict"].items():
         assert torch.equal(tensor, final[name]), name
@@ -152,12 +154,11 @@ def test_a_checkpoint_is_whole_and_loads_at_any_size(ranks: Any, tmp_path: Path,
     batch = words(3).tensors[0]
     assert torch.equal(exported(batch).logits, module.wrapped["lm"](batch).logits)
     module = CausalLM(kind)  # a plain Trainer goes on from step 10
-    trainer = trainer_for("auto", 1)
-    trainer.fit(module, loader(STEPS * BATCH, BATCH), ckpt_path=folder / kind / "step=10.ckpt")
+    checkpoint = checkpoints / "step=10.ckpt"
+    trainer_for("auto", 1).fit(module, loader(STEPS * BATCH, BATCH), ckpt_path=checkpoint)
     straight = dict(module.state_dict())
     for size in (2, 4):
-        for weights in run_ranks(resume, size, tmp_path, folder, kind):
-            assert apart(weights, straight) < TOLERANCE
-            if size == len(outcomes):
-                again = run_ranks(resume, size, tmp_path, folder, kind)[0]
-                assert apart(weights, again) == 0
+        first, *others = run_ranks(resume, size, tmp_path, checkpoint, kind)
+        assert apart(first, straight) < TOLERANCE
+        for weights in [*others, *run_ranks(resume, size, tmp_path, checkpoint, kind)]:
+            assert apart(weights, first) == 0, "on every rank, and every time"

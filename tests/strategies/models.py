@@ -46,6 +46,20 @@ class Tiny(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
 
 
+class Noisy(Tiny):
+    """Draws random numbers in every step, and other ones on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(x))
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(100 + self.global_rank)
+
+
 def dataset(rows: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(rows, 3, generator=generator)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
-from tests.strategies.models import Recorder, Tiny, dataset, quiet_trainer
+from tests.strategies.models import Noisy, Recorder, dataset, quiet_trainer
 from tests.world import run_ranks
 
 EPOCH_STEPS = 5
@@ -24,19 +24,7 @@ SETTINGS: dict[str, Any] = {"ties": "random", "momentum_sync_every": 4}
 SAID = "lightning_commfree.strategies._resumable.rank_zero_warn"
 
 
-class Noisy(Tiny):
-    """Draws random numbers in every step, and other ones on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.dropout(x))
-
-    def on_fit_start(self) -> None:
-        torch.manual_seed(100 + self.global_rank)
-
+class Voter(Noisy):
     def configure_optimizers(self) -> Any:
         optimizer = DistributedLion(self.parameters(), lr=0.02, weight_decay=0.3)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
@@ -73,7 +61,7 @@ def fit(folder: Path, size: int, **kwargs: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr(SAID, said.append)
-        trainer.fit(Noisy(), data, ckpt_path=kwargs.get("ckpt_path"))
+        trainer.fit(Voter(), data, ckpt_path=kwargs.get("ckpt_path"))
     return recorder, said
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, dataset, loader, quiet_trainer
+from tests.strategies.models import Noisy, Recorder, Tiny, dataset, loader, quiet_trainer
 from tests.world import run_ranks
 
 BATCH = 2
@@ -30,19 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Noisy(Tiny):
-    """Draws random numbers in every step, and other ones on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.dropout(x))
-
-    def on_fit_start(self) -> None:
-        torch.manual_seed(100 + self.global_rank)
-
+class Scheduled(Noisy):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
@@ -63,7 +50,7 @@ def fit(folder: Path, size: int, module: Tiny | None = None, **kwargs: Any) -> A
         max_epochs=2,
         **kwargs,
     )
-    module = module or Noisy()
+    module = module or Scheduled()
     data = DataLoader(dataset(EPOCH_STEPS * BATCH * size), batch_size=BATCH, shuffle=True)
     return trainer, module, recorder, data
 

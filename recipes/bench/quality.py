@@ -10,20 +10,19 @@ those cells that miss their target. Further words go to all runs as overrides.
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from recipes.bench.demo import RESULTS, run
+from recipes.bench.kept import MISSING, Results, load, mean_text, save
 from recipes.bench.page import provenance, write_page
 from recipes.bench.quality_grid import (
     BLOCKS_PER_STEP,
@@ -43,7 +42,6 @@ from recipes.bench.quality_grid import (
     planned,
 )
 
-MISSING = "missing"
 HOW_TO_READ = """\
 Validation loss in nats per token over the whole validation split, of the final outer weights. A
 difference is taken seed by seed, positive where ours is worse; ± is the standard deviation over the
@@ -59,56 +57,7 @@ Tables 5 and 6) lies 0.6 % (H=30) and 1.4 % (H=100) behind at M=2, 2.6 % and 3.7
 largest with a figure (4B, M=2, H=100) 0.4 %."""
 
 
-@dataclass
-class Results:
-    """What is kept between calls.
-
-    Attributes:
-        setting: of all runs; results of two settings do not share a file.
-        losses: validation loss by run, nats per token.
-        made_by: the provenance of each call that made runs, one block of lines each.
-    """
-
-    setting: dict[str, Any]
-    losses: Losses = field(default_factory=dict)
-    made_by: list[list[str]] = field(default_factory=list)
-
-    def add(self, job: Run, loss: float, block: list[str]) -> None:
-        """Add a run and who made it."""
-        self.losses[job] = loss
-        if block not in self.made_by:
-            self.made_by.append(block)
-
-
-def load(path: Path, setting: dict[str, Any]) -> Results:
-    """Return the results so far.
-
-    Raises:
-        ValueError: they were made with another setting.
-    """
-    if not path.exists():
-        return Results(setting)
-    stored = json.loads(path.read_text())
-    if stored["setting"] != setting:
-        raise ValueError(
-            f"{path} holds results of the setting {stored['setting']}, and this call asks for"
-            f" {setting}. Ask for that setting, or name another file with `--results`."
-        )
-    losses = {Run(**entry["run"]): entry["validation_loss"] for entry in stored["runs"]}
-    return Results(setting, losses, stored["made_by"])
-
-
-def save(path: Path, results: Results) -> None:
-    """Write all results; a reader never sees half a file."""
-    runs = [{"run": asdict(job), "validation_loss": loss} for job, loss in results.losses.items()]
-    stored = {"setting": results.setting, "made_by": results.made_by, "runs": runs}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".tmp")
-    half.write_text(json.dumps(stored, indent=1) + "\n")
-    half.replace(path)
-
-
-def page_lines(results: Results, seeds: int) -> list[str]:
+def page_lines(results: Results[Run], seeds: int) -> list[str]:
     """Return the page as lines of Markdown."""
     losses, steps = results.losses, results.setting["steps"]
     return [
@@ -211,18 +160,11 @@ def _percents(losses: Losses, ours: Sequence[Run], theirs: Sequence[Run]) -> lis
 
 
 def _percent(values: Sequence[float]) -> str:
-    return _mean(values, "+.2f", " %")
+    return mean_text(values, "+.2f", " %")
 
 
 def _loss(losses: Losses, jobs: Sequence[Run]) -> str:
-    return _mean([losses[job] for job in jobs if job in losses], ".4f", "")
-
-
-def _mean(values: Sequence[float], form: str, unit: str) -> str:
-    if not values:
-        return MISSING
-    spread = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):{form}}{spread}{unit}"
+    return mean_text([losses[job] for job in jobs if job in losses], ".4f")
 
 
 def _verdict(percents: Sequence[float], target: float) -> str:
@@ -274,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     command = ["python", "-m", "recipes.bench.quality", f"--steps={options.steps}"]
     block = provenance(shlex.join([*command, f"--seeds={options.seeds}", *more]))
-    results = load(options.results, setting)
+    results = load(options.results, setting, Run)
     begin = time.monotonic()
     _write(results, options.seeds, options.results)
     while time.monotonic() - begin < options.seconds:
@@ -288,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(results, options.seeds, options.results)
 
 
-def _write(results: Results, seeds: int, path: Path) -> None:
+def _write(results: Results[Run], seeds: int, path: Path) -> None:
     write_page(path.with_suffix(".md"), page_lines(results, seeds))
     draw_page(results.losses, seeds, path.with_suffix(".png"))
 

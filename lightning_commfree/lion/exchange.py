@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.lion.places import gather_places, places_bytes
 from lightning_commfree.lion.vote import Rule, Shard, Verdict
 
 UP_TAG = "vote_up"
@@ -159,8 +160,10 @@ class GatherExchange:
         if roll.drifted or (roll.faults and refuse_faults):
             return Result(roll, None)
         nonzero_WB = None
-        if roll.zeros and _list_bytes(roll) < ballot.nonzero.numel():
-            nonzero_WB = _gather_places(ballot, roll, self._valid, self._channel)
+        if roll.zeros and places_bytes(roll.zeros) < ballot.nonzero.numel():
+            nonzero_WB = gather_places(
+                ballot.nonzero, self._valid, roll.zeros, self._channel, UP_TAG
+            )
         elif roll.zeros:
             nonzero_WB = self._channel.all_gather(ballot.nonzero, UP_TAG).wait()
         shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, shard=0)
@@ -202,8 +205,10 @@ class ShardExchange:
         if roll.drifted or (roll.faults and refuse_faults):
             return Result(roll, None)
         nonzero_WB = None
-        if roll.zeros and _list_bytes(roll) < self._shard_bytes:
-            whole_WB = _gather_places(ballot, roll, self._valid_everywhere, self._channel)
+        if roll.zeros and places_bytes(roll.zeros) < self._shard_bytes:
+            whole_WB = gather_places(
+                ballot.nonzero, self._valid_everywhere, roll.zeros, self._channel, UP_TAG
+            )
             nonzero_WB = whole_WB.view(size, size, -1)[:, self._channel.rank]
         elif roll.zeros:
             nonzero_WB = self._channel.all_to_all(ballot.nonzero.view(size, -1), UP_TAG).wait()
@@ -270,30 +275,6 @@ class NodeExchange:
 def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[Roll, Tensor]:
     cut = ballot.header.numel()
     return read_headers(received[:, :cut].cpu(), parameters), received[:, cut:]
-
-
-def _list_bytes(roll: Roll) -> int:
-    return 4 * roll.zeros
-
-
-def _gather_places(ballot: Ballot, roll: Roll, valid: Tensor, channel: Channel) -> Tensor:
-    """Return the planes of c != 0 of all workers, who send the places of their zeros only."""
-    bytes_ = valid.numel()
-    zero = ballot.nonzero ^ valid
-    (touched,) = zero.nonzero(as_tuple=True)
-    bits = (zero[touched].unsqueeze(1) >> torch.arange(8, device=zero.device)) & 1
-    row, bit = bits.nonzero(as_tuple=True)
-    mine = torch.full((roll.zeros,), -1, dtype=torch.int32, device=zero.device)
-    places = (touched[row] + bytes_ * bit)[: roll.zeros]  # more: of a worker that abstains
-    mine[: places.numel()] = places
-    planes_WB = valid.repeat(channel.size, 1)
-    for plane, some in zip(planes_WB, channel.all_gather(mine, UP_TAG).wait(), strict=True):
-        known = some[some >= 0].long()
-        flags = (1 << known // bytes_).to(torch.uint8)
-        # places differ, so the bits of one byte add up as they would be or-ed
-        absent = torch.zeros_like(plane).index_put_((known % bytes_,), flags, accumulate=True)
-        plane ^= absent
-    return planes_WB
 
 
 def _count(

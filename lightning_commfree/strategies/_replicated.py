@@ -25,7 +25,7 @@ from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._signals import DeferredSigterm
 from lightning_commfree.strategies._start import check_ddp_kwargs, common_start
-from lightning_commfree.strategies._traffic import FitLog, Traffic
+from lightning_commfree.strategies._traffic import FitLog, Traffic, log_figures
 
 T = TypeVar("T")
 
@@ -171,11 +171,7 @@ class ReplicatedStrategy(DDPStrategy):
         if self._after_step(self._sigterm.requested):
             self._sigterm.agree()
         assert self._fit_log is not None, "a fit has begun"
-        figures = {**self._fit_log.after_step(), **self._figures()}
-        if not self._module.trainer.barebones:
-            # Lightning writes them when a row is due, in the row of the module's own metrics
-            for name, value in figures.items():
-                self._module.log(name, value, on_step=True, on_epoch=False)
+        log_figures(self._module, {**self._fit_log.after_step(), **self._figures()})
         return output
 
     @override

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import lightning.pytorch as pl
 
 from lightning_commfree.comm.ledger import Ledger
 
@@ -16,6 +19,16 @@ class Traffic:
     bytes_per_cycle: int
     cycle_steps: int
     ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
+
+
+def log_figures(module: pl.LightningModule, figures: Mapping[str, float]) -> None:
+    """Log a step's figures through the Trainer's loggers, in the row of the module's own metrics.
+
+    Lightning writes them when a row is due.
+    """
+    if not module.trainer.barebones:
+        for name, value in figures.items():
+            module.log(name, value, on_step=True, on_epoch=False)
 
 
 class FitLog:

@@ -26,7 +26,7 @@ from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
 from lightning_commfree.domino import DominoSettings, GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.strategies._sharded import ShardedModule, check_model
 from lightning_commfree.strategies._start import START_TAG, check_ddp_kwargs, common_start
-from lightning_commfree.strategies._traffic import FitLog, Traffic
+from lightning_commfree.strategies._traffic import FitLog, Traffic, log_figures
 
 
 class DominoTPStrategy(DDPStrategy):
@@ -216,10 +216,7 @@ class DominoTPStrategy(DDPStrategy):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._fit_log is not None, "a fit has begun"
-        figures = self._fit_log.after_step()
-        if not self._module.trainer.barebones:
-            for name, value in figures.items():
-                self._module.log(name, value, on_step=True, on_epoch=False)
+        log_figures(self._module, self._fit_log.after_step())
         return output
 
     @override

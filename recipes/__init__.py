@@ -4,8 +4,8 @@
 `conf/`. Nothing in `lightning_commfree` imports from here. In reading order:
 
 - `pretrain`: a composed configuration in, `Trainer.fit` out;
-- `language_model`, `optimizer`: the LightningModule for any causal language model of transformers;
-- `corpus`, `tokenizer`, `token_blocks`, `data`, `resumable`: from text files to the batches of a
-  rank;
-- `progress`, `report`, `evaluation`, `traffic`, `figures`: what the person at the keyboard sees.
+- `training/`: the LightningModule, optimizers, and what the person at the keyboard sees;
+- `data/`: from text files to the batches of a rank;
+- `plan`: what a link makes of a run, foretold;
+- `bench/`: what has been measured, and how.
 """

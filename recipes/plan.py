@@ -29,8 +29,8 @@ from rich.text import Text
 from torch import nn
 
 from lightning_commfree.planner import Advice, Job, Method, Model, advise, log_grid, methods
-from recipes.language_model import LanguageModel
-from recipes.traffic import human_bytes
+from recipes.training.language_model import LanguageModel
+from recipes.training.traffic import human_bytes
 
 Config = dict[str, Any]
 Curves = dict[str, list[float]]

@@ -31,13 +31,13 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils.logging import disable_progress_bar
 
-from recipes.data import TokenDataModule
-from recipes.language_model import LanguageModel
-from recipes.loggers import FinishWandb
-from recipes.progress import RunRecorder
-from recipes.progress_bar import StepProgressBar
-from recipes.report import CHECKPOINT_FOLDER, SUMMARY_FILE, RunReport
-from recipes.threads import ThreadsAfterFork
+from recipes.data.token_data import TokenDataModule
+from recipes.training.language_model import LanguageModel
+from recipes.training.loggers import FinishWandb
+from recipes.training.progress import RunRecorder
+from recipes.training.progress_bar import StepProgressBar
+from recipes.training.report import CHECKPOINT_FOLDER, SUMMARY_FILE, RunReport
+from recipes.training.threads import ThreadsAfterFork
 
 Config = dict[str, Any]
 

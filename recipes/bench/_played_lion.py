@@ -16,11 +16,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipes.data import TokenDataModule
-from recipes.evaluation import token_loss
-from recipes.language_model import LanguageModel
-from recipes.optimizer import decay_groups, warmup_cosine
+from recipes.data.token_data import TokenDataModule
 from recipes.pretrain import build_data, build_module
+from recipes.training.evaluation import token_loss
+from recipes.training.language_model import LanguageModel
+from recipes.training.optimizer import decay_groups, warmup_cosine
 
 Config = dict[str, Any]
 
@@ -86,7 +86,7 @@ class PlayedLion(Optimizer):
 def played_lion_cosine(
     module: nn.Module, knobs: Config, workers: int, vote: str
 ) -> OptimizerLRSchedulerConfig:
-    """Return `PlayedLion` with the schedule of `recipes.optimizer.lion_cosine`.
+    """Return `PlayedLion` with the schedule of `recipes.training.optimizer.lion_cosine`.
 
     Args:
         module: see `decay_groups`.

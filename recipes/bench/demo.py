@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.bench.page import provenance, write_page
-from recipes.report import SUMMARY_FILE
-from recipes.traffic import human_bytes
+from recipes.training.report import SUMMARY_FILE
+from recipes.training.traffic import human_bytes
 
 RESULTS = Path(__file__).parent / "results"
 RUNS = {

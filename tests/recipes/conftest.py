@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
 
-from recipes.corpus import TextFiles
+from recipes.data.corpus import TextFiles
 
 # A test that computes with several threads and then forks would hang: OpenMP's threads do not
 # survive a fork. OMP_NUM_THREADS, set after torch was imported, comes too late for this process.

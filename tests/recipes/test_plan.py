@@ -19,7 +19,7 @@ from rich.console import Console
 from lightning_commfree.diloco import split_into_fragments
 from lightning_commfree.planner import Job, Model, advise, methods
 from recipes import plan as recipe
-from recipes.language_model import LanguageModel
+from recipes.training.language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 TINY = ("model=gpt2_tiny", "vocab_size=1024", "data.block_size=64", "step_time=0.02")

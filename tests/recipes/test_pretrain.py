@@ -16,9 +16,9 @@ from lightning.pytorch import Trainer
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.corpus import MarkovChain
-from recipes.language_model import LanguageModel
+from recipes.data.corpus import MarkovChain
 from recipes.pretrain import build_data, pretrain
+from recipes.training.language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
 # letters with a known entropy and a model of the smallest size that can learn it

@@ -15,17 +15,17 @@ from PIL import Image
 from transformers import GPT2Config
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from recipes.corpus import MarkovChain
-from recipes.data import TokenDataModule
-from recipes.evaluation import generate_text, unigram_loss
-from recipes.figures import draw_run
-from recipes.language_model import LanguageModel
-from recipes.optimizer import adamw_cosine
-from recipes.progress import History, RunRecorder
-from recipes.report import RunReport, RunSummary, summary_rows
-from recipes.token_blocks import TokenBlocks
-from recipes.tokenizer import byte_tokenizer
-from recipes.traffic import TrafficMeter, human_bytes
+from recipes.data.corpus import MarkovChain
+from recipes.data.token_blocks import TokenBlocks
+from recipes.data.token_data import TokenDataModule
+from recipes.data.tokenizer import byte_tokenizer
+from recipes.training.evaluation import generate_text, unigram_loss
+from recipes.training.figures import draw_run
+from recipes.training.language_model import LanguageModel
+from recipes.training.optimizer import adamw_cosine
+from recipes.training.progress import History, RunRecorder
+from recipes.training.report import RunReport, RunSummary, summary_rows
+from recipes.training.traffic import TrafficMeter, human_bytes
 
 BLOCK_SIZE, BATCH_SIZE, ACCUMULATE, STEPS = 16, 2, 3, 8
 CONFIG = GPT2Config(vocab_size=257, n_positions=BLOCK_SIZE, n_embd=8, n_layer=2, n_head=2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_commfree import DistributedLion
-from recipes.optimizer import adamw_cosine, lion_cosine
+from recipes.training.optimizer import adamw_cosine, lion_cosine
 
 FACTORIES = pytest.mark.parametrize("factory", [adamw_cosine, lion_cosine])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from recipes.cache import build_once, cache_key
-from recipes.corpus import Corpus
+from recipes.data.cache import build_once, cache_key
+from recipes.data.corpus import Corpus
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of text

@@ -8,12 +8,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from transformers import GPT2Config, LlamaConfig
 
-from recipes.corpus import MarkovChain
-from recipes.data import TokenDataModule
-from recipes.evaluation import token_loss
-from recipes.language_model import LanguageModel
-from recipes.optimizer import adamw_cosine
-from recipes.tokenizer import byte_tokenizer
+from recipes.data.corpus import MarkovChain
+from recipes.data.token_data import TokenDataModule
+from recipes.data.tokenizer import byte_tokenizer
+from recipes.training.evaluation import token_loss
+from recipes.training.language_model import LanguageModel
+from recipes.training.optimizer import adamw_cosine
 
 BLOCK_SIZE = 16
 GPT2 = GPT2Config(

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from transformers import PreTrainedTokenizerBase
 
-from recipes.language_model import LanguageModel
-from recipes.token_blocks import TokenBlocks
+from recipes.data.token_blocks import TokenBlocks
+from recipes.training.language_model import LanguageModel
 
 
 @torch.no_grad()

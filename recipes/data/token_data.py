@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from recipes.corpus import Corpus, Split
-from recipes.resumable import ResumableDataLoader, ResumableSampler
-from recipes.token_blocks import TokenBlocks, tokenize
+from recipes.data.corpus import Corpus, Split
+from recipes.data.resumable import ResumableDataLoader, ResumableSampler
+from recipes.data.token_blocks import TokenBlocks, tokenize
 
 
 class TokenDataModule(pl.LightningDataModule):

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from recipes.progress import History
+from recipes.training.progress import History
 
 
 def draw_run(

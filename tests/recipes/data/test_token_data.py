@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from recipes.corpus import MarkovChain
-from recipes.data import TokenDataModule
-from recipes.tokenizer import byte_tokenizer
+from recipes.data.corpus import MarkovChain
+from recipes.data.token_data import TokenDataModule
+from recipes.data.tokenizer import byte_tokenizer
 
 BLOCK_SIZE = 16
 

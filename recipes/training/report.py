@@ -18,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from recipes.data import TokenDataModule
-from recipes.evaluation import generate_text, token_loss, unigram_loss
-from recipes.figures import draw_run
-from recipes.language_model import LanguageModel
-from recipes.progress import RunRecorder
-from recipes.traffic import human_bytes
+from recipes.data.token_data import TokenDataModule
+from recipes.training.evaluation import generate_text, token_loss, unigram_loss
+from recipes.training.figures import draw_run
+from recipes.training.language_model import LanguageModel
+from recipes.training.progress import RunRecorder
+from recipes.training.traffic import human_bytes
 
 SUMMARY_FILE = "summary.json"
 CHECKPOINT_FOLDER = "checkpoints"

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from recipes.optimizer import OptimizerFactory
+from recipes.training.optimizer import OptimizerFactory
 
 
 class LanguageModel(pl.LightningModule):

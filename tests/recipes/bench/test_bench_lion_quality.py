@@ -22,9 +22,9 @@ from lightning_commfree.lion import LionSettings
 from recipes.bench import lion_quality
 from recipes.bench._played_lion import PlayedLion, batches, played_lion_cosine, take_step, train
 from recipes.bench.lion_quality_grid import BLOCKS_PER_STEP, Run, cells, planned
-from recipes.evaluation import token_loss
-from recipes.language_model import LanguageModel
 from recipes.pretrain import build_data, build_module
+from recipes.training.evaluation import token_loss
+from recipes.training.language_model import LanguageModel
 from tests.lion.serial import SerialLion
 from tests.world import run_ranks
 
@@ -282,7 +282,7 @@ def test_all_runs_of_a_model_see_the_same_tokens(
         knobs = config["optimizer"]
         assert knobs["lr"] * knobs["weight_decay"] == pytest.approx(4e-4, rel=1e-12)
         expected = "adamw_cosine" if job.method == "adamw" else "lion_cosine"
-        assert knobs["_target_"] == f"recipes.optimizer.{expected}"
+        assert knobs["_target_"] == f"recipes.training.optimizer.{expected}"
 
 
 def test_results_of_another_setting_are_refused(

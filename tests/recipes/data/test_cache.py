@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from recipes.cache import build_once, cache_key
+from recipes.data.cache import build_once, cache_key
 
 
 def _build_slowly(folder, rank):

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer, GPT2Config
 
-from recipes.tokenizer import END_OF_TEXT, byte_tokenizer, pretrained_tokenizer, train_bpe
+from recipes.data.tokenizer import END_OF_TEXT, byte_tokenizer, pretrained_tokenizer, train_bpe
 
 ODD = "  HAMLET.\nTo be,\tor -- not?\n\n\n“Sein” ö 🙂 \x00"
 

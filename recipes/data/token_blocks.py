@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from recipes.cache import build_once, cache_key
-from recipes.corpus import Corpus, Split
+from recipes.data.cache import build_once, cache_key
+from recipes.data.corpus import Corpus, Split
 
 _DOCUMENTS_PER_CALL = 64  # the tokenizer works on them in parallel
 _KEY_LETTERS = 16

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.token_blocks import TokenBlocks, tokenize
-from recipes.tokenizer import byte_tokenizer, train_bpe
+from recipes.data.token_blocks import TokenBlocks, tokenize
+from recipes.data.tokenizer import byte_tokenizer, train_bpe
 
 
 class Documents:

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.data import TokenDataModule
-from recipes.traffic import TrafficMeter
+from recipes.data.token_data import TokenDataModule
+from recipes.training.traffic import TrafficMeter
 
 _WINDOW_BATCHES = 20
 

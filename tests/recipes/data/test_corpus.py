@@ -5,7 +5,7 @@ import lzma
 import numpy as np
 import pytest
 
-from recipes.corpus import MarkovChain, Shakespeare, TextFiles
+from recipes.data.corpus import MarkovChain, Shakespeare, TextFiles
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from recipes.cache import cache_key
+from recipes.data.cache import cache_key
 
 Split = Literal["train", "validation"]
 

@@ -16,6 +16,7 @@ import numpy as np
 from recipes.data.cache import cache_key
 
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
 
 BUNDLED = Path(__file__).parent / "corpora"
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from recipes.data.corpus import Corpus, Split
+from recipes.data.corpus import SPLITS, Corpus, Split
 from recipes.data.resumable import ResumableDataLoader, ResumableSampler
 from recipes.data.token_blocks import TokenBlocks, tokenize
+from recipes.data.training_data import TrainingData
 
 
-class TokenDataModule(pl.LightningDataModule):
+class TokenDataModule(TrainingData):
     """Blocks of tokens, each for one rank: in training once an epoch, in validation exactly once.
 
     A batch is an int64 tensor of shape (batch_size, block_size + 1): inputs are all columns but the
@@ -45,11 +46,8 @@ class TokenDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(tokenizer, block_size, batch_size)
         self.corpus = corpus
-        self.tokenizer = tokenizer
-        self.block_size = block_size
-        self.batch_size = batch_size
         self._cache_dir = cache_dir
         self._num_workers = num_workers
         self._seed = seed
@@ -61,18 +59,18 @@ class TokenDataModule(pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        for split in ("train", "validation"):
+        for split in SPLITS:
             self.blocks(split)
 
     @override
     def setup(self, stage: str) -> None:
-        size, _ = self._size_and_rank()
+        size, _ = self.size_and_rank()
         self._require("train", self.batch_size * size)
         self._require("validation", size)
 
     @override
     def train_dataloader(self) -> ResumableDataLoader:
-        size, rank = self._size_and_rank()
+        size, rank = self.size_and_rank()
         sampler = ResumableSampler(
             self.blocks("train"),
             num_replicas=size,
@@ -88,15 +86,27 @@ class TokenDataModule(pl.LightningDataModule):
 
     @override
     def val_dataloader(self) -> DataLoader[Tensor]:
-        size, rank = self._size_and_rank()
+        size, rank = self.size_and_rank()
         blocks = self.blocks("validation")
         sampler = UnrepeatedDistributedSampler(blocks, num_replicas=size, rank=rank, shuffle=False)
         return DataLoader(blocks, self.batch_size, sampler=sampler, num_workers=self._num_workers)
 
-    def _size_and_rank(self) -> tuple[int, int]:
-        # the strategy's answer and not the world's: ranks that share one replica read the same data
-        shares = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        return (shares["num_replicas"], shares["rank"]) if shares else (1, 0)
+    @override
+    def num_rows(self) -> int:
+        return len(self.blocks("train"))
+
+    @override
+    def describe(self) -> str:
+        train, validation = (len(self.blocks(split).tokens) for split in SPLITS)
+        return f"{train:,} training, {validation:,} validation tokens"
+
+    @override
+    def baseline_loss(self) -> float:
+        return unigram_loss(self.blocks("train"), self.blocks("validation"), len(self.tokenizer))
+
+    @override
+    def prompt(self) -> str:
+        return str(self.tokenizer.decode(self.blocks("validation").tokens[:8].tolist()))
 
     def _require(self, split: Split, num_blocks: int) -> None:
         found = len(self.blocks(split))
@@ -106,3 +116,16 @@ class TokenDataModule(pl.LightningDataModule):
                 f" needs at least {num_blocks}. Use more text, or lower `data.block_size`,"
                 " `data.batch_size` or `trainer.devices`."
             )
+
+
+def unigram_loss(train: TokenBlocks, validation: TokenBlocks, vocab_size: int) -> float:
+    """Return the loss of the model that knows only how often each token occurs, in nats per token.
+
+    It is fitted to all training tokens, with one added to every count (a token that never occurred
+    would cost infinity), and evaluated on the targets of all validation blocks, the very tokens on
+    which the model is.
+    """
+    counts_V = np.bincount(train.tokens, minlength=vocab_size) + 1
+    log_p_V = np.log(counts_V / counts_V.sum())
+    targets = validation.tokens[1 : len(validation) * validation.block_size + 1]
+    return float(-log_p_V[targets].mean())

@@ -1,49 +1,33 @@
-"""What a trained model is worth: its loss, that of a unigram model, and a sample of its text."""
+"""What a trained model is worth: its loss, and a sample of its text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 from torchmetrics import MeanMetric
 from transformers import PreTrainedTokenizerBase
 
-from recipes.data.token_blocks import TokenBlocks
-from recipes.training.language_model import LanguageModel
+from recipes.training.language_model import Batch, LanguageModel, num_targets, to_device
 
 
 @torch.no_grad()
-def token_loss(module: LanguageModel, batches: Iterable[Tensor]) -> float:
+def token_loss(module: LanguageModel, batches: Iterable[Batch]) -> float:
     """Return the mean loss per token in nats over the batches of all ranks, which all must call it.
 
     Args:
         module: evaluated as it is, on the device where it is.
-        batches: this rank's share, int64, shape (batch, block_size + 1).
+        batches: this rank's share.
     """
     was_training = module.training
     module.eval()
     mean = MeanMetric().to(module.device)
     for batch in batches:
-        mean.update(module.loss(batch.to(module.device)), weight=batch[:, 1:].numel())
+        mean.update(module.loss(to_device(batch, module.device)), weight=num_targets(batch))
     module.train(was_training)
     return float(mean.compute())
-
-
-def unigram_loss(train: TokenBlocks, validation: TokenBlocks, vocab_size: int) -> float:
-    """Return the loss of the model that knows only how often each token occurs, in nats per token.
-
-    It is fitted to all training tokens, with one added to every count (a token that never occurred
-    would cost infinity), and evaluated on the targets of all validation blocks, the very tokens on
-    which the model is.
-    """
-    counts_V = np.bincount(train.tokens, minlength=vocab_size) + 1
-    log_p_V = np.log(counts_V / counts_V.sum())
-    targets = validation.tokens[1 : len(validation) * validation.block_size + 1]
-    return float(-log_p_V[targets].mean())
 
 
 def generate_text(

@@ -1,4 +1,4 @@
-"""The LightningModule: any causal language model of transformers, trained on blocks of tokens."""
+"""The LightningModule: any causal language model of transformers, trained to foretell tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,54 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes.training.optimizer import OptimizerFactory
 
+# A block of tokens, int64, shape (batch, block_size + 1): inputs are all columns but the last,
+# targets all but the first. Or what a transformers model takes, `labels` among it, int64 of shape
+# (batch, tokens): a position's label is its own token, -100 where it is no target.
+Batch = Tensor | dict[str, Tensor]
+
+NO_TARGET = -100  # transformers' label of a position that is not to be foretold
+
+
+def num_targets(batch: Batch) -> int:
+    """Return how many tokens are foretold in a batch."""
+    if isinstance(batch, Tensor):
+        return batch[:, 1:].numel()
+    return int((batch["labels"][:, 1:] != NO_TARGET).sum())
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on a device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def load_pretrained(kind: Any, name_or_path: str) -> Any:
+    """Return what one of transformers' Auto classes loads by hub id or from a folder.
+
+    Raises:
+        ValueError: it cannot be found or read.
+    """
+    try:
+        return kind.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"'{name_or_path}' is neither a folder that `save_pretrained` has written nor an id"
+            " that could be loaded from the Hugging Face hub or its local cache (without a"
+            " network, or with HF_HUB_OFFLINE=1, only folders and ids loaded before are found)."
+        ) from error
+
 
 class LanguageModel(pl.LightningModule):
-    """Next-token prediction with a freshly initialized model.
+    """Next-token prediction.
 
-    A batch is an int64 tensor of shape (batch, block_size + 1): inputs are all columns but the
-    last, targets all but the first. Validation logs `val/loss`, the mean over all tokens of all
-    ranks in nats, and `val/perplexity`, its exponential.
+    Validation logs `val/loss`, the mean over all targets of all ranks in nats, and
+    `val/perplexity`, its exponential.
 
     Args:
         model_config: a transformers config as `to_dict()` gives it, `model_type` included. Plain
@@ -28,35 +63,74 @@ class LanguageModel(pl.LightningModule):
             `weights_only=True`.
         optimizer: makes optimizer and schedule from this module; None for a module that is only
             evaluated, as `LanguageModel.load_from_checkpoint(path)` gives it.
+        pretrained: hub id or folder whose weights the model begins with, in fp32; None: fresh ones.
+            Not remembered: a checkpoint of this module has weights of its own.
+        lora: arguments of `peft.LoraConfig`: only adapters are trained; None: all parameters.
+        gradient_checkpointing: compute activations again in backward instead of keeping them.
+        compile_backend: of `torch.compile`, such as "inductor", for the transformers model alone
+            (torch 2.13 cannot compile a LightningModule as a whole); None: not compiled.
 
     Attributes:
-        model: the transformers model.
+        model: the transformers model, in peft's wrapper under `lora`.
+
+    Raises:
+        ValueError: `pretrained` cannot be loaded.
     """
 
     def __init__(
-        self, model_config: dict[str, Any], optimizer: OptimizerFactory | None = None
+        self,
+        model_config: dict[str, Any],
+        optimizer: OptimizerFactory | None = None,
+        pretrained: str | None = None,
+        lora: dict[str, Any] | None = None,
+        gradient_checkpointing: bool = False,
+        compile_backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore="optimizer")
-        config = AutoConfig.for_model(**model_config)
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        self.save_hyperparameters("model_config", "lora")
+        if pretrained is None:
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config))
+        else:
+            self.model = load_pretrained(AutoModelForCausalLM, pretrained).float()
+        if lora is not None:
+            # in here: a third of a second that only those who use it shall wait for
+            from peft import LoraConfig, get_peft_model
+
+            self.model = get_peft_model(self.model, LoraConfig(task_type="CAUSAL_LM", **lora))
+        if gradient_checkpointing:
+            kwargs = {"use_reentrant": False}  # the reentrant kind needs inputs with gradients
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        self._compile_backend = compile_backend
         self._optimizer = optimizer
         self._validation_loss = MeanMetric()
 
-    def loss(self, batch: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats over the targets of a batch, a scalar."""
-        logits = self.model(input_ids=batch[:, :-1], use_cache=False).logits
-        return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+    def configure_model(self) -> None:
+        """Compile the model, if so asked; here, because a compiled model cannot be pickled."""
+        if self._compile_backend is not None:
+            self.model.compile(backend=self._compile_backend)
+            self._compile_backend = None
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy in nats over the targets of a batch, a scalar.
+
+        The model's own: a strategy that divides the model then never puts its logits together.
+        """
+        if isinstance(batch, Tensor):
+            targets = batch[:, 1:]
+            # `labels` asks for a loss, and `shift_labels` says of what: the last column too
+            batch = {"input_ids": batch[:, :-1], "labels": targets, "shift_labels": targets}
+        loss: Tensor = self.model(**batch, use_cache=False).loss
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch; this rank's own goes to progress bar and loggers."""
         loss = self.loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the epoch's mean; ranks exchange sums once, at the end of the epoch."""
-        self._validation_loss.update(self.loss(batch), weight=batch[:, 1:].numel())
+        self._validation_loss.update(self.loss(batch), weight=num_targets(batch))
         self.log("val/loss", self._validation_loss, prog_bar=True)
 
     def on_validation_epoch_end(self) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.data.token_data import TokenDataModule
+from recipes.data.training_data import TrainingData
 from recipes.training.traffic import TrafficMeter
 
 _WINDOW_BATCHES = 20
@@ -23,10 +23,14 @@ class History:
     """What the figure of a run shows, whatever the loggers make of it."""
 
     first_step: int = 0  # optimizer steps before this fit; above 0 when it was resumed
-    steps: list[int] = field(default_factory=list)  # at which the next two were recorded
+    tokens_per_step: int = 0  # of all ranks
+    steps: list[int] = field(default_factory=list)  # at which the next four were recorded
+    seconds: list[float] = field(default_factory=list)  # since the first batch, all included
     train_loss: list[float] = field(default_factory=list)  # this rank's, nats per token
     bytes_sent: list[int] = field(default_factory=list)  # by this rank since the start of this fit
+    seconds_waited: list[float | None] = field(default_factory=list)  # None: nobody counts
     validation_steps: list[int] = field(default_factory=list)
+    validation_seconds: list[float] = field(default_factory=list)
     validation_loss: list[float] = field(default_factory=list)  # of all ranks, nats per token
 
 
@@ -47,10 +51,11 @@ class RunRecorder(pl.Callback):
 
     meter: TrafficMeter
 
-    def __init__(self, data: TokenDataModule) -> None:
+    def __init__(self, data: TrainingData) -> None:
         self.history = History()
         self._data = data
         self._batch_ends: deque[float] = deque(maxlen=_WINDOW_BATCHES + 1)
+        self._train_start = 0.0
         self._validation_start = 0.0
 
     @override
@@ -61,7 +66,8 @@ class RunRecorder(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.history = History(first_step=trainer.global_step)
+        self.history = History(trainer.global_step, self.tokens_per_step(trainer))
+        self._train_start = time.monotonic()
 
     @override
     def on_train_batch_end(
@@ -69,7 +75,7 @@ class RunRecorder(pl.Callback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         outputs: STEP_OUTPUT,
-        batch: Tensor,
+        batch: object,
         batch_idx: int,
     ) -> None:
         self._batch_ends.append(time.monotonic())
@@ -96,6 +102,7 @@ class RunRecorder(pl.Callback):
         self._batch_ends = deque((t + paused for t in self._batch_ends), _WINDOW_BATCHES + 1)
         if not trainer.sanity_checking:
             self.history.validation_steps.append(trainer.global_step)
+            self.history.validation_seconds.append(time.monotonic() - self._train_start)
             self.history.validation_loss.append(float(trainer.callback_metrics["val/loss"]))
 
     def steps_done(self, trainer: pl.Trainer) -> int:
@@ -119,5 +126,7 @@ class RunRecorder(pl.Callback):
         is_new = not history.steps or step > history.steps[-1]
         if is_new and (step % every == 0 or not history.steps):
             history.steps.append(step)
+            history.seconds.append(time.monotonic() - self._train_start)
+            history.seconds_waited.append(self.meter.seconds_waited())
             history.train_loss.append(train_loss)
             history.bytes_sent.append(self.meter.bytes_sent(step - history.first_step))

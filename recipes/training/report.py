@@ -18,14 +18,15 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
-from recipes.data.token_data import TokenDataModule
-from recipes.training.evaluation import generate_text, token_loss, unigram_loss
+from recipes.data.training_data import TrainingData
+from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.progress import RunRecorder
 from recipes.training.traffic import human_bytes
 
 SUMMARY_FILE = "summary.json"
+HISTORY_FILE = "history.json"
 CHECKPOINT_FOLDER = "checkpoints"
 
 
@@ -38,7 +39,8 @@ class RunSummary:
     seconds: float  # from the first batch to the end of training, validations included
     validation_loss: float  # nats per token, whole validation split, of the module after fit
     perplexity: float  # exp(validation_loss)
-    unigram_loss: float  # nats per token, on the same tokens
+    initial_loss: float | None  # before training, likewise; None where nobody asked for it
+    unigram_loss: float | None  # nats per token, on the same tokens; None where there is none
     bytes_sent: int  # by rank 0
     bytes_are_counted: bool  # by a ledger; otherwise computed
     ddp_bytes: int  # what fp32 DDP would have sent in as many steps; computed
@@ -65,16 +67,18 @@ class RunReport(pl.Callback):
         prompt: begins the generated text; None takes the first words of the validation text.
         sample_tokens: number of tokens to generate.
         seed: of the generated text.
+        evaluate_before: evaluate the model before it is trained, too.
     """
 
     def __init__(
         self,
-        data: TokenDataModule,
+        data: TrainingData,
         recorder: RunRecorder,
         run_dir: str,
         prompt: str | None = None,
         sample_tokens: int = 100,
         seed: int = 0,
+        evaluate_before: bool = False,
     ) -> None:
         self._data = data
         self._recorder = recorder
@@ -82,6 +86,8 @@ class RunReport(pl.Callback):
         self._prompt = prompt
         self._sample_tokens = sample_tokens
         self._seed = seed
+        self._evaluate_before = evaluate_before
+        self._initial_loss: float | None = None
         self._train_start = 0.0
 
     @override
@@ -92,6 +98,9 @@ class RunReport(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
+        if self._evaluate_before:
+            self._initial_loss = token_loss(pl_module, self._data.val_dataloader())
         self._train_start = time.monotonic()
 
     @override
@@ -104,25 +113,26 @@ class RunReport(pl.Callback):
         validation_loss = token_loss(pl_module, self._data.val_dataloader())
         if trainer.is_global_zero:
             summary = self._summarize(trainer, pl_module, seconds, validation_loss)
-            (self._run_dir / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n")
+            for name, content in ((SUMMARY_FILE, summary), (HISTORY_FILE, self._recorder.history)):
+                (self._run_dir / name).write_text(json.dumps(asdict(content), indent=2) + "\n")
             _print_panel("After training", summary_rows(summary))
         pl_module.cpu()
 
     def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
         strategy, traffic = trainer.strategy, self._recorder.meter.plan
-        train, validation = self._data.blocks("train"), self._data.blocks("validation")
         sizes = {name: p.numel() for name, p in module.named_parameters()}
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
         per_step = self._recorder.tokens_per_step(trainer)
-        epochs = trainer.max_steps * per_step / len(train.tokens)
+        rows_per_step = per_step / self._data.block_size
+        epochs = trainer.max_steps * rows_per_step / self._data.num_rows()
         return {
             "model": f"{type(module.model).__name__}, vocabulary of {len(self._data.tokenizer):,}",
             "parameters": f"{sum(sizes.values()):,}, of which {trained:,} are trained",
-            "data": f"{len(train.tokens):,} training, {len(validation.tokens):,} validation tokens",
+            "data": self._data.describe(),
             "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)",
             "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
-            "tokens per step": f"{per_step:,}, in blocks of {self._data.block_size}",
+            "tokens per step": f"{per_step:,}, in rows of {self._data.block_size}",
             "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
             "one rank sends": (
                 f"{human_bytes(traffic.bytes_per_step)} per step on average,"
@@ -136,11 +146,10 @@ class RunReport(pl.Callback):
         self, trainer: pl.Trainer, module: LanguageModel, seconds: float, validation_loss: float
     ) -> RunSummary:
         meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
-        unigram = unigram_loss(
-            self._data.blocks("train"), self._data.blocks("validation"), len(self._data.tokenizer)
-        )
+        unigram = self._data.baseline_loss()
+        losses = {"val": validation_loss, "unigram": unigram, "initial": self._initial_loss}
+        final = {f"final/{name}_loss": loss for name, loss in losses.items() if loss is not None}
         for logger in trainer.loggers:
-            final = {"final/val_loss": validation_loss, "final/unigram_loss": unigram}
             logger.log_metrics(final, step=trainer.global_step)
             logger.save()
         return RunSummary(
@@ -149,6 +158,7 @@ class RunReport(pl.Callback):
             seconds=seconds,
             validation_loss=validation_loss,
             perplexity=math.exp(validation_loss),
+            initial_loss=self._initial_loss,
             unigram_loss=unigram,
             bytes_sent=meter.bytes_sent(steps),
             bytes_are_counted=meter.ledger is not None,
@@ -164,7 +174,7 @@ class RunReport(pl.Callback):
     def _sample(self, module: LanguageModel) -> str:
         tokenizer, prompt = self._data.tokenizer, self._prompt
         if prompt is None:
-            prompt = str(tokenizer.decode(self._data.blocks("validation").tokens[:8].tolist()))
+            prompt = self._data.prompt()
         return generate_text(module, tokenizer, prompt, self._sample_tokens, self._seed)
 
     def _export(self, module: LanguageModel) -> str:
@@ -186,11 +196,12 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     how = "counted" if summary.bytes_are_counted else "computed"
     ratio = f"1/{summary.ddp_bytes / summary.bytes_sent:,.3g}" if summary.bytes_sent else "none"
     waited = summary.seconds_waited
-    return {
+    rows = {
         "trained": f"{summary.steps:,} steps, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
-        "validation loss": f"{summary.validation_loss:.4f} nats per token, of the final weights",
+        "before": _loss(summary.initial_loss, "of the weights that it started from"),
+        "validation loss": _loss(summary.validation_loss, "of the final weights"),
         "perplexity": f"{summary.perplexity:.2f}",
-        "unigram model": f"{summary.unigram_loss:.4f} nats per token, on the same tokens",
+        "unigram model": _loss(summary.unigram_loss, "on the same tokens"),
         "one rank sent": f"{human_bytes(summary.bytes_sent)} ({how})",
         "fp32 DDP": f"{human_bytes(summary.ddp_bytes)} (computed); this run sent {ratio} of it",
         "waited": "not measured" if waited is None else f"{waited:.2f} s for communication, rank 0",
@@ -200,6 +211,11 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
         "metrics": _shown(summary.metrics) or "the loggers' own; `logger=csv` writes metrics.csv",
         "figure": _shown(summary.figure),
     }
+    return {label: text for label, text in rows.items() if text}
+
+
+def _loss(nats: float | None, of: str) -> str:
+    return "" if nats is None else f"{nats:.4f} nats per token, {of}"
 
 
 def _shown(path: str | None) -> str:

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from recipes.data.tokenizer import byte_tokenizer
-from recipes.pretrain import build_data, build_module, build_trainer
+from recipes.pretrain import build_data, build_module
+from recipes.training.run import build_trainer
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))

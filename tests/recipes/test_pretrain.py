@@ -17,8 +17,9 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.data.corpus import MarkovChain
-from recipes.pretrain import build_data, pretrain
+from recipes.pretrain import build, build_data
 from recipes.training.language_model import LanguageModel
+from recipes.training.run import fit
 
 ROOT = Path(__file__).parents[2]
 # letters with a known entropy and a model of the smallest size that can learn it
@@ -158,7 +159,7 @@ def test_one_process_on_a_checkpoint_of_the_users_own_callbacks(compose_config, 
         "logger=none",
         "callbacks=[{_target_: lightning.pytorch.callbacks.Timer, duration: '00:01:00:00'}]",
     )
-    trainer = pretrain(config)
+    trainer = fit(config, build)
     assert [type(c).__name__ for c in trainer.callbacks if type(c).__name__ == "Timer"] == ["Timer"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"] is None
 
@@ -205,21 +206,21 @@ def test_a_data_path_that_does_not_exist(compose_config) -> None:
     paths = ["data.corpus.train=no/such/*.txt", "data.corpus.validation=README.md"]
     config = compose_config("data=text", *paths, "strategy=ddp")
     with pytest.raises(Exception, match=r"data.corpus.train: 'no/such/\*.txt' matches no file"):
-        pretrain(config)
+        fit(config, build)
 
 
 @pytest.mark.usefixtures("no_launch")
 def test_a_checkpoint_that_does_not_exist(compose_config) -> None:
     config = compose_config(*SMALL, "strategy=ddp", "ckpt_path=no/such.ckpt")
     with pytest.raises(FileNotFoundError, match=r"ckpt_path='no/such.ckpt' does not exist"):
-        pretrain(config)
+        fit(config, build)
 
 
 @pytest.mark.usefixtures("no_launch")
 def test_a_run_without_a_length(compose_config) -> None:
     config = compose_config(*SMALL, "strategy=ddp", "trainer.max_steps=-1")
     with pytest.raises(ValueError, match=r"trainer.max_steps=-1 must be positive"):
-        pretrain(config)
+        fit(config, build)
 
 
 def test_a_mandatory_value_is_asked_for(compose_config) -> None:

@@ -17,9 +17,9 @@ from transformers import GPT2Config
 from lightning_commfree import StreamingDiLoCoStrategy
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_blocks import TokenBlocks
-from recipes.data.token_data import TokenDataModule
+from recipes.data.token_data import TokenDataModule, unigram_loss
 from recipes.data.tokenizer import byte_tokenizer
-from recipes.training.evaluation import generate_text, unigram_loss
+from recipes.training.evaluation import generate_text
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
@@ -171,7 +171,14 @@ def test_text_is_repeatable_and_fits_the_context() -> None:
 
 
 def test_the_figure_is_a_picture(tmp_path) -> None:
-    history = History(0, [1, 2], [5.0, 4.0], [0, 100], [2], [4.5])
+    history = History(
+        steps=[1, 2],
+        seconds=[0.1, 0.2],
+        train_loss=[5.0, 4.0],
+        bytes_sent=[0, 100],
+        validation_steps=[2],
+        validation_loss=[4.5],
+    )
     draw_run(history, 4.4, 1000.0, "a run", tmp_path / "run.png")
     draw_run(History(), 4.4, 0.0, "nothing yet", tmp_path / "empty.png")
     sizes = [Image.open(tmp_path / name).size for name in ("run.png", "empty.png")]
@@ -185,6 +192,7 @@ def test_a_sample_is_shown_without_its_empty_lines() -> None:
         seconds=1.0,
         validation_loss=1.0,
         perplexity=2.7,
+        initial_loss=None,
         unigram_loss=2.0,
         bytes_sent=10,
         bytes_are_counted=True,

@@ -20,6 +20,9 @@ class Background:
     time: the collectives of two fragments in flight never change places on any rank. What the
     thread waits for, nobody waits for: the ledger counts the training thread's waits only.
 
+    After a job that failed none is run any more, and the later ones fail as it did: the peers took
+    part in exchanges that this rank left out, and its next one would meet another one of theirs.
+
     Args:
         ledger: where the training thread's waits are counted.
     """
@@ -27,6 +30,7 @@ class Background:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._executor: ThreadPoolExecutor | None = None
+        self._error: Exception | None = None  # of the first job that failed
 
     def submit(self, job: Callable[[], T], tag: str) -> Pending[T]:
         """Queue `job`; the result's wait is counted under `tag`.
@@ -37,7 +41,7 @@ class Background:
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
-        future = self._executor.submit(job)
+        future = self._executor.submit(self._run, job)
 
         def resolve() -> T:
             with self._ledger.count_wait(tag):
@@ -50,3 +54,12 @@ class Background:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
+
+    def _run(self, job: Callable[[], T]) -> T:
+        if self._error is not None:
+            raise self._error
+        try:
+            return job()
+        except Exception as error:
+            self._error = error
+            raise

@@ -109,6 +109,7 @@ class Channel:
         backend: str = "gloo",
         timeout: timedelta | None = None,
         device: torch.device | None = None,
+        wider: Channel | None = None,
     ) -> Channel:
         """Make the process groups and return this rank's channel.
 
@@ -116,7 +117,9 @@ class Channel:
         name each rank once. gloo wants CPU tensors, nccl tensors on `device`.
 
         A channel of several ranks also listens on a TCP port, by which its ranks find out who is
-        gone when an exchange fails (`comm.peers`); 64 bytes a rank travel here to agree on it.
+        gone when an exchange fails (`comm.peers`); 64 bytes a rank travel here to agree on it. Its
+        ranks may be some of an open channel's, `wider`: they find out then whose loss made a rank
+        of their own leave.
         """
         mine = None
         for ranks in groups:
@@ -128,7 +131,8 @@ class Channel:
             if rank in ranks:
                 mine = cls(ranks, rank, ledger, handle, None if backend == "gloo" else device)
         assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
-        mine._meet(timeout or dist.constants.default_pg_timeout)
+        above = None if wider is None else wider._watch
+        mine._meet(timeout or dist.constants.default_pg_timeout, above)
         return mine
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
@@ -178,12 +182,17 @@ class Channel:
             work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
         return self._pending(work, tensor, tag)
 
-    def naming_lost(self, tag: str) -> AbstractContextManager[None]:
+    def naming_lost(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
         """Return a context whose `RuntimeError` names the ranks of this channel that are gone.
 
         For collectives that others run among the same ranks, as a framework's barrier.
+
+        Args:
+            tag: what the error calls them.
+            computing: the body does more than that, as a whole training step: an error passes as it
+                is where nobody is lost.
         """
-        return nullcontext() if self._watch is None else self._watch.naming(tag)
+        return nullcontext() if self._watch is None else self._watch.naming(tag, computing)
 
     def close(self) -> None:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
@@ -193,10 +202,10 @@ class Channel:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
-    def _meet(self, timeout: timedelta) -> None:
+    def _meet(self, timeout: timedelta, wider: PeerWatch | None) -> None:
         if self._group is None:
             return
-        watch = PeerWatch(self.ranks[self.rank], timeout)
+        watch = PeerWatch(self.ranks[self.rank], timeout, wider)
         card = torch.frombuffer(bytearray(watch.card), dtype=torch.uint8).to(self.device)
         cards = self.all_gather(card, PEERS_TAG).wait().cpu()
         watch.meet({r: bytes(row.tolist()) for r, row in zip(self.ranks, cards, strict=True)})

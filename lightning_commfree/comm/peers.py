@@ -8,6 +8,10 @@ at once, others wait, and whoever hears it first leaves and is then blamed by th
    gone, and only then raises.
 3. Ranks 2 and 3 were told, so they raise at once and name rank 1, though rank 0 has left as well.
 
+A rank may be in several channels: where rank 2 of one leaves because rank 3 of another is gone, the
+others in the first would blame rank 2. The watch of a *wider* channel with all these ranks in it
+knows better: who finds a rank gone asks there, and tells there.
+
 gloo overlooks a death now and then, so a rank that waits for long asks too. A rank that hangs still
 accepts connections (its kernel does), therefore an *answer* is asked for:
 
@@ -45,6 +49,7 @@ TAG = "peers"
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices what it was told
 _NAMED = 50  # lost ranks in a message, which has to fit into a line
 _REASON_CHARACTERS = 250
+_ADVICE = "Restart all ranks from the last checkpoint."
 
 
 class Work(Protocol):
@@ -81,10 +86,12 @@ class PeerWatch:
         rank: global rank of this process.
         timeout: how long `wait` waits. The peers are asked every `ANSWER_SECONDS`, the last time so
             early that the error comes within it.
+        wider: of a channel with these ranks and others.
     """
 
-    def __init__(self, rank: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, timeout: timedelta, wider: PeerWatch | None = None) -> None:
         self._rank = rank
+        self._wider = wider
         self._timeout = timeout.total_seconds()
         self._patience = min(ANSWER_SECONDS, self._timeout / 2)
         self._launched = 0
@@ -92,6 +99,7 @@ class PeerWatch:
         self._left: dict[int, int] = {}  # by rank that closed its channel: what it had launched
         self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
         self._lock = threading.Lock()
+        self._closed = False
         self._listener = Listener(self._answer)
 
     @property
@@ -116,8 +124,13 @@ class PeerWatch:
             yield
 
     @contextmanager
-    def naming(self, tag: str) -> Iterator[None]:
+    def naming(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Name the lost ranks if the body fails, which lets these ranks exchange something.
+
+        Args:
+            tag: what is exchanged.
+            computing: the body may fail by itself as well. Its error passes as it is where no rank
+                is found gone, nor, after the timeout, silent.
 
         Raises:
             RuntimeError: the body raised one, or a peer has told that the group is broken.
@@ -128,7 +141,15 @@ class PeerWatch:
         try:
             yield
         except RuntimeError as error:
-            raise self._failure(tag, time.monotonic() - start, str(error)) from error
+            waited, answers = time.monotonic() - start, None
+            if computing:
+                if _ADVICE in str(error):  # an exchange in the body has named them
+                    raise
+                answers = self._ask()
+                gone = answers.lost if waited >= self._timeout else answers.gone
+                if not gone and not self._lost:
+                    raise
+            raise self._failure(tag, waited, str(error), answers) from error
 
     def wait(self, work: Work, tag: str) -> None:
         """Block until `work` is done.
@@ -146,6 +167,8 @@ class PeerWatch:
                 waited = time.monotonic() - start
                 if self._lost:
                     raise RuntimeError("another rank found out")
+                if self._closed:
+                    raise RuntimeError("the channel was closed on this rank")
                 if waited >= self._timeout:
                     raise RuntimeError("timed out")
                 if waited >= next_s:
@@ -154,6 +177,8 @@ class PeerWatch:
                     if any(self._left.get(rank, -1) < self._launched for rank in answers.gone):
                         raise RuntimeError("a rank is gone that it waits for")
         except RuntimeError as error:
+            if self._closed and not self._lost:  # while a thread waited here: nobody is to blame
+                raise
             waited = time.monotonic() - start
             raise self._failure(tag, waited, str(error), answers) from error
 
@@ -162,10 +187,23 @@ class PeerWatch:
 
         1. The last exchange of a job ends on rank 0 and is still on a slow link to rank 1.
         2. Rank 0 closes. Rank 1, which asks in vain, must not take it for dead.
+
+        A thread of this rank that is still in `wait` gets an error at once, and blames nobody.
         """
+        self._closed = True
         if self._listener.runs and not self._lost:
             self._ask({"left": {"rank": self._rank, "launched": self._launched}})
         self._listener.close()
+
+    def find_gone(self) -> dict[int, str]:
+        """Return the ranks that are gone, with reasons, and tell the others of them."""
+        if not self._lost:
+            answers = self._ask()
+            if answers.gone:
+                self._learn(answers.gone)
+                silent = answers.gone.keys() | answers.silent.keys()
+                self._ask({"lost": self._lost}, skip=silent)
+        return self._lost
 
     # -- asking
 
@@ -174,13 +212,14 @@ class PeerWatch:
     ) -> RuntimeError:
         if not self._lost:
             answers = answers or self._ask()
-            self._learn(self._blame(answers, tag, waited))
+            lost = self._wider.find_gone() if self._wider is not None and answers.gone else {}
+            self._learn(lost or self._blame(answers, tag, waited))
             # all have the news before this rank can leave; who knows better keeps what it knows
             self._ask({"lost": self._lost}, skip=answers.gone.keys() | answers.silent.keys())
         found = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(self._lost.items()))
         return RuntimeError(
             f"The exchange '{tag}' failed on rank {self._rank} after {waited:.1f} s"
-            f" ({_first_line(cause)}): {found}. Restart all ranks from the last checkpoint."
+            f" ({_first_line(cause)}): {found}. {_ADVICE}"
         )
 
     def _blame(self, answers: _Answers, tag: str, waited: float) -> dict[int, str]:

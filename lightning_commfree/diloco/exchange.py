@@ -18,6 +18,10 @@ mean is rounded to the wire format a second time.
 A *header* of three int64 goes ahead of the values: whether the sender wants all to stop; its inner
 step; a digest of its global copy (0: none). The second message of the exchange by shards says what
 its sender saw in all headers, and carries its part of the gradients' inner products.
+
+Codes of values on a CUDA device are made there, on a stream of their own, and come down on it;
+where the channel wants them on the host, a thread beside the training waits for them and sends
+them.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from torch.nn.functional import pad
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.comm.staging import Staging
 from lightning_commfree.diloco.quantize import BLOCK
 from lightning_commfree.diloco.wire import WireFormat
 
@@ -45,6 +50,11 @@ class Header(NamedTuple):
     stop: bool
     step: int
     digest: Tensor | int  # int64; as a tensor it is not waited for
+
+    def on_device(self, values: Tensor) -> list[Tensor]:
+        """Return the values and, if it is a tensor beside them, the digest."""
+        beside = isinstance(self.digest, Tensor) and self.digest.device == values.device
+        return [values, self.digest] if beside else [values]  # type: ignore[list-item]
 
 
 class Arrival(NamedTuple):
@@ -89,7 +99,7 @@ def cheaper_exchange(
     channel: Channel, background: Background, wire: WireFormat, numel: int
 ) -> Exchange:
     """Return the way that sends fewer bytes for fragments of `numel` values."""
-    gather = GatherExchange(channel, wire, numel)
+    gather = GatherExchange(channel, background, wire, numel)
     shards = ShardExchange(channel, background, wire, numel)
     return shards if shards.num_bytes < gather.num_bytes else gather
 
@@ -97,8 +107,13 @@ def cheaper_exchange(
 class GatherExchange:
     """Every replica decodes every replica's values."""
 
-    def __init__(self, channel: Channel, wire: WireFormat, numel: int) -> None:
-        self._channel, self._letter = channel, _Letter(wire, numel)
+    def __init__(
+        self, channel: Channel, background: Background, wire: WireFormat, numel: int
+    ) -> None:
+        self._channel, self._background = channel, background
+        self._staging, self._letter = Staging(), _Letter(wire, numel)
+        # else a larger fragment, in flight at the same time, may go by shards: one thread for both
+        self._no_shards = channel.size <= 2
 
     @property
     def num_bytes(self) -> int:
@@ -107,8 +122,12 @@ class GatherExchange:
 
     def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
         """See `Exchange`."""
-        message = self._letter.write(values, header)
-        return self._channel.all_gather(message.to(self._channel.device), TAG)
+        if values.device == self._channel.device and self._no_shards:
+            return self._channel.all_gather(self._letter.write(values, header), TAG)
+        message = self._staging.stage(
+            lambda: self._letter.write(values, header), header.on_device(values)
+        )
+        return self._background.submit(lambda: self._channel.all_gather(message(), TAG).wait(), TAG)
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
@@ -124,6 +143,7 @@ class ShardExchange:
         self, channel: Channel, background: Background, wire: WireFormat, numel: int
     ) -> None:
         self._channel, self._background, self._numel = channel, background, numel
+        self._staging = Staging()
         self._shard = -(-numel // (channel.size * BLOCK)) * BLOCK
         self._up = _Letter(wire, self._shard)
         self._down = _Letter(wire, self._shard, extra_floats=channel.size**2)
@@ -138,9 +158,16 @@ class ShardExchange:
     def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
         """See `Exchange`."""
         size = self._channel.size
-        padded_MS = pad(values, (0, size * self._shard - self._numel)).view(size, self._shard)
-        letters = torch.stack([self._up.write(shard, header) for shard in padded_MS])
-        return self._background.submit(self._carry(letters.to(self._channel.device)), TAG)
+
+        def write() -> Tensor:
+            padded_MS = pad(values, (0, size * self._shard - self._numel)).view(size, self._shard)
+            return torch.stack([self._up.write(shard, header) for shard in padded_MS])
+
+        if values.device == self._channel.device:
+            letters = write()
+            return self._background.submit(self._carry(lambda: letters), TAG)
+        staged = self._staging.stage(write, header.on_device(values))
+        return self._background.submit(self._carry(staged), TAG)
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
@@ -152,9 +179,9 @@ class ShardExchange:
         stop, drifted, differ = (bool(column.any()) for column in headers_M3.unbind(1))
         return Arrival(mean, stop, drifted, differ, gram_MM)
 
-    def _carry(self, letters: Tensor) -> Callable[[], Tensor]:
+    def _carry(self, letters: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def carry() -> Tensor:
-            received = self._channel.all_to_all(letters, TAG).wait()
+            received = self._channel.all_to_all(letters(), TAG).wait()
             stop, drifted, differ = _compare(self._up.headers(received))
             mean, gram_MM = self._up.average(received)
             seen = Header(stop, int(drifted), int(differ))
@@ -177,7 +204,8 @@ class _Letter:
     def write(self, values: Tensor, header: Header, extra: Tensor | None = None) -> Tensor:
         message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=values.device)
         for word, value in zip(message[:_HEADER_BYTES].view(torch.int64), header, strict=True):
-            word.copy_(value) if isinstance(value, Tensor) else word.fill_(value)
+            on_device = isinstance(value, Tensor) and value.device == values.device
+            word.copy_(value) if on_device else word.fill_(int(value))  # neither is waited for
         if extra is not None:
             message[_HEADER_BYTES : self._extra_end].view(torch.float32).copy_(extra)
         self._wire.encode(values, out=message[self._payload_at : self._payload_end])

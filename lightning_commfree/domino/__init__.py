@@ -18,7 +18,8 @@ A, M       `Half`                        half-blocks         2 a layer    attent
 
 Read in this order: `layers` (the sharded modules), `halves` (what lies between two all-reduces),
 `micro` (how a batch is divided), `schedule` (who computes while whose sum flies), `cut` and `model`
-(how a transformers model is divided), `loss` (cross entropy without whole logits), `parallel` (all
+(how a transformers model is divided), `plan` (one that has a plan of its own), `fill` (one that has
+no values yet), `loss` (cross entropy without whole logits), `parallel` (all
 of it put into the model).
 
 Departures from the paper:
@@ -31,10 +32,11 @@ Departures from the paper:
 """
 
 from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.fill import on_meta
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
-from lightning_commfree.domino.group import TensorGroup
+from lightning_commfree.domino.group import TensorGroup, random_state, set_random_state
 from lightning_commfree.domino.model import whole_tensor
-from lightning_commfree.domino.parallel import FAMILIES, ParallelModel
+from lightning_commfree.domino.parallel import FAMILIES, ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
 
 __all__ = [
@@ -44,7 +46,11 @@ __all__ = [
     "GradientAverage",
     "ParallelModel",
     "TensorGroup",
+    "check_divisible",
     "gradient_norm",
+    "on_meta",
+    "random_state",
+    "set_random_state",
     "sum_shared",
     "whole_tensor",
 ]

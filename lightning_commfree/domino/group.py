@@ -28,12 +28,16 @@ class TensorGroup:
         scheduled: row linears return partial sums and column linears leave the gradient of their
             input partial: a schedule launches and lands the all-reduces.
         local_logits: the head returns its share of the vocabulary.
+        sums_flow: the embedding leaves its sum to the schedule, as `unsummed`.
+        unsummed: what the embedding found among this rank's words, until the schedule takes it.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
         self.channel = channel
         self.scheduled = False
         self.local_logits = False
+        self.sums_flow = False
+        self.unsummed: Tensor | None = None
         self._own_random = torch.Generator().manual_seed(seed + 1 + channel.rank).get_state()
         self._own_device_random: Tensor | None = None
         self._seed = seed
@@ -75,9 +79,20 @@ class TensorGroup:
             self._own_random, self._own_device_random = random_state(device)
             set_random_state(device, (shared, on_device))
 
+    def own_state(self) -> tuple[Tensor, Tensor | None]:
+        """Return the states of the generators that differ from rank to rank, CPU's and device's.
+
+        Bytes in CPU memory; None for a device that has not drawn yet.
+        """
+        return self._own_random, self._own_device_random
+
+    def load_own_state(self, state: tuple[Tensor, Tensor | None]) -> None:
+        """Put back what `own_state` returned."""
+        self._own_random, self._own_device_random = state
+
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
         """Return the states of the shared and of this rank's own random numbers."""
-        return random_state(device), (self._own_random, self._own_device_random)
+        return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:

@@ -227,7 +227,11 @@ class VocabEmbedding(nn.Module):
         if skip is not None and not 0 <= skip < len(self.weight):
             skip = None
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, skip)
-        return summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        partial = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.group.sums_flow and not self._forward_hooks:  # a hook would see a partial sum
+            self.group.unsummed = partial
+            return partial
+        return summed(partial, self.group)
 
 
 class VocabHead(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.fill import Filler
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.halves import Half, gpt2_halves, llama_halves
 from lightning_commfree.domino.layers import (
@@ -34,15 +35,19 @@ class Sharded:
     Attributes:
         model: the transformers model, changed in place.
         group: the tensor group.
+        filler: gives layers values that have none.
         cuts: of the parameters that are divided; the others are whole on every rank.
         halves: of the stack, in order; empty if no schedule is known for the model.
+        embedding_is_stream: the first block gets the embedding as it is.
         restore: puts the original modules back, for parameters that are whole again.
     """
 
     model: nn.Module
     group: TensorGroup
+    filler: Filler
     cuts: dict[nn.Parameter, Cut] = field(default_factory=dict)
     halves: list[Half] = field(default_factory=list)
+    embedding_is_stream: bool = False
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
@@ -50,6 +55,8 @@ class Sharded:
         old = getattr(parent, name)
         new.train(old.training)
         setattr(parent, name, new)
+        for key, _ in new.named_parameters(recurse=False):
+            old.register_parameter(key, None)  # or a rank would keep the whole beside its part
         self.restore.append(lambda: _put_back(parent, name, old, new))
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
@@ -126,15 +133,18 @@ def vocabulary(
     """Divide embedding and head by words; a tied weight stays one parameter."""
     group = sharded.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
+    tied = old_head.weight is old_embedding.weight
+    sharded.filler.fill(old_embedding)
     words = old_embedding.weight.shape[0]
     cut = Cut.even(0, words, group.size)
     first = cut.ranges[group.rank][0]
     weight = sharded.part(old_embedding.weight, cut)
-    tied = old_head.weight is old_embedding.weight
-    head_weight = weight if tied else sharded.part(old_head.weight, cut)
-    bias = None if old_head.bias is None else sharded.part(old_head.bias, cut)
     padding = old_embedding.padding_idx
     sharded.replace(*embeddings, VocabEmbedding(weight, first, group, padding))
+    if not tied:
+        sharded.filler.fill(old_head)
+    head_weight = weight if tied else sharded.part(old_head.weight, cut)
+    bias = None if old_head.bias is None else sharded.part(old_head.bias, cut)
     sharded.replace(*head, VocabHead(head_weight, bias, words, group))
 
 
@@ -151,13 +161,24 @@ def shared_by_heads(sharded: Sharded, module: nn.Module | None) -> None:
         sharded.cuts[parameter] = Cut(0, ((0, size),) * sharded.group.size, size)
 
 
+def check_gpt2(model: Any, ranks: int) -> None:
+    """See that a `GPT2LMHeadModel` can be divided.
+
+    Raises:
+        ValueError: heads or widths do not fit the ranks.
+    """
+    check_heads(type(model).__name__, model.config.n_head, model.config.n_head, ranks)
+    for block in model.transformer.h:
+        _check_width(model, "n_inner", block.mlp.c_fc.weight.shape[1], ranks)
+
+
 def shard_gpt2(sharded: Sharded) -> None:
     """Divide a `GPT2LMHeadModel`."""
     model: Any = sharded.model
-    config, ranks = model.config, sharded.group.size
-    check_heads(type(model).__name__, config.n_head, config.n_head, ranks)
+    ranks = sharded.group.size
     blocks = model.transformer.h
     for block in blocks:
+        sharded.filler.fill(block)
         attention, mlp = block.attn, block.mlp
         width = attention.c_attn.weight.shape[1]
         column(sharded, attention, "c_attn", Cut.even(1, width, ranks, blocks=3))
@@ -165,7 +186,6 @@ def shard_gpt2(sharded: Sharded) -> None:
         dropout(sharded, attention, "resid_dropout")
         sharded.set(attention, "num_heads", attention.num_heads // ranks)
         sharded.set(attention, "split_size", attention.split_size // ranks)
-        _check_width(model, "n_inner", mlp.c_fc.weight.shape[1], ranks)
         column(sharded, mlp, "c_fc", Cut.even(1, mlp.c_fc.weight.shape[1], ranks))
         row(sharded, mlp, "c_proj")
         dropout(sharded, mlp, "dropout")
@@ -173,13 +193,25 @@ def shard_gpt2(sharded: Sharded) -> None:
     sharded.halves = gpt2_halves(list(blocks))
 
 
+def check_llama(model: Any, ranks: int) -> None:
+    """See that a model with Llama's blocks can be divided.
+
+    Raises:
+        ValueError: heads or widths do not fit the ranks.
+    """
+    heads, key_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    check_heads(type(model).__name__, heads, key_heads, ranks)
+    for layer in model.model.layers:
+        _check_width(model, "intermediate_size", layer.mlp.gate_proj.weight.shape[0], ranks)
+
+
 def shard_llama(sharded: Sharded) -> None:
     """Divide a causal language model whose blocks are Llama's."""
     model: Any = sharded.model
     config, ranks = model.config, sharded.group.size
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    check_heads(type(model).__name__, heads, key_heads, ranks)
     for layer in model.model.layers:
+        sharded.filler.fill(layer)
         attention, mlp = layer.self_attn, layer.mlp
         head_dim = attention.head_dim
         column(sharded, attention, "q_proj", Cut.even(0, heads * head_dim, ranks))
@@ -192,12 +224,12 @@ def shard_llama(sharded: Sharded) -> None:
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharded.set(attention, "num_key_value_groups", groups)
         width = mlp.gate_proj.weight.shape[0]
-        _check_width(model, "intermediate_size", width, ranks)
         for name in ("gate_proj", "up_proj"):
             column(sharded, mlp, name, Cut.even(0, width, ranks))
         row(sharded, mlp, "down_proj")
     vocabulary(sharded, (model.model, "embed_tokens"), (model, "lm_head"))
     sharded.halves = llama_halves(list(model.model.layers))
+    sharded.embedding_is_stream = True
 
 
 def _key_cut(heads: int, key_heads: int, head_dim: int, ranks: int) -> Cut:

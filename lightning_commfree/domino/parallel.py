@@ -11,50 +11,78 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
-from lightning_commfree.domino.cut import Cut
+from lightning_commfree.domino.fill import Filler
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
 from lightning_commfree.domino.micro import BatchSplit, Split, TokenSplit, WeightSplit, Whole
 from lightning_commfree.domino.model import (
     Sharded,
-    check_heads,
-    column,
-    row,
+    check_gpt2,
+    check_llama,
     shard_gpt2,
     shard_llama,
-    shared_by_heads,
 )
+from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
 from lightning_commfree.domino.schedule import Done, Play, play
 from lightning_commfree.domino.settings import DominoSettings
 
+
+class Family(NamedTuple):
+    """How models of one build are divided."""
+
+    check: Callable[[nn.Module, int], None]  # among so many ranks; changes nothing
+    divide: Callable[[Sharded], None]
+
+
+_LLAMA = Family(check_llama, shard_llama)
 # by class name: transformers is not imported, so that the library does not need it
-FAMILIES: dict[str, Callable[[Sharded], None]] = {
-    "GPT2LMHeadModel": shard_gpt2,
-    "LlamaForCausalLM": shard_llama,
-    "MistralForCausalLM": shard_llama,
-    "Qwen2ForCausalLM": shard_llama,
-    "Qwen3ForCausalLM": shard_llama,
+FAMILIES: dict[str, Family] = {
+    "GPT2LMHeadModel": Family(check_gpt2, shard_gpt2),
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
 }
 _NOT_FOR_BLOCKS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
+
+
+def check_divisible(model: nn.Module, ranks: int) -> None:
+    """See that a model can be divided among so many ranks; it is not changed.
+
+    Raises:
+        ValueError: it cannot, with the reason.
+    """
+    name = type(model).__name__
+    if name in FAMILIES:
+        FAMILIES[name].check(model, ranks)
+    elif plan_of(model):
+        check_plan(model, ranks)
+    else:
+        raise ValueError(
+            f"Tensor parallelism of `{name}` is not supported: its config has no tensor-parallel"
+            f" plan. Scheduled are {', '.join(FAMILIES)}; any other model of transformers whose"
+            " config has a `base_model_tp_plan` of column- and row-wise linears is divided by it."
+        )
 
 
 class ParallelModel:
     """A transformers model that is divided and scheduled, in place.
 
     Args:
-        model: on every rank the same, with the same weights, or on the `meta` device.
+        model: on every rank the same, with the same weights; of `FAMILIES` also on the `meta`
+            device: it gets fresh values, a layer at a time (`fill`).
         channel: to the ranks of the tensor group.
         settings: split and micro-batches.
         seed: of the random numbers that differ from rank to rank.
+        fill_seed: of the values of a model on `meta`, the same on all ranks.
 
     Attributes:
         sharded: what was cut, and how.
@@ -63,25 +91,32 @@ class ParallelModel:
         fell_back: told, once, why a batch was split in another way than asked for.
 
     Raises:
-        ValueError: the model cannot be divided, or not among so many ranks.
+        ValueError: the model cannot be divided, or not among so many ranks; it is unchanged.
     """
 
     def __init__(
-        self, model: nn.Module, channel: Channel, settings: DominoSettings, seed: int = 0
+        self,
+        model: nn.Module,
+        channel: Channel,
+        settings: DominoSettings,
+        seed: int = 0,
+        fill_seed: int = 0,
     ) -> None:
+        check_divisible(model, channel.size)
         self.settings = settings
         self.group = TensorGroup(channel, seed)
-        self.sharded = Sharded(model, self.group)
+        self.sharded = Sharded(model, self.group, Filler(model, fill_seed))
         self.trace: Trace | None = None
         self.done: Done | None = None
         self.fell_back: Callable[[str], None] = lambda _: None
         self._handles: list[Any] = []
         name = type(model).__name__
         if name in FAMILIES:
-            FAMILIES[name](self.sharded)
+            FAMILIES[name].divide(self.sharded)
+            self.sharded.filler.fill_rest()
             self._schedule(model)
         else:
-            _apply_plan(self.sharded)
+            apply_plan(self.sharded)
 
     def bytes_per_token(self) -> float:
         """Return the bytes that this rank sends for a token, forward and backward.
@@ -146,6 +181,10 @@ class ParallelModel:
             extra.update(extra.pop("kwargs", {}))
             arguments = {k: v for k, v in extra.items() if k not in _NOT_FOR_BLOCKS}
             arguments = {k: v for k, v in arguments.items() if not k.startswith("encoder_")}
+            unsummed, self.group.unsummed = self.group.unsummed, None
+            assert unsummed is None or hidden is unsummed, (
+                "the model has changed its embedding before the first block"
+            )
             run = Play(
                 self.sharded.halves,
                 self.group,
@@ -153,6 +192,7 @@ class ParallelModel:
                 _checkpointed(block),
                 self.trace,
                 self.done,
+                unsummed is not None,
             )
             output = play(run, hidden, arguments)
             return output if returns_tensor else (output,)
@@ -184,10 +224,13 @@ class ParallelModel:
             for name in _NOT_SCHEDULED
         )
         filled = cache is not None and cache.get_seq_length() > 0
-        _blocks(base).active = torch.is_grad_enabled() and not asked and not filled
+        active = torch.is_grad_enabled() and not asked and not filled
+        _blocks(base).active = active
+        self.group.sums_flow = active and self.sharded.embedding_is_stream
 
     def _end(self, base: Any, args: Any, output: Any) -> None:
         _blocks(base).active = False
+        self.group.sums_flow, self.group.unsummed = False, None
 
     def _begin_loss(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -236,45 +279,3 @@ def _blocks(base: Any) -> Any:
 
 def _checkpointed(block: Any) -> bool:
     return bool(getattr(block, "gradient_checkpointing", False)) and block.training
-
-
-def _apply_plan(sharded: Sharded) -> None:
-    """Divide a model by the tensor-parallel plan in its config; nothing is scheduled."""
-    model: Any = sharded.model
-    name = type(model).__name__
-    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
-    if not plan:
-        raise ValueError(
-            f"Tensor parallelism of `{name}` is not supported: its config has no tensor-parallel"
-            f" plan. Scheduled are {', '.join(FAMILIES)}; any other model of transformers whose"
-            " config has a `base_model_tp_plan` of column- and row-wise linears is divided by it."
-        )
-    config = model.config
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    check_heads(name, heads, key_heads, sharded.group.size)
-    if key_heads % sharded.group.size:
-        raise ValueError(
-            f"{name} has {key_heads} key-value heads; by its plan {sharded.group.size} ranks cannot"
-            f" share them. Choose a `tensor_parallel_size` that divides {key_heads}."
-        )
-    base = getattr(model, model.base_model_prefix, model)
-    for path, module in list(base.named_modules()):
-        style = next((s for pattern, s in plan.items() if fnmatch(path, pattern)), None)
-        if style is None or isinstance(module, nn.Embedding):  # which stays whole
-            continue
-        if style == "replicated_with_grad_allreduce":
-            shared_by_heads(sharded, module)
-            continue
-        parent_path, _, child = path.rpartition(".")
-        parent = base.get_submodule(parent_path)
-        linear = isinstance(module, nn.Linear)
-        if style == "colwise" and linear:
-            column(sharded, parent, child, Cut.even(0, module.weight.shape[0], sharded.group.size))
-        elif style == "rowwise" and linear:
-            row(sharded, parent, child)
-        else:
-            raise ValueError(
-                f"The tensor-parallel plan of `{name}` divides '{path}' as {style!r}, which is not"
-                " supported; 'colwise' and 'rowwise' are."
-            )

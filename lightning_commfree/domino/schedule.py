@@ -7,6 +7,8 @@ K half-blocks, micro-batches i = 0 .. M - 1. Forward, for half-block k after k, 
 3. *body*: compute its partial sum,
 4. *launch* the sum. It flies while the other micro-batches compute their half-block.
 
+Where nothing lies between embedding and first block, the first half-block lands its sums.
+
 Backward, for k from the last, for i from the last:
 
 1. *land* dx of half-block k + 1 of micro-batch i,
@@ -37,6 +39,8 @@ from lightning_commfree.domino.halves import Half
 from lightning_commfree.domino.micro import Arguments, Launch, Shared, Split
 
 Done = Callable[[Half], None]
+
+EMBEDDING = "embedding"  # its name in the trace
 
 
 @dataclass
@@ -72,6 +76,7 @@ class Play:
         checkpoint: compute pieces again in backward instead of keeping what is inside.
         trace: told of every launch, land and piece, with direction.
         done: told of a half-block when the gradients of its parameters are there.
+        unsummed: what comes in are this rank's summands of the embedding.
     """
 
     halves: Sequence[Half]
@@ -80,6 +85,7 @@ class Play:
     checkpoint: bool = False
     trace: Trace | None = None
     done: Done | None = None
+    unsummed: bool = False
     pieces: list[list[Piece]] = field(default_factory=list)  # by half-block, by micro-batch
     ends: list[Piece] = field(default_factory=list)
     autocast: tuple[str, bool, torch.dtype] | None = None
@@ -93,11 +99,16 @@ class Play:
         streams = list(self.split.cut(hidden))
         given = self.split.cut_arguments(arguments, hidden)
         flying: list[list[Pending[Tensor]]] = [[] for _ in streams]
+        cut = enumerate(streams) if self.unsummed else ()
+        # copies, for one lands while another is in use
+        sums = [self._launch(part.clone(), "forward", EMBEDDING, i) for i, part in cut]
         before: Half | None = None
         for half in self.halves:
             row: list[Piece] = []
             for i, own in enumerate(given):
-                total = self._land(flying[i], "forward", before, i)
+                if before is None and sums:
+                    streams[i] = self._land([sums[i]], "forward", EMBEDDING, i)
+                total = self._total(flying[i], before, i)
                 piece = Piece(half, before, own, _leaf(streams[i]), total)
                 flying[i] = self._compute(piece, row, i)
                 streams[i] = piece.entered.detach() if piece.entered is not None else streams[i]
@@ -117,13 +128,13 @@ class Play:
             launched: list[Pending[Tensor]] = []
 
             def launch(partial: Tensor) -> None:
-                launched.append(self._launch(partial.detach(), "forward", piece.half, i))
+                launched.append(self._launch(partial.detach(), "forward", piece.half.name, i))
 
             self._body(piece, earlier, i, "forward", launch)
         return launched
 
     def _enter(self, piece: Piece, i: int, direction: str) -> None:
-        self._tell(f"enter {direction}", piece.half, i)
+        self._tell(f"enter {direction}", piece.half.name, i)
         with record_function(f"enter {piece.half.name} #{i}"):
             piece.entered = _add(piece)
             piece.normed = piece.half.norm(piece.entered)
@@ -133,7 +144,7 @@ class Play:
         self, piece: Piece, earlier: Sequence[Piece], i: int, direction: str, launch: Launch
     ) -> None:
         assert piece.x is not None, "`_enter` comes first"
-        self._tell(f"body {direction}", piece.half, i)
+        self._tell(f"body {direction}", piece.half.name, i)
         own = piece.half.draws_own()
         device = piece.x.device
         with (
@@ -143,19 +154,18 @@ class Play:
         ):
             self.split.run(piece, earlier, launch)
 
-    def _land(
-        self, flying: Sequence[Pending[Tensor]], direction: str, half: Half | None, i: int
-    ) -> Tensor | None:
-        if half is None:
-            return None
-        self._tell(f"land {direction}", half, i)
-        with record_function(f"land {direction} {half.name} #{i}"):
+    def _total(self, flying: Sequence[Pending[Tensor]], half: Half | None, i: int) -> Tensor | None:
+        return None if half is None else _leaf(self._land(flying, "forward", half.name, i))
+
+    def _land(self, flying: Sequence[Pending[Tensor]], direction: str, name: str, i: int) -> Tensor:
+        self._tell(f"land {direction}", name, i)
+        with record_function(f"land {direction} {name} #{i}"):
             sums = [pending.wait() for pending in flying]
-        return _leaf(sums[0] if len(sums) == 1 else torch.cat(sums, -1))
+        return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
 
     def _end(self, streams: list[Tensor], flying: list[list[Pending[Tensor]]], i: int) -> Tensor:
         last = self.halves[-1]
-        total = self._land(flying[i], "forward", last, i)
+        total = self._total(flying[i], last, i)
         piece = Piece(last, last, {}, _leaf(streams[i]), total)
         with torch.enable_grad():
             piece.entered = _add(piece)
@@ -196,14 +206,14 @@ class Play:
     def _body_backward(self, piece: Piece, d_partial: Tensor | None, i: int) -> Pending[Tensor]:
         assert piece.x is not None, "the piece has been computed"
         assert d_partial is not None, "a half-block before the end sends its sum on"
-        self._tell("body backward", piece.half, i)
+        self._tell("body backward", piece.half.name, i)
         gradients = self.split.gradients(piece, d_partial)
         with record_function(f"body backward {piece.half.name} #{i}"), self.group.playing():
             torch.autograd.backward(piece.outputs, gradients)
         piece.outputs, piece.shared = [], []
         d_x, piece.x = piece.x.grad, None
         assert d_x is not None, "the body depends on its input"
-        return self._launch(d_x, "backward", piece.half, i)
+        return self._launch(d_x, "backward", piece.half.name, i)
 
     def _again(self, row: Sequence[Piece]) -> None:
         for i, piece in enumerate(row):
@@ -216,26 +226,24 @@ class Play:
         self, piece: Piece, d_stream: Tensor, flying: Pending[Tensor] | None, i: int
     ) -> tuple[Tensor, Tensor | None]:
         assert flying is not None, "dx has been launched"
-        self._tell("land backward", piece.half, i)
-        with record_function(f"land backward {piece.half.name} #{i}"):
-            d_x = flying.wait()
-        self._tell("enter backward", piece.half, i)
+        d_x = self._land([flying], "backward", piece.half.name, i)
+        self._tell("enter backward", piece.half.name, i)
         with record_function(f"enter backward {piece.half.name} #{i}"):
             return _through([piece.entered, piece.normed], [d_stream, d_x], piece)
 
-    def _launch(self, partial: Tensor, direction: str, half: Half, i: int) -> Pending[Tensor]:
-        self._tell(f"launch {direction}", half, i)
+    def _launch(self, partial: Tensor, direction: str, name: str, i: int) -> Pending[Tensor]:
+        self._tell(f"launch {direction}", name, i)
         tag = FORWARD_TAG if direction == "forward" else BACKWARD_TAG
-        with record_function(f"launch {direction} {half.name} #{i}"):
+        with record_function(f"launch {direction} {name} #{i}"):
             return self.group.all_reduce(partial, tag)
 
     def _told_done(self, row: Sequence[Piece]) -> None:
         if row and self.done is not None:
             self.done(row[0].half)
 
-    def _tell(self, event: str, half: Half, i: int) -> None:
+    def _tell(self, event: str, name: str, i: int) -> None:
         if self.trace is not None:
-            self.trace(event, half.name, i)
+            self.trace(event, name, i)
 
 
 class _Stack(torch.autograd.Function):

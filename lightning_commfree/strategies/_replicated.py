@@ -91,13 +91,20 @@ class ReplicatedStrategy(DDPStrategy):
         super().setup_environment()
         if self._channel is None:
             mesh = replica_mesh(self.world_size, self._group_size, self._group_argument)
+            everybody = [list(range(self.world_size))]
             # gloo and CPU buffers also for CUDA models: the slow link is Ethernet, and a second
             # nccl communicator on a device can deadlock with the first
-            self._channel = Channel.open(
-                mesh.groups(REPLICA), self.global_rank, self.ledger, timeout=self._timeout
-            )
-            self._world_channel = self._channel
+            world = Channel.open(everybody, self.global_rank, self.ledger, timeout=self._timeout)
+            self._channel = self._world_channel = world
             if self._group_size > 1:
+                # the wider channel knows who is gone where a group only sees a member leave
+                self._channel = Channel.open(
+                    mesh.groups(REPLICA),
+                    self.global_rank,
+                    self.ledger,
+                    timeout=self._timeout,
+                    wider=world,
+                )
                 self._group_channel = Channel.open(
                     mesh.groups(DATA),
                     self.global_rank,
@@ -105,10 +112,7 @@ class ReplicatedStrategy(DDPStrategy):
                     self._get_process_group_backend(),
                     self._timeout,
                     self.root_device,
-                )
-                everybody = [list(range(self.world_size))]
-                self._world_channel = Channel.open(
-                    everybody, self.global_rank, self.ledger, timeout=self._timeout
+                    world,
                 )
 
     @override
@@ -167,7 +171,8 @@ class ReplicatedStrategy(DDPStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._named_in_group("gradients"):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._after_step(self._sigterm.requested):
             self._sigterm.agree()
         assert self._fit_log is not None, "a fit has begun"
@@ -242,7 +247,13 @@ class ReplicatedStrategy(DDPStrategy):
 
     def _named(self, what: str) -> AbstractContextManager[None]:
         """In the body, a collective of Lightning's that fails names the rank that is gone."""
-        return nullcontext() if self._channel is None else self._channel.naming_lost(what)
+        world = self._world_channel
+        return nullcontext() if world is None else world.naming_lost(what)
+
+    def _named_in_group(self, what: str) -> AbstractContextManager[None]:
+        """The same for a body that computes too, and exchanges something within a group only."""
+        world = None if self._group_channel is None else self._world_channel
+        return nullcontext() if world is None else world.naming_lost(what, computing=True)
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         name = type(self).__name__

@@ -11,7 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino import FAMILIES, Cut, DominoSettings, ParallelModel, whole_tensor
+from lightning_commfree.domino import (
+    FAMILIES,
+    Cut,
+    DominoSettings,
+    ParallelModel,
+    check_divisible,
+    on_meta,
+    whole_tensor,
+)
 
 TAG = "tensor_state"
 
@@ -32,7 +40,8 @@ def check_model(strategy: str, module: pl.LightningModule) -> None:
     """See that there is something to divide, as it is.
 
     Raises:
-        ValueError: there is nothing, or it is compiled, wrapped, or without memory.
+        ValueError: there is nothing, or it is compiled, wrapped, or without values that nobody can
+            give it.
     """
     for name, child in module.named_modules():
         wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in type(child).__name__
@@ -54,11 +63,20 @@ def check_model(strategy: str, module: pl.LightningModule) -> None:
             " transformers, and other models of transformers whose config has a"
             " `base_model_tp_plan`."
         )
-    meta = [n for n, p in module.named_parameters() if p.device.type == "meta"]
-    if meta:
+    _check_values(strategy, module, models)
+
+
+def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module]) -> None:
+    whole = [m for m in models if type(m).__name__ in FAMILIES]
+    whole = [m for m in whole if all(p.is_meta for p in m.parameters())]
+    filled = {id(t) for m in whole for t in (*m.parameters(), *m.buffers())}
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    left = [name for name in on_meta(module) if id(tensors[name]) not in filled]
+    if left:
         raise ValueError(
-            f"{len(meta)} parameters, {meta[0]!r} among them, are on the meta device and hold no"
-            f" values. `{strategy}` divides a model that is there: build it on the CPU."
+            f"{len(left)} tensors, {left[0]!r} among them, are on the meta device and hold no"
+            f" values. `{strategy}` gives values to a {', '.join(FAMILIES)} of which all parameters"
+            " are there, and to nothing else: build the rest on the CPU."
         )
 
 
@@ -70,18 +88,28 @@ class ShardedModule:
         channel: to the tensor group.
         settings: split and micro-batches.
         seed: see `ParallelModel`.
+        fill_seed: see `ParallelModel`.
 
     Attributes:
         models: the divided models.
+
+    Raises:
+        ValueError: one of them cannot be divided; none is changed then.
     """
 
     def __init__(
-        self, module: nn.Module, channel: Channel, settings: DominoSettings, seed: int
+        self,
+        module: nn.Module,
+        channel: Channel,
+        settings: DominoSettings,
+        seed: int,
+        fill_seed: int = 0,
     ) -> None:
         self._module, self._channel = module, channel
-        self.models = [
-            ParallelModel(model, channel, settings, seed) for model in find_models(module)
-        ]
+        found = find_models(module)
+        for model in found:
+            check_divisible(model, channel.size)
+        self.models = [ParallelModel(model, channel, settings, seed, fill_seed) for model in found]
 
     @property
     def cuts(self) -> dict[nn.Parameter, Cut]:
@@ -148,11 +176,13 @@ class ShardedModule:
             for parameter in _parameters(optimizer):
                 own = optimizer.state.get(parameter, {})
                 for key, value in own.items():
-                    own[key] = self._whole(parameter, value)
+                    whole = self._whole(parameter, value)
+                    own[key] = whole.cpu() if isinstance(whole, Tensor) else whole
         for model in self.models:
             wholes = {}
             for parameter, cut in model.sharded.cuts.items():
-                wholes[parameter] = whole_tensor(parameter.detach(), cut, self._channel, TAG)
+                # to CPU memory, where Lightning puts a module after a fit: it may be too big
+                wholes[parameter] = whole_tensor(parameter.detach(), cut, self._channel, TAG).cpu()
             model.join(wholes)
 
     def _whole(self, parameter: nn.Parameter, value: Any) -> Any:

@@ -38,7 +38,7 @@ def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) 
     """
     check_agreement(channel, {**facts, **_describe(module)})
     for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.numel():
+        if tensor.numel() and not tensor.is_meta:  # there are no values yet
             raw = tensor.detach().to(channel.device).contiguous().reshape(-1).view(torch.uint8)
             received = channel.broadcast(raw, START_TAG).wait()
             tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))

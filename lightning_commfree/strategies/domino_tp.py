@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.digest import digest
-from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
-from lightning_commfree.domino import DominoSettings, GradientAverage, gradient_norm, sum_shared
-from lightning_commfree.strategies._sharded import ShardedModule, check_model
+from lightning_commfree.domino import (
+    DominoSettings,
+    GradientAverage,
+    gradient_norm,
+    sum_shared,
+)
+from lightning_commfree.strategies._domino_checks import check_batch, check_fit
+from lightning_commfree.strategies._rank_states import Layout
+from lightning_commfree.strategies._sharded import ShardedModule
+from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
 from lightning_commfree.strategies._start import START_TAG, check_ddp_kwargs, common_start
 from lightning_commfree.strategies._traffic import FitLog, Traffic, log_figures
 
 
-class DominoTPStrategy(DDPStrategy):
+class DominoTPStrategy(ShardedStrategy):
     """Tensor parallelism of an unmodified Hugging Face model, its all-reduces hidden.
 
     The `GPT2LMHeadModel` or Llama-like model (Llama, Mistral, Qwen2, Qwen3) anywhere inside the
@@ -43,7 +45,13 @@ class DominoTPStrategy(DDPStrategy):
     parallel size, in a plain Trainer and, the model's part, by `from_pretrained`. After `fit` the
     module is the plain Hugging Face model again, with all weights in it. The world is data parallel
     times tensor parallel: all ranks of a tensor group must get the same batch, which Lightning's
-    sampler sees to.
+    sampler sees to. A fit that is resumed on as many ranks goes on bit for bit; on other ones from
+    the same weights and optimizer state, and a message says what begins anew.
+
+    A model of those classes may be on the `meta` device when `fit` begins (built in
+    `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
+    checkpoint's values (`ckpt_path`) or of fresh ones, drawn layer by layer by the model's own
+    `_init_weights`.
 
     If the model computes its own loss (`labels=`), logits of the whole vocabulary are never put
     together, and the model's output has none; without `labels` it has them all.
@@ -84,8 +92,6 @@ class DominoTPStrategy(DDPStrategy):
         self.ledger = Ledger()
         self._tensor_channel: Channel | None = None
         self._data_channel: Channel | None = None
-        self._world_channel: Channel | None = None
-        self._sharded: ShardedModule | None = None
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
         self._batch_checked = False
@@ -94,12 +100,6 @@ class DominoTPStrategy(DDPStrategy):
     def tensor_parallel_size(self) -> int:
         """Ranks that share one model."""
         return self.settings.tensor_parallel_size or self.num_processes
-
-    @property
-    def sharded(self) -> ShardedModule:
-        """The divided model; from `setup` to `teardown` of a fit."""
-        assert self._sharded is not None, "a model is divided while a fit runs"
-        return self._sharded
 
     @property
     @override
@@ -132,21 +132,23 @@ class DominoTPStrategy(DDPStrategy):
             mesh = tensor_mesh(self.world_size, self.tensor_parallel_size)
             rank, backend = self.global_rank, self._get_process_group_backend()
             near = (self.ledger, backend, self._timeout, self.root_device)
-            self._tensor_channel = Channel.open(mesh.groups(TENSOR), rank, *near)
-            self._data_channel = Channel.open(mesh.groups(DATA), rank, *near)
             everybody = [list(range(self.world_size))]
-            self._world_channel = Channel.open(everybody, rank, self.ledger, timeout=self._timeout)
+            world = Channel.open(everybody, rank, self.ledger, timeout=self._timeout)
+            # the wider channel knows who is gone where a group only sees a member leave
+            self._tensor_channel = Channel.open(mesh.groups(TENSOR), rank, *near, wider=world)
+            self._data_channel = Channel.open(mesh.groups(DATA), rank, *near, wider=world)
+            self._world_channel = world
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._check_fit()
+            check_fit(type(self).__name__, self._module, self.precision_plugin)
+            numel = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
         super().setup(trainer)
         if fitting:
             # Lightning clips by the norm of what a rank holds
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-            numel = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
             window: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
             self._fit_log = FitLog(self.ledger, float(ddp_bytes), window)
@@ -154,14 +156,21 @@ class DominoTPStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Divide the model, in place of the DDP wrapper; the optimizer is made after it."""
+        """Divide the model, in place of the DDP wrapper, and put this rank's part on its device.
+
+        The optimizer is made after it.
+        """
         world, tensor, data = self._world_channel, self._tensor_channel, self._data_channel
         assert world is not None, "`setup_environment` comes first"
         assert tensor is not None, "`setup_environment` comes first"
         assert data is not None, "`setup_environment` comes first"
-        common_start(world, self._module, self.settings.facts())
+        self._filled = self._on_meta()
+        facts = {**self.settings.facts(), "a model on the meta device": str(self._filled)}
+        common_start(world, self._module, facts)
         seed = torch.initial_seed() % 2**31
-        self._sharded = ShardedModule(self._module, tensor, self.settings, seed)
+        fill_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
+        self._sharded = ShardedModule(self._module, tensor, self.settings, seed, fill_seed)
+        self._module.to(self.root_device)
         self._average = GradientAverage(data)
         for model in self._sharded.models:
             model.done = self._average.half_is_done
@@ -169,8 +178,15 @@ class DominoTPStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Let the ranks of a tensor group draw the same random numbers from here on."""
+        """Let the ranks of a tensor group draw the same random numbers from here on.
+
+        In a resumed fit those that came after the save.
+        """
         super().on_train_start()
+        self._share_random_state()
+        self._go_on()
+
+    def _share_random_state(self) -> None:
         channel = self._tensor_channel
         assert channel is not None, "it is open while a fit runs"
         state = torch.get_rng_state().to(channel.device)
@@ -184,7 +200,8 @@ class DominoTPStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._batch_checked:
             self._batch_checked = True
-            self._check_batch((args, kwargs))
+            assert self._tensor_channel is not None, "it is open while a fit runs"
+            check_batch(self._tensor_channel, (args, kwargs))
         return super().training_step(*args, **kwargs)
 
     @contextmanager
@@ -221,91 +238,24 @@ class DominoTPStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._sharded is not None:
-            if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
-                self._sharded.join(self.optimizers)
-            self._sharded = self._average = None
-            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._average = None
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
         for channel in (self._tensor_channel, self._data_channel, self._world_channel):
             if channel is not None:
                 channel.close()
         self._tensor_channel = self._data_channel = self._world_channel = None
 
-    # -- checkpoints
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole module's state on rank 0, gathered one tensor at a time.
-
-        Collective; on the other ranks the dictionary is empty.
-        """
-        if self._sharded is None:
-            return super().lightning_module_state_dict()
-        return self._sharded.state_dict(keep=self.is_global_zero)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer state on rank 0; collective, empty on the other ranks."""
-        if self._sharded is None:
-            return super().optimizer_state(optimizer)
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        return self._sharded.optimizer_state(optimizer, keep=self.is_global_zero)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._sharded is not None:
-            parts = self._sharded.parts_of(checkpoint["state_dict"])
-            checkpoint = {**checkpoint, "state_dict": parts}
-        super().load_model_state_dict(checkpoint, strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = [
-            self.sharded.optimizer_parts_of(optimizer, state)
-            for optimizer, state in zip(
-                self.optimizers, checkpoint["optimizer_states"], strict=True
-            )
-        ]
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
-
     # -- inside
 
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None, "the Trainer connects the module first"
-        return self.lightning_module
+    @override
+    def _layout(self) -> Layout:
+        return Layout(self.world_size, self.tensor_parallel_size, self.global_rank)
 
-    def _check_fit(self) -> None:
-        name = type(self).__name__
-        if not self._module.automatic_optimization:
-            raise ValueError(
-                f"`{name}` does not support manual optimization: it has to know the last backward"
-                " before an optimizer step. Leave `automatic_optimization` True."
-            )
-        precision = self.precision_plugin
-        fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
-        if fp16 or str(precision.precision).startswith("16"):
-            raise ValueError(
-                f"`{name}` does not support precision={precision.precision!r}: ranks of a tensor"
-                " group would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or '32-true'."
-            )
-        check_model(name, self._module)
-
-    def _check_batch(self, batch: Any) -> None:
-        assert self._tensor_channel is not None, "it is open while a fit runs"
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
-        try:
-            check_agreement(self._tensor_channel, {"the first batch": " ".join(found)})
-        except ValueError as error:
-            raise ValueError(
-                "The ranks of a tensor group must train on the same batch, and their first batches"
-                f" differ: ranks {list(self._tensor_channel.ranks)}. Let Lightning put its own"
-                " sampler in, or give your sampler `num_replicas` and `rank` of"
-                " `trainer.distributed_sampler_kwargs`."
-            ) from error
+    @override
+    def _split_settings(self) -> dict[str, str]:
+        facts = self.settings.facts()
+        return {name: facts[name] for name in ("split", "num_micro_batches")}
 
     def _say_once(self) -> Callable[[str], None]:
         said: set[str] = set()

@@ -25,7 +25,11 @@ from recipes.bench._overlap_ways import Way
 
 PHASES = ("forward", "backward", "optimizer")
 _PIECE = re.compile(r"(enter|body|land|launch) (?:(forward|backward) )?(.+) #(\d+)")
-_COLOURS = {"attention": ("#1f77b4", "#aec7e8"), "mlp": ("#2ca02c", "#98df8a")}  # by micro-batch
+_COLOURS = {  # by micro-batch
+    "attention": ("#1f77b4", "#aec7e8"),
+    "mlp": ("#2ca02c", "#98df8a"),
+    "embedding": ("#9467bd", "#c5b0d5"),
+}
 _LANES = ("computing", "waiting", "in flight", "gloo")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,15 @@ def through(wire_dtype: str, values: Tensor) -> Tensor:
     return wire.decode(payload, values.numel()).clone()
 
 
-def exchange_both(rank: int, size: int) -> Any:
+def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     channel = world(rank, size)
+    if from_device:  # by another name, so that values are elsewhere than the channel wants them
+        channel.device = torch.device("cpu", 0)
     background = Background(channel.ledger)
     outcomes = {}
     for name, wire in WIRE_FORMATS.items():
         ways = (
-            GatherExchange(channel, wire, NUMEL),
+            GatherExchange(channel, background, wire, NUMEL),
             ShardExchange(channel, background, wire, NUMEL),
         )
         for way in ways:
@@ -56,7 +59,7 @@ def exchange_both(rank: int, size: int) -> Any:
             arrival = way.read(arrived, torch.device("cpu"))
             outcomes[name, type(way)] = arrival, arrival.cosine, arrival.norm, sent, way.num_bytes
     outcomes["cheaper"] = type(cheaper_exchange(channel, background, wire, NUMEL))
-    other_step = GatherExchange(channel, wire, NUMEL)
+    other_step = GatherExchange(channel, background, wire, NUMEL)
     late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
     outcomes["late"] = other_step.read(late, torch.device("cpu")).steps_differ
     background.close()
@@ -64,9 +67,9 @@ def exchange_both(rank: int, size: int) -> Any:
     return outcomes
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_means_flags_and_bytes(size: int, tmp_path: Path) -> None:
-    ranks = run_ranks(exchange_both, size, tmp_path)
+@pytest.mark.parametrize(("size", "from_device"), [(2, False), (3, False), (4, False), (3, True)])
+def test_means_flags_and_bytes(size: int, from_device: bool, tmp_path: Path) -> None:
+    ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in WIRE_FORMATS:
         sent = torch.stack([through(name, gradient(rank)) for rank in range(size)])
         mean = torch.zeros(NUMEL)
@@ -88,6 +91,35 @@ def test_means_flags_and_bytes(size: int, tmp_path: Path) -> None:
     for outcomes in ranks:
         assert outcomes["late"] is True
         assert outcomes["cheaper"] is (GatherExchange if size == 2 else ShardExchange)
+
+
+def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
+    channel = world(rank, size)
+    background = Background(channel.ledger)
+    sizes = (NUMEL, 100)
+    ways = [cheaper_exchange(channel, background, WIRE_FORMATS["fp32"], n) for n in sizes]
+    assert [type(way) for way in ways] == [ShardExchange, GatherExchange]
+    if rank == late:
+        background.submit(lambda: time.sleep(0.3), "late")
+    sent = [gradient(rank)[:n] for n in sizes]
+    pendings = [
+        way.launch(values, Header(False, 7, 0)) for way, values in zip(ways, sent, strict=True)
+    ]
+    arrivals = [
+        way.read(pending.wait(), torch.device("cpu"))
+        for way, pending in zip(ways, pendings, strict=True)
+    ]
+    background.close()
+    channel.close()
+    return [arrival.mean for arrival in arrivals]
+
+
+def test_fragments_in_flight_by_both_ways_do_not_change_places(tmp_path: Path) -> None:
+    """The thread of one rank starts late: what the training thread sent itself would pass it."""
+    for means in run_ranks(exchange_two_sizes, 3, tmp_path, 1):
+        for mean in means:
+            sent = torch.stack([gradient(rank)[: len(mean)] for rank in range(3)])
+            torch.testing.assert_close(mean, sent.mean(0))
 
 
 def test_small_fragments_are_gathered() -> None:
@@ -171,6 +203,24 @@ def test_the_outer_state_can_live_in_pinned_host_memory() -> None:
         traces.append([parameter.detach().cpu() for parameter in module.parameters()])
     for one, other in zip(*traces, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outer_device", [None, "cpu"])
+def test_a_launch_on_a_gpu_is_not_waited_for(outer_device: str | None) -> None:
+    module = Net().cuda()
+    diloco = start(module, alone(), sync_every=2, overlap_steps=1, outer_device=outer_device)
+    for step in range(1, 8):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.9)
+        if not diloco.schedule.landed_at(step):  # a landing reads norms
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            diloco.after_inner_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert diloco.landings
 
 
 @pytest.mark.parametrize("width", [5, 40])

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from lightning_commfree.domino import FAMILIES, DominoSettings, ParallelModel
 from tests.domino.models import LLAMA, make
@@ -106,11 +108,44 @@ def test_a_module_that_is_no_model_of_transformers() -> None:
 def test_a_plan_with_a_style_that_is_not_supported() -> None:
     model = Phi3ForCausalLM(Phi3Config(**{**LLAMA, "pad_token_id": 0}))
     text = (
-        r"The tensor-parallel plan of `Phi3ForCausalLM` divides 'layers\.0\.self_attn\.o_proj' as"
-        r" 'rowwise_split_input', which is not supported; 'colwise' and 'rowwise' are\."
+        r"The tensor-parallel plan of `Phi3ForCausalLM` divides 'layers\.0\.self_attn\.o_proj', a"
+        r" `Linear`, as 'rowwise_split_input', which is not supported: 'colwise' and 'rowwise' are,"
+        r" of linear layers\."
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 2)
+
+
+def test_a_plan_for_single_parameters_is_not_supported() -> None:
+    """Of experts, which are no linear layers; else they would stay whole and be summed up."""
+    model = make("gemma")
+    model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj.weight": "colwise"}
+    with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, as"):
+        divided(model, 2)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gpt2", "llama"])
+def test_a_refused_model_is_untouched(kind: str) -> None:
+    """What is refused stands in the last layer, and the layers before it are not divided."""
+    model, plain = make(kind), make(kind)
+    if kind == "gemma":
+        plan = {**model.config.base_model_tp_plan, "layers.1.mlp.up_proj": "packed"}
+        plan.pop("layers.*.mlp.up_proj")
+        model.config.base_model_tp_plan = plan
+    elif kind == "gpt2":
+        model.transformer.h[1].mlp.c_fc = Conv1D(25, 16)
+    else:
+        model.model.layers[1].mlp.gate_proj = nn.Linear(16, 25)
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="'packed'|of width 25"):
+        divided(model, 2)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    if kind == "gemma":  # the others' layers do not fit together
+        words = torch.tensor([[1, 2, 3]])
+        assert torch.equal(model(words).logits, plain(words).logits)
 
 
 def test_key_heads_that_a_plan_cannot_share() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.domino.loss import LOSS_TAG
+from lightning_commfree.domino.schedule import EMBEDDING
 from tests.domino.models import LAYERS, Case, batch_for, make_for, step
 from tests.domino.ranks import divide, with_channel
 from tests.world import run_ranks
@@ -57,12 +58,16 @@ def expected_order(case: Case) -> list[Event]:
     parts = micro_batches(case)
     slices = case.parts if case.split == "weight" else 1
     events: list[Event] = []
-    for k, half in enumerate(HALVES):
+    before = None
+    if case.kind != "gpt2":  # which adds positions to the embedding
+        before = EMBEDDING
+        events += [("launch forward", EMBEDDING, i) for i in range(parts)]
+    for half in HALVES:
         for i in range(parts):
-            if k:
-                events.append(("land forward", HALVES[k - 1], i))
+            events += [("land forward", before, i)] if before else []
             events += [("enter forward", half, i), ("body forward", half, i)]
             events += [("launch forward", half, i)] * slices
+        before = half
     events += [("land forward", HALVES[-1], i) for i in range(parts)]
     backwards = list(reversed(range(parts)))
     for k in reversed(range(len(HALVES))):
@@ -101,27 +106,31 @@ def test_order_is_that_of_the_docstring(found: Found, case: Case) -> None:
 def test_two_sums_each_way_per_layer_and_micro_batch(found: Found, case: Case) -> None:
     """And none twice under activation checkpointing.
 
-    Besides: the embedding's sum, that of the head's dx, and one for the loss (each rank's largest
-    logit, sum of exponentials and score of the target). Of a row linear under `weight` each slice
-    is a sum; its dx is one.
+    Besides: the embedding's sum (for Llama one a micro-batch), that of the head's dx, and one for
+    the loss (each rank's largest logit, sum of exponentials and score of the target). Of a row
+    linear under `weight` each slice is a sum; its dx is one.
     """
     backward = 2 * LAYERS * micro_batches(case)
     forward = backward * (case.parts if case.split == "weight" else 1)
+    forward += 1 if case.kind == "gpt2" else micro_batches(case)
     for _, counts in found[case]:
-        assert counts == {FORWARD_TAG: forward + 1, BACKWARD_TAG: backward + 1, LOSS_TAG: 1}
+        assert counts == {FORWARD_TAG: forward, BACKWARD_TAG: backward + 1, LOSS_TAG: 1}
     for _, counts in found[replace(case, loss="gathered")]:
         gathered = 1  # the logits
-        assert counts == {FORWARD_TAG: forward + 1 + gathered, BACKWARD_TAG: backward + 1}
+        assert counts == {FORWARD_TAG: forward + gathered, BACKWARD_TAG: backward + 1}
 
 
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.split in ("batch", "token")], ids=str
 )
 def test_every_sum_flies_while_another_micro_batch_computes(found: Found, case: Case) -> None:
-    """But the very last of each direction, behind which nothing is left to compute."""
+    """But the very last of each direction, behind which nothing is left to compute, and the first
+    micro-batch's embedding, before which nothing is.
+    """
+    first = [] if case.kind == "gpt2" else [(EMBEDDING, 0)]
     for events, _ in found[case]:
         assert idle_flights(events, "backward") == [(HALVES[0], 0)]
-        assert idle_flights(events, "forward") == [(HALVES[-1], case.parts - 1)]
+        assert idle_flights(events, "forward") == [*first, (HALVES[-1], case.parts - 1)]
 
 
 def test_without_a_split_every_flight_is_idle(

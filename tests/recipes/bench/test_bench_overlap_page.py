@@ -81,15 +81,23 @@ def test_the_headline_says_target_figure_and_verdict() -> None:
     time_only = "links that only take time, {} of the synchronous step: hidden, at least {}"
     assert found[time_only.format("30%", "90%")] == "85.0% missed"
     assert found[time_only.format("45%", "80%")] == "85.0% met"
-    assert found["two nodes at 2gbit"] == "not measured"
-    assert found["two nodes at 1gbit: hidden, at least 60%"] == "80.0% met"
-    assert found["two nodes at 1gbit: speed / synchronous, at least 1.25"] == "1.67 met"
+    half = "two nodes at 1gbit, 50% of the synchronous step: hidden, at least 60%"
+    assert found[half] == "80.0% met"
+    assert found["two nodes at 1gbit: speed / synchronous, at least 1.35"] == "1.67 met"
     peer = "two nodes at 1gbit: speed / PyTorch's `parallelize_module`, at least 1"
     assert found[peer] == "2.00 met"
     slow = verdicts(page.headline(content(domino_ms=250)))
-    assert slow["two nodes at 1gbit: hidden, at least 60%"] == "-50.0% missed"
-    assert slow["two nodes at 1gbit: speed / synchronous, at least 1.25"] == "0.80 missed"
+    assert slow[half] == "-50.0% missed"
+    assert slow["two nodes at 1gbit: speed / synchronous, at least 1.35"] == "0.80 missed"
     assert slow[peer] == "0.96 missed"
+    assert verdicts(page.headline({**content(), "laboratory": {}}))["two nodes"] == "not measured"
+
+
+def test_the_target_is_that_of_the_nearest_share() -> None:
+    found = verdicts(page.headline(content(sync=timings(136, 30))))
+    quarter = "two nodes at 1gbit, 26% of the synchronous step: hidden, at least 50%"
+    assert found[quarter] == "44.4% missed"
+    assert "two nodes at 1gbit: speed / synchronous, at least 1.1" in found
 
 
 def test_the_page_says_what_ran_where_time_went_and_where_splitting_loses() -> None:

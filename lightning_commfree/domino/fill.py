@@ -1,0 +1,97 @@
+"""Values for a model that was built on the `meta` device, where tensors have shapes only.
+
+1. A rank gives one layer its values, by the model's own `_init_weights`.
+2. It keeps its part of them and drops the rest.
+3. The next layer.
+
+So a rank never holds more than its part of the model and one whole layer. All ranks draw the same
+random numbers, for the whole of a layer: the values do not depend on how many ranks there are.
+They are not those that the model would have got if it had been built with them, layers being
+filled in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def on_meta(module: nn.Module) -> list[str]:
+    """Return the names of parameters and buffers without values."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in named if tensor.is_meta]
+
+
+class Filler:
+    """Fills one model, layer by layer, in the order of its calls.
+
+    Args:
+        model: of transformers, whose `_init_weights` is used.
+        seed: of the values, the same on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, seed: int) -> None:
+        self._model: Any = model
+        self._random = torch.Generator().manual_seed(seed).get_state()
+
+    def fill(self, layer: nn.Module) -> None:
+        """Give all tensors of `layer` and below values, in CPU memory, if they have none.
+
+        Raises:
+            ValueError: the model's `_init_weights` leaves some out.
+        """
+        self._fill(list(_children_first(layer)))
+
+    def fill_rest(self) -> None:
+        """Give what is left of the model its values."""
+        for module in _children_first(self._model):
+            self._fill([module])
+
+    @torch.no_grad()
+    def _fill(self, modules: list[nn.Module]) -> None:
+        made = [(module, tensor) for module in modules for tensor in _materialize(module)]
+        if not made:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            for module in modules:
+                self._model._init_weights(module)
+            self._random = torch.get_rng_state()
+        left = [type(module).__name__ for module, tensor in made if bool(tensor.isnan().any())]
+        if left:
+            raise ValueError(
+                f"`{type(self._model).__name__}` is on the meta device, and its `_init_weights`"
+                f" gives no values to all of `{left[0]}`. Build the model on the CPU."
+            )
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _materialize(module: nn.Module) -> list[Tensor]:
+    """Put NaN into a module's own tensors that have no values; return them."""
+    made: list[Tensor] = []
+    own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for tensors in own:
+        for name, old in tensors.items():
+            if old is None or not old.is_meta:
+                continue
+            if not old.is_floating_point():
+                raise ValueError(
+                    f"The buffer '{name}' of `{type(module).__name__}` is on the meta device and"
+                    " holds no numbers that could be drawn. Build the model on the CPU, or use a"
+                    " newer transformers."
+                )
+            new = torch.full_like(old, float("nan"), device="cpu")
+            if isinstance(old, nn.Parameter):
+                tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+            else:
+                tensors[name] = new
+            made.append(new)
+    return made

@@ -1,0 +1,57 @@
+"""What a fit must be for `DominoTPStrategy`: before a model is divided, and at its first batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.strategies._sharded import check_model
+
+
+def check_fit(strategy: str, module: pl.LightningModule, precision: Precision) -> None:
+    """See that the strategy can train this module.
+
+    Raises:
+        ValueError: manual optimization, fp16, or no model that can be divided.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"`{strategy}` does not support manual optimization: it has to know the last backward"
+            " before an optimizer step. Leave `automatic_optimization` True."
+        )
+    fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if fp16 or str(precision.precision).startswith("16"):
+        raise ValueError(
+            f"`{strategy}` does not support precision={precision.precision!r}: ranks of a tensor"
+            " group would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or '32-true'."
+        )
+    check_model(strategy, module)
+
+
+def check_batch(channel: Channel, batch: Any) -> None:
+    """See that all ranks of a tensor group have the same batch; collective.
+
+    Args:
+        channel: to the tensor group.
+        batch: tensors in whatever.
+
+    Raises:
+        ValueError: they differ; on all of them alike.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
+    try:
+        check_agreement(channel, {"the first batch": " ".join(found)})
+    except ValueError as error:
+        raise ValueError(
+            "The ranks of a tensor group must train on the same batch, and their first batches"
+            f" differ: ranks {list(channel.ranks)}. Let Lightning put its own sampler in, or give"
+            " your sampler `num_replicas` and `rank` of `trainer.distributed_sampler_kwargs`."
+        ) from error

@@ -1,0 +1,205 @@
+"""What a strategy with a divided model needs of Lightning: whole checkpoints, resumed exactly.
+
+It knows no schedule. Checkpoints hold the whole model and optimizer state, and what single ranks
+know (`_rank_states`). A model on the `meta` device gets its values when it is divided; Lightning
+restores a checkpoint after that.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.domino import on_meta
+from lightning_commfree.strategies._rank_states import (
+    Found,
+    Layout,
+    add_entry,
+    find_state,
+    place_loaders,
+    rank_state,
+    restore,
+)
+from lightning_commfree.strategies._sharded import ShardedModule
+
+T = TypeVar("T")
+
+
+class ShardedStrategy(DDPStrategy):
+    """A strategy whose ranks hold parts of one model.
+
+    A subclass opens the channel to all ranks, divides the module in `configure_ddp` and says how
+    ranks are grouped (`_layout`) and how random numbers are drawn (`_split_settings`).
+    """
+
+    def __init__(self, **ddp_kwargs: Any) -> None:
+        super().__init__(**ddp_kwargs)
+        self._world_channel: Channel | None = None
+        self._sharded: ShardedModule | None = None
+        self._filled = False  # the model was on `meta`
+        self._found: Found | None = None  # of the checkpoint that is resumed, until it is in place
+
+    @abstractmethod
+    def _layout(self) -> Layout:
+        """Return the ranks and their groups."""
+
+    @abstractmethod
+    def _split_settings(self) -> dict[str, str]:
+        """Return the settings that decide in which order random numbers are drawn."""
+
+    @property
+    def sharded(self) -> ShardedModule:
+        """The divided model; from `setup` to `teardown` of a fit."""
+        assert self._sharded is not None, "a model is divided while a fit runs"
+        return self._sharded
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A model on `meta` has room for a checkpoint's values only once it is divided."""
+        return self._filled or self._on_meta()
+
+    # -- life cycle
+
+    @override
+    def model_to_device(self) -> None:
+        """Leave it to `configure_ddp` in a fit: a device need not hold the whole model."""
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
+            self._check_values()
+            super().model_to_device()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._named("barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        with self._named("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        with self._named("reduce"):
+            return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def teardown(self) -> None:
+        if self._sharded is not None:
+            if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
+                self._sharded.join(self.optimizers)
+            self._sharded = None
+        self._filled, self._found = False, None
+        module = self._lightning_module
+        if self._on_meta():  # an error came first, and moving it to the CPU would hide the text
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
+    # -- checkpoints
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint, with what single ranks know in it."""
+        if self._sharded is not None and "optimizer_states" in checkpoint:  # else weights only
+            assert self._world_channel is not None, "it is open while a fit runs"
+            state = rank_state(self._sharded.models, checkpoint, self.root_device)
+            layout, split = self._layout(), self._split_settings()
+            add_entry(checkpoint, self._world_channel, layout, split, state)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # later releases of Lightning pass more arguments
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._found = find_state(checkpoint, self._layout(), self._split_settings())
+            place_loaders(checkpoint, self._found)
+            if self._found.said:
+                rank_zero_warn(
+                    f"The fit does not go on exactly where {str(checkpoint_path)!r} was saved:"
+                    f" {self._found.said}. Weights and optimizer state are the checkpoint's."
+                )
+        return checkpoint
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole module's state on rank 0, gathered one tensor at a time.
+
+        Collective; on the other ranks the dictionary is empty.
+        """
+        if self._sharded is None:
+            return super().lightning_module_state_dict()
+        return self._sharded.state_dict(keep=self.is_global_zero)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole optimizer state on rank 0; collective, empty on the other ranks."""
+        if self._sharded is None:
+            return super().optimizer_state(optimizer)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return self._sharded.optimizer_state(optimizer, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._sharded is not None:
+            parts = self._sharded.parts_of(checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": parts}
+        super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = [
+            self.sharded.optimizer_parts_of(optimizer, state)
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=True
+            )
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    # -- inside
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "the Trainer connects the module first"
+        return self.lightning_module
+
+    def _go_on(self) -> None:
+        """Bring a resumed fit's data and random numbers to where they were; in `on_train_start`."""
+        if self._found is not None:
+            restore(self._found, self._module.trainer, self.sharded.models, self.root_device)
+            self._found = None
+
+    def _named(self, what: str) -> AbstractContextManager[None]:
+        """In the body, a collective of Lightning's that fails names the rank that is gone."""
+        world = self._world_channel
+        return nullcontext() if world is None else world.naming_lost(what)
+
+    def _on_meta(self) -> bool:
+        return self.lightning_module is not None and bool(on_meta(self.lightning_module))
+
+    def _check_values(self) -> None:
+        without = on_meta(self._module)
+        if without:
+            raise ValueError(
+                f"{len(without)} tensors, {without[0]!r} among them, are on the meta device and"
+                f" hold no values. `{type(self).__name__}` gives them some in `fit` only: call it"
+                " first, or build the model on the CPU."
+            )

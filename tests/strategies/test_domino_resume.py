@@ -1,0 +1,240 @@
+"""A Domino fit that is resumed goes on bit for bit, every rank with its own data and random
+numbers; in other groups it goes on from the same weights, and a message says what begins anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_commfree import DominoTPStrategy
+from lightning_commfree.domino import TensorGroup
+from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
+from tests.strategies.models import Recorder, quiet_trainer
+from tests.world import run_ranks
+
+EPOCH_STEPS = 3
+STEPS = 2 * EPOCH_STEPS
+SIZE, GROUP = 4, 2
+ROWS = 2  # of a batch
+SAID = "lightning_commfree.strategies._sharded_strategy.rank_zero_warn"
+RANK_STATES = "lightning_commfree.strategies._rank_states"
+
+
+class Told(CausalLM):
+    """Keeps the batches; drops out everywhere, in attention by each rank's own random numbers."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__(dropout=dropout)
+        self.batches: list[Tensor] = []
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        self.batches.append(batch[0].clone())
+        return super().training_step(batch, i)
+
+
+class Later(Told):
+    """Its model is built on the meta device, by every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.config = self.wrapped["lm"].config
+        del self.wrapped["lm"]
+
+    def configure_model(self) -> None:
+        if "lm" not in self.wrapped:
+            from transformers import GPT2LMHeadModel
+
+            with torch.device("meta"):
+                self.wrapped["lm"] = GPT2LMHeadModel(self.config)
+
+
+class Drawn:
+    """A loader that knows its place: batches are drawn, other ones for each tensor group."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.done = 0
+
+    def __len__(self) -> int:
+        return EPOCH_STEPS
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        self.done %= EPOCH_STEPS
+        while self.done < EPOCH_STEPS:
+            self.done += 1
+            yield [torch.randint(0, WORDS, (ROWS, LENGTH), generator=self.random)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "random": self.random.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+        self.random.set_state(state["random"])
+
+
+def shuffled(groups: int) -> DataLoader[Any]:
+    """Lightning puts its own sampler in."""
+    return DataLoader(words(EPOCH_STEPS * ROWS * groups), batch_size=ROWS, shuffle=True)
+
+
+def fit(folder: Path, data: Any, module: Told | None = None, **kwargs: Any) -> Any:
+    recorder, straight = Recorder(), "ckpt_path" not in kwargs
+    save = ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
+    )
+    trainer = quiet_trainer(
+        strategy=DominoTPStrategy(kwargs.pop("group", GROUP)),
+        devices=kwargs.pop("size", SIZE),
+        enable_checkpointing=straight,
+        callbacks=[recorder, save] if straight else [recorder],
+        max_epochs=2,
+    )
+    module = module or Told()
+    torch.manual_seed(kwargs.pop("seed", 0))  # making a model has set one
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(SAID, said.append)
+        trainer.fit(module, data, **kwargs)
+    return recorder.local, module.batches, said
+
+
+LOADERS = {
+    "shuffled": lambda rank: shuffled(SIZE // GROUP),
+    "drawn": lambda rank: Drawn(rank // GROUP),
+}
+STOPS = {"shuffled": (1, 3, 5), "drawn": (2, 3)}  # 3: the end of an epoch
+MISTAKES = {  # what a resume without it would be
+    "a rank's own random numbers": (TensorGroup, "load_own_state", lambda *_: None),
+    "random numbers": (RANK_STATES, "restore", lambda *_: None),
+    "every group's own loader": (RANK_STATES, "place_loaders", lambda *_: None),
+}
+
+FORGETFUL = {"shuffled": 5, "drawn": 2}  # from where
+
+
+def resume(rank: int, folder: Path, kind: str, step: int) -> Any:
+    path = folder / kind / f"step={step}.ckpt"
+    # what else happened in the new process must not matter
+    return fit(folder / f"{kind}_{step}", LOADERS[kind](rank), ckpt_path=path, seed=step)
+
+
+def forgetful(rank: int, folder: Path, kind: str, mistake: str) -> Any:
+    owner, name, nothing = MISTAKES[mistake]
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(owner, str):  # as the strategy imported it
+            patch.setattr(f"lightning_commfree.strategies._sharded_strategy.{name}", nothing)
+        else:
+            patch.setattr(owner, name, nothing)
+        return resume(rank, folder, kind, FORGETFUL[kind])
+
+
+def straight_and_resumed(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind, make in LOADERS.items():
+        straight = fit(folder / kind, make(rank), seed=50 + rank)
+        found[kind] = straight, {step: resume(rank, folder, kind, step) for step in STOPS[kind]}
+    found["mistakes"] = {
+        mistake: forgetful(rank, folder, kind, mistake)
+        for mistake, kind in zip(MISTAKES, ("shuffled", "shuffled", "drawn"), strict=True)
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(straight_and_resumed, SIZE, folder, folder)
+
+
+def equal(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> bool:
+    """Whether all parameters of all steps are, bit for bit."""
+    assert len(got) == len(expected)
+    return all(
+        torch.equal(ours[name], tensor)
+        for ours, theirs in zip(got, expected, strict=True)
+        for name, tensor in theirs.items()
+    )
+
+
+@pytest.mark.parametrize(("kind", "step"), [(kind, step) for kind in STOPS for step in STOPS[kind]])
+def test_every_step_resumes_bit_for_bit(ranks: list[Any], kind: str, step: int) -> None:
+    for found in ranks:
+        (local, batches, _), resumed = found[kind]
+        assert len(local) == STEPS
+        got, got_batches, said = resumed[step]
+        assert not said
+        assert all(map(torch.equal, got_batches, batches[step:]))
+        assert equal(got, local[step:])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_forgotten_is_seen(ranks: list[Any], mistake: str) -> None:
+    kind = "drawn" if "loader" in mistake else "shuffled"
+    straight = [found[kind][0][0][FORGETFUL[kind] :] for found in ranks]
+    same = [equal(ranks[r]["mistakes"][mistake][0], local) for r, local in enumerate(straight)]
+    assert not any(same)
+
+
+def test_groups_differ_in_data_and_ranks_in_random_numbers(ranks: list[Any], folder: Path) -> None:
+    """Else rank 0's state would do for all."""
+    for kind in LOADERS:
+        batches = [found[kind][0][1] for found in ranks]
+        assert torch.equal(batches[0][0], batches[1][0])
+        assert not torch.equal(batches[0][0], batches[2][0])
+    saved = torch.load(folder / "shuffled" / "step=3.ckpt", weights_only=True)
+    own = [state["own"][0][0] for state in saved["lightning_commfree_domino"]["states"]]
+    assert len(own) == SIZE
+    assert not torch.equal(own[0], own[1])
+
+
+def in_other_groups(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    path = folder / "shuffled" / "step=1.ckpt"
+    again: dict[str, Any] = {"size": size, "ckpt_path": path}
+    other = folder / "other"
+    return {
+        "two of one": fit(other / "1", shuffled(2), group=1, **again),
+        "one of two": fit(other / "2", shuffled(1), group=2, **again),
+        "plain": fit(other / "3", shuffled(1), Told(0.0), group=2, **again),
+        "meta": fit(other / "4", shuffled(1), Later(), group=2, **again),
+        "fresh": fit(other / "5", shuffled(1), Later(), group=2, size=size),
+    }
+
+
+@pytest.fixture(scope="module")
+def others(ranks: list[Any], folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(in_other_groups, 2, folder, folder)
+
+
+def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: list[Any]) -> None:
+    for rank, found in enumerate(others):
+        (_, straight, _), _ = ranks[rank * GROUP]["shuffled"]
+        _, batches, said = found["two of one"]
+        assert all(map(torch.equal, batches, straight[1:])), "the same data from the same place"
+        _, _, more = found["one of two"]
+        if rank == 0:
+            assert "a tensor group had 2 ranks and has 1: sums are" in said[0]
+            assert "saved by 2 tensor groups of 2 ranks, these are 1 of 2: the epoch's" in more[0]
+            for text in (*said, *more):
+                assert "Weights and optimizer state are the checkpoint's." in text
+
+
+def test_a_model_on_meta_takes_a_checkpoint_or_fresh_values(others: list[Any]) -> None:
+    for found in others:
+        assert equal(found["meta"][0], found["plain"][0]), "no value of its own is left"
+        fresh = found["fresh"][0]
+        assert len(fresh) == STEPS
+        assert all(tensor.isfinite().all() for tensor in fresh[-1].values())
+        assert fresh[0]["wrapped.lm.transformer.h.0.attn.c_attn.weight"].std() < 0.04
+    norm = "wrapped.lm.transformer.wpe.weight"
+    assert torch.equal(*(found["fresh"][0][-1][norm] for found in others))

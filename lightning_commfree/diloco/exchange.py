@@ -26,7 +26,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -104,16 +104,36 @@ def cheaper_exchange(
     return shards if shards.num_bytes < gather.num_bytes else gather
 
 
+def cheaper_exchanges(
+    channel: Channel, background: Background, wire: WireFormat, numels: Sequence[int]
+) -> list[Exchange]:
+    """Return the cheaper way for each of several fragments, which may be in flight together.
+
+    1. Fragment 0 goes by shards: the thread launches the second message when the first has come.
+    2. Fragment 1, which is gathered, is launched meanwhile: before that on one rank, after it on
+       another. So the thread launches this one too, in its turn.
+    """
+    ways = [cheaper_exchange(channel, background, wire, numel) for numel in numels]
+    thread_sends = any(isinstance(way, ShardExchange) for way in ways)
+    for way in ways:
+        if isinstance(way, GatherExchange):
+            way.in_thread = thread_sends
+    return ways
+
+
 class GatherExchange:
-    """Every replica decodes every replica's values."""
+    """Every replica decodes every replica's values.
+
+    Attributes:
+        in_thread: whether the background's thread sends, as for the exchange by shards.
+    """
 
     def __init__(
         self, channel: Channel, background: Background, wire: WireFormat, numel: int
     ) -> None:
         self._channel, self._background = channel, background
         self._staging, self._letter = Staging(), _Letter(wire, numel)
-        # else a larger fragment, in flight at the same time, may go by shards: one thread for both
-        self._no_shards = channel.size <= 2
+        self.in_thread = False
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +142,7 @@ class GatherExchange:
 
     def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
         """See `Exchange`."""
-        if values.device == self._channel.device and self._no_shards:
+        if values.device == self._channel.device and not self.in_thread:
             return self._channel.all_gather(self._letter.write(values, header), TAG)
         message = self._staging.stage(
             lambda: self._letter.write(values, header), header.on_device(values)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.diloco.exchange import Arrival, Header, cheaper_exchange
+from lightning_commfree.diloco.exchange import Arrival, Header, cheaper_exchanges
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -93,10 +93,8 @@ class StreamingDiLoCo:
         self._wire = WIRE_FORMATS[settings.wire_dtype]
         self._settings = settings
         self._background = Background(channel.ledger)
-        self._exchanges = [
-            cheaper_exchange(channel, self._background, self._wire, f.global_copy.numel())
-            for f in self.fragments
-        ]
+        numels = [fragment.global_copy.numel() for fragment in self.fragments]
+        self._exchanges = cheaper_exchanges(channel, self._background, self._wire, numels)
         self._in_flight: dict[int, _Flight] = {}  # by fragment, in the order of launch
         self._put_aside: list[Tensor] | None = None  # local copy while the module holds the outer
 

@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -154,29 +153,6 @@ def test_what_others_exchange_can_be_named_too(tmp_path: Path) -> None:
         raise RuntimeError("own")
 
 
-def test_an_error_of_a_computation_stays_what_it_is_unless_a_rank_is_lost() -> None:
-    with watches(2) as (watch, other):
-        with pytest.raises(RuntimeError, match="^own$"), watch.naming("step", computing=True):
-            raise RuntimeError("own")
-        with watch.naming("step", computing=True):
-            pass  # and nobody was told of a loss
-        other.close()
-        with (
-            pytest.raises(RuntimeError, match="'step' failed.*reset.*rank 1 is gone"),
-            watch.naming("step", computing=True),
-        ):
-            raise RuntimeError("Connection reset by peer")
-    with watches(2) as (watch, other):
-        other.close()
-        with (
-            pytest.raises(RuntimeError, match="'barrier' failed.*rank 1 is gone") as caught,
-            watch.naming("step", computing=True),
-            watch.naming("barrier"),
-        ):
-            raise RuntimeError("Connection reset by peer")
-        assert "'step'" not in str(caught.value), "it is named once"
-
-
 # A rank that does not come
 
 
@@ -240,17 +216,6 @@ def test_a_channel_costs_64_bytes_a_peer_and_a_thread_until_it_is_closed(tmp_pat
         assert outcome == ({TAG: all_gather_bytes(64, 3)}, 1, 0)
     for outcome in run_ranks(open_and_look, 1, tmp_path):
         assert outcome == ({}, 0, 0)
-
-
-def test_a_thread_that_still_waits_at_the_close_ends_and_blames_nobody() -> None:
-    with watches(2) as (watch, other), ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(watch.wait, Endless(), "t")
-        time.sleep(0.2)
-        watch.close()
-        with pytest.raises(RuntimeError, match="^the channel was closed on this rank"):
-            waiting.result(3.0)
-        with other.launching("u"):
-            pass  # it was not told that anybody is lost
 
 
 class JustInTime:

@@ -18,6 +18,7 @@ from lightning_commfree.diloco.exchange import (
     Header,
     ShardExchange,
     cheaper_exchange,
+    cheaper_exchanges,
 )
 from lightning_commfree.diloco.fragments import split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
@@ -97,7 +98,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
     channel = world(rank, size)
     background = Background(channel.ledger)
     sizes = (NUMEL, 100)
-    ways = [cheaper_exchange(channel, background, WIRE_FORMATS["fp32"], n) for n in sizes]
+    ways = cheaper_exchanges(channel, background, WIRE_FORMATS["fp32"], sizes)
     assert [type(way) for way in ways] == [ShardExchange, GatherExchange]
     if rank == late:
         background.submit(lambda: time.sleep(0.3), "late")

@@ -16,12 +16,12 @@ class Tiny(pl.LightningModule):
     """Four equal blocks between an input and an output layer; AdamW, whose state a sync must not
     touch."""
 
-    def __init__(self, lr: float = 1e-2) -> None:
+    def __init__(self, lr: float = 1e-2, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embed = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 1, bias=False)
+        self.embed = nn.Linear(3, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.head = nn.Linear(width, 1, bias=False)
         self.lr = lr
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
 TORCH := 2.13.0
 PYTEST_ARGS :=
 DEMO_ARGS :=
+COMPARE_ARGS :=
 
-.PHONY: help demo test check bench bench-quality constraints clean
+.PHONY: help demo compare test check bench bench-quality constraints clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=50')"
+	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
 	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
@@ -25,6 +27,11 @@ help:
 # OMP_NUM_THREADS=1: the ranks of one machine share its cores, and waiting OpenMP threads would spin on them.
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.pretrain experiment=demo $(DEMO_ARGS)
+
+# The strategies' own settings fit a run this short, as the demo's do.
+compare: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m recipes.compare trainer.max_steps=600 trainer.val_check_interval=100 \
+	  'overrides.streaming_diloco={strategy.sync_every:20}' $(COMPARE_ARGS)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)

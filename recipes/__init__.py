@@ -4,6 +4,7 @@
 `conf/`. Nothing in `lightning_commfree` imports from here. In reading order:
 
 - `pretrain`: a composed configuration in, `Trainer.fit` out;
+- `finetune`: the same for a model that has been pretrained;
 - `training/`: the LightningModule, optimizers, and what the person at the keyboard sees;
 - `data/`: from text files to the batches of a rank;
 - `plan`: what a link makes of a run, foretold;

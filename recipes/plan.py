@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import hydra
 import torch
 from hydra.utils import instantiate
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -29,6 +28,7 @@ from rich.text import Text
 from torch import nn
 
 from lightning_commfree.planner import Advice, Job, Method, Model, advise, log_grid, methods
+from recipes.configuration.application import application
 from recipes.training.language_model import LanguageModel
 from recipes.training.traffic import human_bytes
 
@@ -216,7 +216,7 @@ def _check_given(config: DictConfig) -> None:
         )
 
 
-@hydra.main(config_path="../conf", config_name="plan", version_base="1.3")
+@application("plan")
 def main(cfg: DictConfig) -> float:
     """Plan one run; return the advised setting's utilization, for sweepers."""
     _check_given(cfg)

@@ -5,34 +5,36 @@ Run it from the repository's root; every group of `conf/` can be swapped and eve
     python -m recipes.pretrain experiment=demo
     python -m recipes.pretrain strategy=ddp model=llama_tiny trainer.max_steps=200
     python -m recipes.pretrain data=text 'data.corpus.train=books/*.txt' \
-        data.corpus.validation=held_out.txt
+        data.corpus.validation=held_out.txt token_budget=10e6
+    python -m recipes.pretrain hydra.run.dir=outputs/pretrain/2026-01-31_12-00-00 ckpt_path=last
 """
 
 from __future__ import annotations
 
-import os
-
-import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from recipes.configuration.application import application
 from recipes.data.token_data import TokenDataModule
 from recipes.training.language_model import LanguageModel
+from recipes.training.memory import check_memory
 from recipes.training.run import Config, factory, run_job
 
 
 def build(config: Config) -> tuple[TokenDataModule, LanguageModel]:
-    """Return data and module of a composed `conf/pretrain.yaml`."""
+    """Return data and module of a composed `conf/pretrain.yaml`.
+
+    Raises:
+        ValueError: the model does not fit into memory, or a part refuses a value.
+    """
     data = build_data(config)
+    check_memory(config, lambda: build_module(config, data))
     return data, build_module(config, data)
 
 
 def build_data(config: Config) -> TokenDataModule:
     """Return the data module with its tokenizer, which is trained here if it must be."""
     tokenizer = instantiate(config["tokenizer"], _convert_="all")
-    # trained with threads, used after a fork: without this word the tokenizer warns of it in every
-    # process
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return factory(config["data"])(tokenizer=tokenizer)
 
 
@@ -44,10 +46,15 @@ def build_module(config: Config, data: TokenDataModule) -> LanguageModel:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return LanguageModel(model_config.to_dict(), factory(config["optimizer"]))
+    return LanguageModel(
+        model_config.to_dict(),
+        factory(config["optimizer"]),
+        gradient_checkpointing=config["gradient_checkpointing"],
+        compile_backend=config["compile"],
+    )
 
 
-@hydra.main(config_path="../conf", config_name="pretrain", version_base="1.3")
+@application("pretrain")
 def main(cfg: DictConfig) -> float | None:
     """Run one job; return its validation loss, for sweepers that look for the best."""
     return run_job(cfg, build)

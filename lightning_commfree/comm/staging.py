@@ -43,7 +43,8 @@ class Staging:
             on_device = work()
             host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
             host.copy_(on_device, non_blocking=True)
-            arrived = torch.cuda.Event(blocking=True)  # the thread that waits sleeps
+            # blocking: the thread that waits sleeps
+            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             arrived.record()
         for tensor in inputs:  # their memory is not used again before the side stream has read it
             tensor.record_stream(self._stream)

@@ -36,6 +36,9 @@ class Corpus(Protocol):
 class TextFiles:
     """UTF-8 text files, plain or compressed with xz (`.xz`).
 
+    A file is read whole: one larger than memory must be cut into several, or be read line by line
+    with `recipes.data.hub.HubText` (`data=hub data.corpus.path=text`).
+
     Args:
         train: a path or glob (`~` and `**` are understood), or a list of them.
         validation: likewise; no file may be in both splits.
@@ -44,7 +47,7 @@ class TextFiles:
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
-        ValueError: a file is in both splits.
+        ValueError: a file is in both splits, or (from `documents`) is not UTF-8, or a damaged xz.
     """
 
     def __init__(
@@ -55,19 +58,12 @@ class TextFiles:
     ) -> None:
         self.document_separator = document_separator
         self._fingerprint: str | None = None  # made once and on demand: it reads every byte
-        self.files = {"train": _find("train", train), "validation": _find("validation", validation)}
-        both = set(self.files["train"]) & set(self.files["validation"])
-        if both:
-            raise ValueError(
-                f"{len(both)} file(s) are in the training and in the validation split, for example"
-                f" '{min(both)}': a loss on text that was trained on says nothing. Give each file"
-                " to one split (`data.corpus.train`, `data.corpus.validation`)."
-            )
+        self.files = find_splits("data.corpus", train, validation)
 
     def documents(self, split: Split) -> Iterator[str]:
         """Yield the documents of a split: files in order of their paths, empty ones left out."""
         for path in self.files[split]:
-            text = _read(path).decode("utf-8")
+            text = _read(path)
             parts = re.split(self.document_separator, text) if self.document_separator else [text]
             yield from (part for part in parts if part)
 
@@ -75,7 +71,7 @@ class TextFiles:
         """Return a key of the files' bytes and of how they are split; dates do not matter."""
         if self._fingerprint is None:
             digests = {
-                split: [_digest(path) for path in paths] for split, paths in self.files.items()
+                split: [digest(path) for path in paths] for split, paths in self.files.items()
             }
             self._fingerprint = cache_key(digests, self.document_separator)
         return self._fingerprint
@@ -161,29 +157,68 @@ class MarkovChain:
         return cache_key("markov", self._settings)
 
 
-def _find(split: str, patterns: str | Sequence[str]) -> list[Path]:
+def find_splits(
+    key: str, train: str | Sequence[str], validation: str | Sequence[str]
+) -> dict[Split, list[Path]]:
+    """Return the files of both splits, sorted by their paths.
+
+    Args:
+        key: under which a configuration has `train` and `validation`.
+        train: a path or glob (`~` and `**` are understood), or a list of them.
+        validation: likewise.
+
+    Raises:
+        FileNotFoundError: a path or glob matches no file.
+        ValueError: a file is in both splits.
+    """
+    files: dict[Split, list[Path]] = {
+        "train": _find(f"{key}.train", train),
+        "validation": _find(f"{key}.validation", validation),
+    }
+    both = set(files["train"]) & set(files["validation"])
+    if both:
+        raise ValueError(
+            f"{len(both)} file(s) are in the training and in the validation split, for example"
+            f" '{min(both)}': a loss on text that was trained on says nothing. Give each file to"
+            f" one split (`{key}.train`, `{key}.validation`)."
+        )
+    return files
+
+
+def _find(key: str, patterns: str | Sequence[str]) -> list[Path]:
     files: list[Path] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expanded = str(Path(pattern).expanduser())
         found = [Path(name) for name in glob.glob(expanded, recursive=True) if Path(name).is_file()]
         if not found:
             raise FileNotFoundError(
-                f"data.corpus.{split}: '{pattern}' matches no file (looked from '{Path.cwd()}')."
-                " Give a text file, plain or .xz, or a glob such as 'books/**/*.txt', in quotes."
+                f"{key}: '{pattern}' matches no file (looked from '{Path.cwd()}'). Give a file, or"
+                " a glob in quotes, such as 'books/**/*.txt'."
             )
         files += found
     return sorted({path.resolve() for path in files})
 
 
-def _digest(path: Path) -> str:
-    # the suffix counts too: it decides how the bytes are read
-    digest = hashlib.sha256(path.suffix.encode())
+def digest(path: Path) -> str:
+    """Return a key of a file's bytes, and of its suffix, which decides how they are read."""
+    found = hashlib.sha256(path.suffix.encode())
     with path.open("rb") as file:
         while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
+            found.update(chunk)
+    return found.hexdigest()
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> str:
     raw = path.read_bytes()
-    return lzma.decompress(raw) if path.suffix == ".xz" else raw
+    try:
+        raw = lzma.decompress(raw) if path.suffix == ".xz" else raw
+        return raw.decode("utf-8")
+    except lzma.LZMAError as error:
+        raise ValueError(f"'{path}' is no whole xz file: {error}.") from error
+    except UnicodeDecodeError as error:
+        unpacked = " of its unpacked content" if path.suffix == ".xz" else ""
+        raise ValueError(
+            f"'{path}' is not UTF-8: byte 0x{raw[error.start]:02x} at offset"
+            f" {error.start}{unpacked} ({error.reason}). Convert it, for example by `iconv -f"
+            " latin1 -t utf-8`."
+        ) from error

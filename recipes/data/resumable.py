@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 
@@ -28,7 +27,7 @@ class ResumableSampler(DistributedSampler):
         return islice(super().__iter__(), skip, None)
 
 
-class ResumableDataLoader(DataLoader[Tensor]):
+class ResumableDataLoader(DataLoader[Any]):
     """A `DataLoader` that resumes after the last batch that was handed out, workers or not.
 
     The state says how many samples *all* ranks have taken in which epoch. It is the same on every
@@ -51,7 +50,7 @@ class ResumableDataLoader(DataLoader[Tensor]):
         self._samples_before = 0
         self._resume: dict[str, int] | None = None
 
-    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # a generator: this runs when the first batch is asked for, when the sampler knows the epoch
         state, self._resume = self._resume, None
         same_epoch = state is not None and state["epoch"] == self.sampler.epoch

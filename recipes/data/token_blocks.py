@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from rich.progress import track
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from recipes.data.cache import build_once, cache_key
@@ -17,6 +20,7 @@ from recipes.data.corpus import Corpus, Split
 
 _DOCUMENTS_PER_CALL = 64  # the tokenizer works on them in parallel
 _KEY_LETTERS = 16
+_PIECE = 2**22  # tokens
 
 
 def tokenize(
@@ -35,36 +39,50 @@ def tokenize(
         cache_dir: folder for the file, which is named by the content of corpus and tokenizer.
     """
     width = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
-    key = cache_key(corpus.fingerprint(), _fingerprint(tokenizer))[:_KEY_LETTERS]
+    key = cache_key(corpus.fingerprint(), fingerprint(tokenizer))[:_KEY_LETTERS]
 
     def build(path: Path) -> None:
         with path.open("wb") as file:
-            for tokens in _token_rows(corpus.documents(split), tokenizer):
+            documents = track(
+                corpus.documents(split),
+                f"tokenizing the {split} split",
+                transient=True,
+                disable=not sys.stdout.isatty(),
+            )
+            for tokens in _token_rows(documents, tokenizer):
                 file.write(np.asarray(tokens, width.newbyteorder("<")).tobytes())
 
     return build_once(Path(cache_dir) / f"tokens-{key}-{split}.{width.name}", build)
 
 
 class TokenBlocks(Dataset[Tensor]):
-    """Blocks of `block_size` + 1 tokens of a file that `tokenize` made.
+    """Blocks of `block_size` + 1 tokens of a file of tokens, as `tokenize` makes it.
 
     Neighbours share one token: block i reads tokens i*block_size to (i+1)*block_size inclusive.
     Inputs are all tokens but the last, targets all but the first, so every token but the file's
     first is a target exactly once. What is left at the end and fills no block is not used.
 
     Args:
-        path: the file of tokens; its suffix names their width.
+        path: the file of tokens, little-endian.
         block_size: predictions per block.
+        dtype: of a token, "uint16" or "uint32"; None: what the file's suffix says.
+        offset: bytes before the first token.
 
     Attributes:
         tokens: memory-mapped, shape (num_tokens,), uint16 or uint32.
+        parts: this file alone; `JoinedBlocks` has several.
     """
 
-    def __init__(self, path: Path, block_size: int) -> None:
+    def __init__(
+        self, path: Path, block_size: int, dtype: str | None = None, offset: int = 0
+    ) -> None:
         self.block_size = block_size
-        dtype = np.dtype(path.suffix[1:]).newbyteorder("<")
-        empty = path.stat().st_size == 0  # which cannot be mapped
-        self.tokens = np.empty(0, dtype) if empty else np.memmap(path, dtype, mode="r")
+        width = np.dtype(dtype or path.suffix[1:]).newbyteorder("<")
+        empty = path.stat().st_size == offset  # which cannot be mapped
+        self.tokens: np.ndarray[Any, Any] = (
+            np.empty(0, width) if empty else np.memmap(path, width, mode="r", offset=offset)
+        )
+        self.parts = [self]
 
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.block_size
@@ -76,6 +94,44 @@ class TokenBlocks(Dataset[Tensor]):
         start = index * self.block_size
         block = self.tokens[start : start + self.block_size + 1]
         return torch.from_numpy(block.astype(np.int64))
+
+
+class JoinedBlocks(ConcatDataset[Tensor]):
+    """The blocks of several files, one file after the other; no block reaches into the next file.
+
+    Args:
+        parts: the files, at least one.
+    """
+
+    def __init__(self, parts: Sequence[TokenBlocks]) -> None:
+        super().__init__(parts)
+        self.parts = list(parts)
+        self.block_size = parts[0].block_size
+
+
+Blocks = TokenBlocks | JoinedBlocks
+
+
+def num_tokens(blocks: Blocks) -> int:
+    """Return the tokens of all files together."""
+    return sum(len(part.tokens) for part in blocks.parts)
+
+
+def count_tokens(
+    rows: Iterable[np.ndarray[Any, Any]], vocab_size: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return how often each id occurs, shape (vocab_size,), int64.
+
+    Args:
+        rows: of tokens, each shape (num_tokens,); memory-mapped ones may be larger than memory.
+        vocab_size: larger than every id.
+    """
+    counts_V = np.zeros(vocab_size, np.int64)
+    for row in rows:
+        # in pieces: numpy counts in a copy of int64, four times as large
+        for start in range(0, len(row), _PIECE):
+            counts_V += np.bincount(row[start : start + _PIECE], minlength=vocab_size)
+    return counts_V
 
 
 def _token_rows(
@@ -90,7 +146,7 @@ def _token_rows(
         yield from (row + end for row in encoded)
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a key of what the tokenizer does: its definition, or for slow ones the vocabulary."""
     if tokenizer.is_fast:
         definition = tokenizer.backend_tokenizer.to_str()

@@ -11,22 +11,20 @@ from typing_extensions import override
 
 from recipes.data.corpus import SPLITS, Corpus, Split
 from recipes.data.resumable import ResumableDataLoader, ResumableSampler
-from recipes.data.token_blocks import TokenBlocks, tokenize
+from recipes.data.token_blocks import Blocks, TokenBlocks, count_tokens, num_tokens, tokenize
 from recipes.data.training_data import TrainingData
 
 
-class TokenDataModule(TrainingData):
+class BlockDataModule(TrainingData):
     """Blocks of tokens, each for one rank: in training once an epoch, in validation exactly once.
 
     A batch is an int64 tensor of shape (batch_size, block_size + 1): inputs are all columns but the
     last, targets all but the first. The samplers are made here and not by Lightning, which leaves a
     `DistributedSampler` alone: for training to have one that can be resumed, for validation one
-    that repeats no block to make the ranks' shares equal.
+    that repeats no block to make the ranks' shares equal. A subclass says where the blocks are.
 
     Args:
-        corpus: where the text comes from.
         tokenizer: the model's tokenizer.
-        cache_dir: folder for files of tokens.
         block_size: predictions per block; the model's context.
         batch_size: blocks per rank and micro-batch.
         num_workers: processes that read ahead; 0 reads in the training process.
@@ -38,24 +36,19 @@ class TokenDataModule(TrainingData):
 
     def __init__(
         self,
-        corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
-        cache_dir: str,
         block_size: int = 128,
         batch_size: int = 8,
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size)
-        self.corpus = corpus
-        self._cache_dir = cache_dir
         self._num_workers = num_workers
         self._seed = seed
 
-    def blocks(self, split: Split) -> TokenBlocks:
-        """Return the blocks of a split; tokenizes the corpus if no run has done so before."""
-        path = tokenize(self.corpus, split, self.tokenizer, self._cache_dir)
-        return TokenBlocks(path, self.block_size)
+    def blocks(self, split: Split) -> Blocks:
+        """Return the blocks of a split."""
+        raise NotImplementedError
 
     @override
     def prepare_data(self) -> None:
@@ -97,7 +90,7 @@ class TokenDataModule(TrainingData):
 
     @override
     def describe(self) -> str:
-        train, validation = (len(self.blocks(split).tokens) for split in SPLITS)
+        train, validation = (num_tokens(self.blocks(split)) for split in SPLITS)
         return f"{train:,} training, {validation:,} validation tokens"
 
     @override
@@ -106,26 +99,66 @@ class TokenDataModule(TrainingData):
 
     @override
     def prompt(self) -> str:
-        return str(self.tokenizer.decode(self.blocks("validation").tokens[:8].tolist()))
+        return str(self.tokenizer.decode(self.blocks("validation").parts[0].tokens[:8].tolist()))
 
     def _require(self, split: Split, num_blocks: int) -> None:
-        found = len(self.blocks(split))
-        if found < num_blocks:
+        blocks = self.blocks(split)
+        tokens = num_tokens(blocks)
+        if tokens == 0:
             raise ValueError(
-                f"The {split} split has {found} blocks of {self.block_size} tokens, and this run"
-                f" needs at least {num_blocks}. Use more text, or lower `data.block_size`,"
-                " `data.batch_size` or `trainer.devices`."
+                f"The {split} split is empty: what `data` names for it holds no text at all."
+            )
+        if len(blocks) < num_blocks:
+            raise ValueError(
+                f"The {split} split has {len(blocks)} blocks of {self.block_size} tokens (and"
+                f" {tokens} tokens in all), and this run needs at least {num_blocks}. Use more"
+                " text, or lower `data.block_size`, `data.batch_size` or `trainer.devices`."
             )
 
 
-def unigram_loss(train: TokenBlocks, validation: TokenBlocks, vocab_size: int) -> float:
+class TokenDataModule(BlockDataModule):
+    """The blocks of a corpus, tokenized once.
+
+    Args:
+        corpus: where the text comes from.
+        tokenizer: the model's tokenizer.
+        cache_dir: folder for files of tokens.
+        block_size: see `BlockDataModule`, as all that follow.
+        batch_size: likewise.
+        num_workers: likewise.
+        seed: likewise.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        tokenizer: PreTrainedTokenizerBase,
+        cache_dir: str,
+        block_size: int = 128,
+        batch_size: int = 8,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
+        self.corpus = corpus
+        self._cache_dir = cache_dir
+
+    @override
+    def blocks(self, split: Split) -> TokenBlocks:
+        """Return the blocks of a split; tokenizes the corpus if no run has done so before."""
+        path = tokenize(self.corpus, split, self.tokenizer, self._cache_dir)
+        return TokenBlocks(path, self.block_size)
+
+
+def unigram_loss(train: Blocks, validation: Blocks, vocab_size: int) -> float:
     """Return the loss of the model that knows only how often each token occurs, in nats per token.
 
     It is fitted to all training tokens, with one added to every count (a token that never occurred
     would cost infinity), and evaluated on the targets of all validation blocks, the very tokens on
     which the model is.
     """
-    counts_V = np.bincount(train.tokens, minlength=vocab_size) + 1
+    counts_V = count_tokens((part.tokens for part in train.parts), vocab_size) + 1
     log_p_V = np.log(counts_V / counts_V.sum())
-    targets = validation.tokens[1 : len(validation) * validation.block_size + 1]
-    return float(-log_p_V[targets].mean())
+    targets = (part.tokens[1 : len(part) * part.block_size + 1] for part in validation.parts)
+    targets_V = count_tokens(targets, vocab_size)
+    return float(-(targets_V @ log_p_V) / targets_V.sum())

@@ -27,6 +27,10 @@ class TrainingData(pl.LightningDataModule):
         """Return the training rows of one epoch, of all ranks together."""
         raise NotImplementedError
 
+    def tokens_per_row(self) -> int:
+        """Return how many tokens a training row has, on average."""
+        return self.block_size
+
     def describe(self) -> str:
         """Return one line on what there is to train on and to validate on."""
         raise NotImplementedError

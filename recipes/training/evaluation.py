@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 from transformers import PreTrainedTokenizerBase
 
 from recipes.training.language_model import Batch, LanguageModel, num_targets, to_device
+from recipes.training.pretrained import context_length
 
 
 @torch.no_grad()
@@ -47,7 +48,7 @@ def generate_text(
         seed: of the sampling; the global random state is left as it was.
     """
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
-    context = module.model.config.max_position_embeddings
+    context = context_length(module.model.config) or len(tokens) + max_new_tokens
     tokens = tokens[: max(context - max_new_tokens, 1)]
     was_training = module.training
     module.eval()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from safetensors import SafetensorError
 from torch import Tensor
 from torchmetrics import MeanMetric
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -35,19 +37,25 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def load_pretrained(kind: Any, name_or_path: str) -> Any:
+def load_pretrained(kind: Any, name_or_path: str, **kwargs: Any) -> Any:
     """Return what one of transformers' Auto classes loads by hub id or from a folder.
+
+    Args:
+        kind: the Auto class.
+        name_or_path: hub id or folder.
+        **kwargs: of its `from_pretrained`.
 
     Raises:
         ValueError: it cannot be found or read.
     """
     try:
-        return kind.from_pretrained(name_or_path)
-    except (OSError, ValueError) as error:
+        return kind.from_pretrained(name_or_path, **kwargs)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"'{name_or_path}' is neither a folder that `save_pretrained` has written nor an id"
             " that could be loaded from the Hugging Face hub or its local cache (without a"
             " network, or with HF_HUB_OFFLINE=1, only folders and ids loaded before are found)."
+            f" What transformers says: {error}"
         ) from error
 
 
@@ -88,15 +96,22 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters("model_config", "lora")
+        config = AutoConfig.for_model(**model_config)
         if pretrained is None:
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config))
+            self.model = AutoModelForCausalLM.from_config(config)
         else:
-            self.model = load_pretrained(AutoModelForCausalLM, pretrained).float()
+            loaded = load_pretrained(AutoModelForCausalLM, pretrained, config=config)
+            self.model = loaded.float().train()  # it comes for evaluation, without dropout
         if lora is not None:
             # in here: a third of a second that only those who use it shall wait for
             from peft import LoraConfig, get_peft_model
 
-            self.model = get_peft_model(self.model, LoraConfig(task_type="CAUSAL_LM", **lora))
+            lora_config = LoraConfig(task_type="CAUSAL_LM", **lora)
+            with warnings.catch_warnings():
+                # it sees by itself that GPT-2's layers keep their weights transposed, and says so
+                warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
+                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+                self.model = get_peft_model(self.model, lora_config)
         if gradient_checkpointing:
             kwargs = {"use_reentrant": False}  # the reentrant kind needs inputs with gradients
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
@@ -116,7 +131,7 @@ class LanguageModel(pl.LightningModule):
         The model's own: a strategy that divides the model then never puts its logits together.
         """
         if isinstance(batch, Tensor):
-            targets = batch[:, 1:]
+            targets = batch[:, 1:].contiguous()  # transformers views them as one row
             # `labels` asks for a loss, and `shift_labels` says of what: the last column too
             batch = {"input_ids": batch[:, :-1], "labels": targets, "shift_labels": targets}
         loss: Tensor = self.model(**batch, use_cache=False).loss

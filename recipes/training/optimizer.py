@@ -121,4 +121,7 @@ def warmup_cosine(
         return final_lr_fraction + (1 - final_lr_fraction) * cosine
 
     scheduler = LambdaLR(optimizer, factor)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "lr"},
+    }

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import cast
 
 import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import Throughput, measure_flops
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
 from recipes.data.training_data import TrainingData
+from recipes.training.language_model import Batch, LanguageModel
 from recipes.training.traffic import TrafficMeter
 
-_WINDOW_BATCHES = 20
+_WINDOW = 21  # ends of batches; 20 batches lie between the first and the last
 
 
 @dataclass
@@ -38,8 +41,13 @@ class RunRecorder(pl.Callback):
     """Logs tokens per second and bytes sent, and keeps the history of the run.
 
     `tokens/s` counts all ranks together and is a mean over the last 20 batches, reading included
-    and validation left out. `comm/bytes_sent` is this rank's sum so far. The progress bar shows
-    `kB/step`, its mean per optimizer step.
+    and validation left out. `mfu` is the share of a GPU's peak that the model's own arithmetic
+    takes, on GPUs whose peak Lightning knows. `comm/bytes_sent` is this rank's sum so far. The
+    progress bar shows `kB/step`, its mean per optimizer step.
+
+    Speed is computed by Lightning's `Throughput`, and not by its `ThroughputMonitor`: that callback
+    multiplies by the number of ranks, and ranks that share one model read the same tokens; and it
+    tells loggers alone, not the progress bar.
 
     Args:
         data: the run's data.
@@ -54,19 +62,30 @@ class RunRecorder(pl.Callback):
     def __init__(self, data: TrainingData) -> None:
         self.history = History()
         self._data = data
-        self._batch_ends: deque[float] = deque(maxlen=_WINDOW_BATCHES + 1)
+        self._throughput = Throughput(window_size=_WINDOW)
+        self._flops: int | None = None  # of this rank in a micro-batch; None: the peak is unknown
+        self._batches = 0
         self._train_start = 0.0
         self._validation_start = 0.0
+        self._seconds_validated = 0.0
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        tokens = self._data.batch_size * self._data.block_size
+        tokens = self._data.batch_size * self._data.tokens_per_row()
         self.meter = TrafficMeter(trainer, tokens)
-        self._batch_ends.clear()
+        monitor = ThroughputMonitor(batch_size_fn=len)
+        monitor.setup(trainer, pl_module, "fit")  # looks up the GPU's peak for this precision
+        self._throughput = Throughput(available_flops=monitor.available_flops, window_size=_WINDOW)
+        if monitor.available_flops is not None:
+            assert isinstance(pl_module, LanguageModel), "the recorder counts a LanguageModel"
+            flops = flops_per_batch(pl_module, self._data.batch_size, self._data.tokens_per_row())
+            self._flops = flops * self.num_shares(trainer) // trainer.world_size
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.history = History(trainer.global_step, self.tokens_per_step(trainer))
+        self._batches = 0
+        self._seconds_validated = 0.0
         self._train_start = time.monotonic()
 
     @override
@@ -78,12 +97,12 @@ class RunRecorder(pl.Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        self._batch_ends.append(time.monotonic())
-        batches = len(self._batch_ends) - 1
-        if batches > 0:
-            seconds = self._batch_ends[-1] - self._batch_ends[0]
-            rate = batches * self.tokens_per_batch(trainer) / max(seconds, 1e-9)
+        speed = self._speed()
+        if "device/items_per_sec" in speed:  # there is a whole window
+            rate = speed["device/items_per_sec"] * self.num_shares(trainer)
             pl_module.log("tokens/s", rate, prog_bar=True)
+        if "device/mfu" in speed:
+            pl_module.log("mfu", speed["device/mfu"])
         steps = self.steps_done(trainer)
         if steps > 0:
             sent = self.meter.bytes_sent(steps)
@@ -98,8 +117,7 @@ class RunRecorder(pl.Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        paused = time.monotonic() - self._validation_start
-        self._batch_ends = deque((t + paused for t in self._batch_ends), _WINDOW_BATCHES + 1)
+        self._seconds_validated += time.monotonic() - self._validation_start
         if not trainer.sanity_checking:
             self.history.validation_steps.append(trainer.global_step)
             self.history.validation_seconds.append(time.monotonic() - self._train_start)
@@ -109,15 +127,31 @@ class RunRecorder(pl.Callback):
         """Return the optimizer steps of this fit so far."""
         return trainer.global_step - self.history.first_step
 
+    def num_shares(self, trainer: pl.Trainer) -> int:
+        """Return into how many shares the rows are divided: the ranks, or groups that share one."""
+        shares = trainer.distributed_sampler_kwargs
+        return int(shares["num_replicas"]) if shares else 1
+
     def tokens_per_batch(self, trainer: pl.Trainer) -> int:
         """Return the tokens that all ranks together train on in one micro-batch."""
-        shares = trainer.distributed_sampler_kwargs
-        num_shares = shares["num_replicas"] if shares else 1
-        return num_shares * self._data.batch_size * self._data.block_size
+        return self.num_shares(trainer) * self._data.batch_size * self._data.tokens_per_row()
 
     def tokens_per_step(self, trainer: pl.Trainer) -> int:
         """Return the tokens that all ranks together train on in one optimizer step."""
         return self.tokens_per_batch(trainer) * trainer.accumulate_grad_batches
+
+    def _speed(self) -> dict[str, float]:
+        """Count one micro-batch more, and return what `Throughput` makes of this rank's last 20."""
+        self._batches += 1
+        samples = self._batches * self._data.batch_size
+        self._throughput.update(
+            time=time.monotonic() - self._train_start - self._seconds_validated,
+            batches=self._batches,
+            samples=samples,
+            lengths=samples * self._data.tokens_per_row(),
+            flops=self._flops,
+        )
+        return self._throughput.compute()
 
     def _remember(self, step: int, every: int, train_loss: float) -> None:
         history = self.history
@@ -130,3 +164,23 @@ class RunRecorder(pl.Callback):
             history.seconds_waited.append(self.meter.seconds_waited())
             history.train_loss.append(train_loss)
             history.bytes_sent.append(self.meter.bytes_sent(step - history.first_step))
+
+
+def flops_per_batch(module: LanguageModel, batch_size: int, block_size: int) -> int:
+    """Return the floating-point operations of a micro-batch, forward and backward.
+
+    Counted on a copy of shapes only, as it is before a strategy divides it; what gradient
+    checkpointing computes again is not counted, for it is no progress.
+
+    Args:
+        module: whose model it is.
+        batch_size: rows.
+        block_size: tokens that are foretold in a row.
+    """
+    with torch.device("meta"):
+        copy = LanguageModel(**module.hparams)
+        tokens = torch.zeros(batch_size, block_size, dtype=torch.int64)
+        # without a mask of this shape transformers would look at values, of which there are none
+        mask = torch.ones(batch_size, 1, block_size, block_size, dtype=torch.bool)
+    batch: Batch = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
+    return measure_flops(copy, lambda: copy.loss(batch), lambda loss: loss)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import time
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
-from tqdm import tqdm  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typing_extensions import override
 
+_TERMINAL_SECONDS = 0.2
 _LOG_FILE_SECONDS = 10.0
-_BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-_LINE = "step {n_fmt}/{total_fmt}, {elapsed}<{remaining}{postfix}"
+_COUNT = "step {task.completed:,.0f}/{task.total:,.0f}"
 
 
 class StepProgressBar(ProgressBar):
@@ -25,7 +27,9 @@ class StepProgressBar(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
-        self._bar: tqdm | None = None
+        self._bar: Progress | None = None
+        self._shown_at = 0.0  # seconds, of `time.monotonic`
+        self._is_shown = True  # whether the last step has been
 
     @override
     def disable(self) -> None:
@@ -37,24 +41,34 @@ class StepProgressBar(ProgressBar):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        moves = sys.stdout.isatty()
-        self._bar = tqdm(
-            total=trainer.max_steps,
-            initial=trainer.global_step,
-            bar_format=(_BAR if moves else _LINE),
-            disable=not self._enabled,
-            dynamic_ncols=moves,
-            mininterval=0.2 if moves else _LOG_FILE_SECONDS,
-            file=sys.stdout,
+        if not self._enabled:
+            return
+        console = Console()
+        columns = (
+            TextColumn(_COUNT, markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
         )
+        # `auto_refresh` would refresh from a thread of its own, between what others print
+        self._bar = Progress(
+            *columns, console=console, auto_refresh=False, disable=not console.is_terminal
+        )
+        self._bar.add_task("", total=trainer.max_steps, completed=trainer.global_step, figures="")
+        self._bar.start()
+        self._shown_at, self._is_shown = time.monotonic(), True
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        assert self._bar is not None, "the bar is made in `on_train_start`"
-        metrics = trainer.progress_bar_metrics
-        if trainer.global_step > self._bar.n:
-            self._bar.set_postfix_str(_figures(metrics), refresh=False)
-            self._bar.update(trainer.global_step - self._bar.n)
+        if self._bar is None or trainer.global_step <= self._bar.tasks[0].completed:
+            return
+        figures = _figures(trainer.progress_bar_metrics)
+        self._bar.update(self._bar.task_ids[0], completed=trainer.global_step, figures=figures)
+        self._is_shown = False
+        every = _LOG_FILE_SECONDS if self._bar.disable else _TERMINAL_SECONDS
+        if time.monotonic() - self._shown_at >= every:
+            self._show()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -64,10 +78,30 @@ class StepProgressBar(ProgressBar):
     def on_exception(self, *args: Any) -> None:
         self._close()
 
+    def _show(self) -> None:
+        assert self._bar is not None, "there is a bar from `on_train_start` to `_close`"
+        if self._bar.disable:
+            print(_line(self._bar), flush=True)
+        else:
+            self._bar.refresh()
+        self._shown_at, self._is_shown = time.monotonic(), True
+
     def _close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            if not self._is_shown:
+                self._show()
+            self._bar.stop()
             self._bar = None
+
+
+def _line(bar: Progress) -> str:
+    """Return what a file gets: the bar's columns without the bar."""
+    [task] = bar.tasks
+    times = [
+        "-:--:--" if seconds is None else str(timedelta(seconds=round(seconds)))
+        for seconds in (task.elapsed, task.time_remaining)
+    ]
+    return f"{_COUNT.format(task=task)}, {'<'.join(times)}, {task.fields['figures']}"
 
 
 def _figures(metrics: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
@@ -50,6 +52,7 @@ class RunSummary:
     huggingface: str
     metrics: str | None
     figure: str
+    adapter: str | None = None  # folder of the adapters alone, where only they were trained
 
 
 class RunReport(pl.Callback):
@@ -124,15 +127,18 @@ class RunReport(pl.Callback):
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
         per_step = self._recorder.tokens_per_step(trainer)
-        rows_per_step = per_step / self._data.block_size
+        rows_per_step = per_step / self._data.tokens_per_row()
         epochs = trainer.max_steps * rows_per_step / self._data.num_rows()
+        model = f"{type(module.model).__name__}, vocabulary of {len(self._data.tokenizer):,}"
+        if origin := module.model.config.name_or_path:  # of fresh weights there is none
+            model += f", from {_shown(origin) if os.path.isdir(origin) else origin}"
         return {
-            "model": f"{type(module.model).__name__}, vocabulary of {len(self._data.tokenizer):,}",
+            "model": model,
             "parameters": f"{sum(sizes.values()):,}, of which {trained:,} are trained",
             "data": self._data.describe(),
             "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)",
             "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
-            "tokens per step": f"{per_step:,}, in rows of {self._data.block_size}",
+            "tokens per step": f"{per_step:,}, in rows of {self._data.tokens_per_row()}",
             "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
             "one rank sends": (
                 f"{human_bytes(traffic.bytes_per_step)} per step on average,"
@@ -152,6 +158,8 @@ class RunReport(pl.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(final, step=trainer.global_step)
             logger.save()
+        sample = self._sample(module)
+        huggingface, adapter = self._export(module)
         return RunSummary(
             steps=steps,
             tokens=steps * self._recorder.tokens_per_step(trainer),
@@ -164,11 +172,12 @@ class RunReport(pl.Callback):
             bytes_are_counted=meter.ledger is not None,
             ddp_bytes=round(steps * meter.plan.ddp_bytes_per_step),
             seconds_waited=meter.seconds_waited(),
-            sample=self._sample(module),
+            sample=sample,
             checkpoint=_newest_checkpoint(self._run_dir / CHECKPOINT_FOLDER),
-            huggingface=self._export(module),
+            huggingface=huggingface,
             metrics=_metrics_file(trainer),
             figure=self._draw(trainer, validation_loss),
+            adapter=adapter,
         )
 
     def _sample(self, module: LanguageModel) -> str:
@@ -177,11 +186,19 @@ class RunReport(pl.Callback):
             prompt = self._data.prompt()
         return generate_text(module, tokenizer, prompt, self._sample_tokens, self._seed)
 
-    def _export(self, module: LanguageModel) -> str:
-        folder = self._run_dir / "huggingface"
-        module.model.save_pretrained(folder)
+    def _export(self, module: LanguageModel) -> tuple[str, str | None]:
+        """Write what `from_pretrained` loads; of a model with adapters these alone, too."""
+        folder, adapter = self._run_dir / "huggingface", None
+        model: Any = module.model
+        if module.hparams["lora"] is not None:
+            adapter = str(self._run_dir / "adapter")
+            # the vocabulary is the base's: without this word peft asks the hub for its size
+            model.save_pretrained(adapter, save_embedding_layers=False)
+            # of a copy, and in the host's memory: the module itself keeps its adapters
+            model = copy.deepcopy(model.cpu()).merge_and_unload()
+        model.save_pretrained(folder)
         self._data.tokenizer.save_pretrained(folder)
-        return str(folder)
+        return str(folder), adapter
 
     def _draw(self, trainer: pl.Trainer, final_loss: float) -> str:
         path = self._run_dir / "run.png"
@@ -208,6 +225,7 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
         "sample": re.sub(r"\n\s*\n", "\n", summary.sample),  # without its empty lines
         "checkpoint": _shown(summary.checkpoint) or "none was written",
         "Hugging Face": _shown(summary.huggingface),
+        "adapter": _shown(summary.adapter),
         "metrics": _shown(summary.metrics) or "the loggers' own; `logger=csv` writes metrics.csv",
         "figure": _shown(summary.figure),
     }

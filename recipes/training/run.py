@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from hydra.utils import instantiate
-from lightning.fabric.plugins.environments.lsf import LSFEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from transformers.utils.logging import disable_progress_bar
 
+from lightning_commfree import DominoTPStrategy
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
-from recipes.training.loggers import FinishWandb
+from recipes.training.launch import check_launch, with_launcher
+from recipes.training.length import settle_length
+from recipes.training.loggers import LoggedConfig
 from recipes.training.progress import RunRecorder
 from recipes.training.progress_bar import StepProgressBar
 from recipes.training.report import CHECKPOINT_FOLDER, SUMMARY_FILE, RunReport
+from recipes.training.resume import find_checkpoint
+from recipes.training.stopping import StopOnSignal
 from recipes.training.threads import ThreadsAfterFork
 
 Config = dict[str, Any]
 Builder = Callable[[Config], tuple[TrainingData, LanguageModel]]
-
-_LAUNCHERS = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
-_CKPT_WORDS = ("last", "best", "hpc")  # Lightning looks for these itself
 
 
 def run_job(cfg: DictConfig, build: Builder) -> float | None:
@@ -45,10 +44,14 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
 
     Returns:
         The validation loss on rank 0, for sweepers that look for the best; None on others.
+
+    Raises:
+        SystemExit: SIGTERM or Ctrl-C has stopped the run, after a checkpoint.
     """
-    config = cast(Config, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
-    _check_multirun(config)
     _quiet()
+    settle_length(cfg)
+    config = cast(Config, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
+    check_launch(config)
     trainer = fit(config, build)
     if not trainer.is_global_zero:
         return None
@@ -69,18 +72,26 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
 
     Raises:
         FileNotFoundError: `ckpt_path` or a data path does not exist. Before any process is
-            launched.
-        ValueError: the run has no length, or a part refuses a value; see theirs.
+            launched, as what follows.
+        ValueError: the run has no length, its model does not fit into memory, its data are too
+            few, or a part refuses a value; see theirs.
+        SystemExit: SIGTERM or Ctrl-C has stopped the run, after a checkpoint.
     """
-    _check_ckpt_path(config["ckpt_path"])
-    _check_length(config["trainer"]["max_steps"])
+    max_steps = config["trainer"]["max_steps"]
+    _check_length(max_steps)
+    ckpt_path = find_checkpoint(config["ckpt_path"], config["run_dir"], max_steps)
+    factory(config["optimizer"])(nn.Linear(1, 1))  # what it refuses it refuses here
     pl.seed_everything(config["seed"], workers=True, verbose=False)
-    config = _with_launcher(config)
+    config = with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
     callbacks = [ThreadsAfterFork()] if forks else []  # before there is a model
     data, module = build(config)
     trainer = build_trainer(config, data, callbacks)
-    trainer.fit(module, datamodule=data, ckpt_path=config["ckpt_path"])
+    _prepare(data, trainer)
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    stop = next(callback for callback in callbacks if isinstance(callback, StopOnSignal))
+    with stop.listening(trainer):
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -96,10 +107,16 @@ def build_trainer(
         run_dir, config["checkpoint_every_n_steps"], config["trainer"]["max_steps"]
     )
     callbacks += [instantiate(callback, _convert_="all") for callback in config["callbacks"]]
+    callbacks += [StopOnSignal(run_dir)]  # after those whose state a checkpoint holds
     loggers = [instantiate(logger, _convert_="all") for logger in config["logger"].values()]
     if loggers:
-        callbacks += [LearningRateMonitor("step"), FinishWandb()]
+        callbacks += [LearningRateMonitor("step"), LoggedConfig(config)]
     strategy = instantiate(config["strategy"], _convert_="all")
+    if isinstance(strategy, DominoTPStrategy) and config.get("compile") is not None:
+        raise ValueError(
+            f"strategy=domino_tp does not go with compile={config['compile']}: it divides the model"
+            " itself, layer by layer, and a compiled one cannot be divided. Set compile=null."
+        )
     return factory(config["trainer"])(strategy=strategy, logger=loggers, callbacks=callbacks)
 
 
@@ -134,21 +151,18 @@ def factory(config: Config) -> Callable[..., Any]:
     return instantiate(config, _partial_=True, _convert_="all")
 
 
-def _with_launcher(config: Config) -> Config:
-    # with any other start method Lightning launches its own processes even where torchrun or a
-    # cluster has launched all of them already; "popen" takes those
-    if not any(environment.detect() for environment in _LAUNCHERS):
-        return config
-    return {**config, "strategy": {**config["strategy"], "start_method": "popen"}}
+def _prepare(data: TrainingData, trainer: pl.Trainer) -> None:
+    """Make the files of tokens and see that they suffice, in the process that launches the others.
 
-
-def _check_ckpt_path(ckpt_path: str | None) -> None:
-    if ckpt_path not in (None, *_CKPT_WORDS) and not Path(ckpt_path).exists():
-        raise FileNotFoundError(
-            f"ckpt_path='{ckpt_path}' does not exist (looked from '{Path.cwd()}'). Give a"
-            " checkpoint, such as outputs/pretrain/.../checkpoints/last.ckpt, or null to start"
-            " anew."
-        )
+    Lightning does both in the ranks: there an error comes with the tracebacks of all of them, and
+    those that wait for the one that tokenizes give up after the strategy's `timeout`.
+    """
+    data.trainer = trainer
+    data.prepare_data()
+    data.setup("fit")
+    # tokenizers work with threads, which do not survive a fork; without this word every forked
+    # process warns of it
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _check_length(max_steps: int) -> None:
@@ -159,21 +173,12 @@ def _check_length(max_steps: int) -> None:
         )
 
 
-def _check_multirun(config: Config) -> None:
-    start_method = _with_launcher(config)["strategy"]["start_method"]
-    if HydraConfig.get().mode == RunMode.MULTIRUN and start_method == "popen":
-        raise ValueError(
-            "Hydra's multirun (-m) does not go with strategy.start_method=popen, which torchrun"
-            " and clusters need too: each child process would run the whole sweep again, and later"
-            " jobs would lose ranks without a word. Use strategy.start_method=fork or spawn, or"
-            " run each job as a command of its own."
-        )
-
-
 def _quiet() -> None:
     """Leave out what Lightning says in every run and what this recipe has decided on purpose."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # that ranks are ended when one has left, which an error or a stop has said already
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     disable_progress_bar()  # of transformers, when it writes and reads files
     warnings.filterwarnings("ignore", ".*does not have many workers", PossibleUserWarning)
     warnings.filterwarnings("ignore", ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated")

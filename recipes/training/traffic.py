@@ -7,7 +7,8 @@ come from the ledger's formula for the all-reduce of fp32 gradients, and are sai
 from __future__ import annotations
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.strategies import DominoTPStrategy, ReplicatedStrategy, Traffic
@@ -41,6 +42,7 @@ class TrafficMeter:
             self.ledger = strategy.ledger
         else:
             self.plan, self.ledger = _ddp_traffic(trainer), None
+        self._ddp = _wrapped(strategy)
 
     def bytes_sent(self, steps: int) -> int:
         """Return the bytes that this rank has sent: counted, or computed for `steps` of DDP."""
@@ -49,8 +51,33 @@ class TrafficMeter:
         return steps * self.plan.bytes_per_cycle
 
     def seconds_waited(self) -> float | None:
-        """Return the seconds that this rank has waited for others; None where nobody counts."""
-        return None if self.ledger is None else self.ledger.seconds_waited
+        """Return the seconds that this rank has waited for others; None where nobody counts.
+
+        Lightning's DDP is wrapped by torch's, which measures the time of its all-reduces and how
+        much of it backward still computes: the rest is waited for. On CUDA, where measuring stops
+        the stream, it does so in the first 10 steps and in every 100th.
+        """
+        if self.ledger is not None:
+            return self.ledger.seconds_waited
+        return None if self._ddp is None else _ddp_seconds_waited(self._ddp)
+
+
+def _wrapped(strategy: Strategy) -> DistributedDataParallel | None:
+    """Return torch's wrapper, if there is one, after it was told to measure as often as it may."""
+    ddp = strategy.model
+    if not isinstance(ddp, DistributedDataParallel):
+        return None
+    if strategy.root_device.type == "cpu":
+        ddp._set_ddp_runtime_logging_sample_rate(1)
+    return ddp
+
+
+def _ddp_seconds_waited(ddp: DistributedDataParallel) -> float | None:
+    found = ddp._get_ddp_logging_data()  # nanoseconds; means over the steps that were measured
+    if "avg_backward_comm_time" not in found:
+        return None  # in the first step, and on devices that torch has no timer for
+    waited = found["avg_backward_comm_time"] - found["avg_backward_compute_comm_overlap_time"]
+    return 1e-9 * waited * found["iteration"]
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra.errors import ConfigCompositionException
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
+from recipes.configuration.keys import parameters_of, targets
 from recipes.data.tokenizer import byte_tokenizer
 from recipes.pretrain import build_data, build_module
 from recipes.training.run import build_trainer
@@ -23,23 +25,43 @@ from recipes.training.run import build_trainer
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(str(path.relative_to(CONF)) for path in CONF.rglob("*.yaml"))
 GROUPS = {
-    "data": ["shakespeare", "synthetic", "text"],
-    "experiment": ["demo", "domino_gpt2", "domino_llama", "gpt2_gpu", "lion", "llama_1b_multinode"],
-    "logger": ["csv", "none", "wandb"],
+    "data": ["hub", "shakespeare", "shards", "synthetic", "text"],
+    "experiment": [
+        "demo",
+        "domino_gpt2",
+        "domino_llama",
+        "gpt2_gpu",
+        "lion",
+        "llama",
+        "llama_1b_multinode",
+    ],
+    "hydra/help": ["compare", "finetune", "plan", "pretrain"],
+    "logger": ["csv", "none", "tensorboard", "wandb"],
     "model": ["gpt2", "gpt2_tiny", "llama_1b", "llama_tiny"],
     "optimizer": ["adamw", "distributed_lion"],
     "strategy": ["ddp", "distributed_lion", "domino_tp", "streaming_diloco"],
     "tokenizer": ["bpe", "bytes", "pretrained"],
-    "trainer": ["cpu", "gpu", "multinode"],
+    "trainer": ["cpu", "gpu", "multinode", "slurm"],
+}
+# composed and built in test_finetune.py
+FOR_FINETUNE = {
+    "data": ["chat", "dialogues", "responses"],
+    "experiment": ["finetune_demo"],
+    "lora": ["default", "none"],
+    "model": ["pretrained"],
+    "optimizer": ["adamw_finetune", "distributed_lion_finetune"],
+    "tokenizer": ["model"],
 }
 # what a machine without a GPU can build of a Trainer for GPUs: everything but the accelerator
 ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
 
 
 def test_the_files_are_those_that_the_tests_below_look_at() -> None:
-    expected = [f"{group}/{name}.yaml" for group, names in GROUPS.items() for name in names]
-    assert sorted([*expected, "plan.yaml", "pretrain.yaml"]) == FILES
-    assert len(FILES) == 30
+    groups = [*GROUPS.items(), *FOR_FINETUNE.items()]
+    expected = [f"{group}/{name}.yaml" for group, names in groups for name in names]
+    primary = ["compare.yaml", "finetune.yaml", "plan.yaml", "pretrain.yaml"]
+    assert sorted([*expected, *primary]) == FILES
+    assert len(FILES) == 51
 
 
 @pytest.mark.parametrize("name", GROUPS["strategy"])
@@ -86,6 +108,14 @@ def test_a_file_that_left_its_constructor_would_be_found() -> None:
             _assert_mirrors_the_constructor(wrong)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_one_that_its_target_takes(name) -> None:
+    for place, node in targets(OmegaConf.to_container(OmegaConf.load(CONF / name))):
+        taken = parameters_of(node["_target_"])
+        if taken is not None:  # else it takes anything, or is written in C
+            assert {key for key in node if key[0] != "_"} <= taken, place
+
+
 def _strategy_file(name: str) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.load(CONF / "strategy" / f"{name}.yaml"))
 
@@ -120,13 +150,30 @@ def test_tokenizer(name, compose_config, tmp_path) -> None:
     assert tokenizer.decode(tokenizer("abba")["input_ids"]) == "abba"
 
 
-@pytest.mark.parametrize("name", GROUPS["data"])
+@pytest.mark.parametrize("name", ["hub", "shakespeare", "synthetic", "text"])
 def test_data(name, compose_config, corpus) -> None:
-    files = [f"data.corpus.{split}={paths[0]}" for split, paths in corpus.files.items()]
-    config = compose_config(f"data={name}", "tokenizer=bytes", *(files if name == "text" else []))
+    (train,), (validation,) = corpus.files.values()
+    overrides = {
+        "text": [f"data.corpus.train={train}", f"data.corpus.validation={validation}"],
+        "hub": [
+            "data.corpus.path=text",
+            f"data.corpus.data_files={{train: {train}, validation: {validation}}}",
+            "data.corpus.validation=validation",
+        ],
+    }
+    config = compose_config(f"data={name}", "tokenizer=bytes", *overrides.get(name, []))
     data = build_data(config)
     assert next(data.corpus.documents("train"))
     assert next(data.corpus.documents("validation"))
+    assert (data.block_size, data.batch_size) == (64, 16)
+
+
+def test_data_of_ready_made_tokens(compose_config, tmp_path) -> None:
+    for name in ("a", "b"):
+        np.arange(70, dtype="<u2").tofile(tmp_path / f"{name}.bin")
+    files = [f"data.train={tmp_path}/a.bin", f"data.validation={tmp_path}/b.bin"]
+    data = build_data(compose_config("data=shards", "tokenizer=bytes", *files))
+    assert data.blocks("train")[0].tolist() == list(range(65))
     assert (data.block_size, data.batch_size) == (64, 16)
 
 
@@ -134,7 +181,12 @@ def test_data(name, compose_config, corpus) -> None:
 def test_trainer(name, compose_config) -> None:
     config = compose_config(f"trainer={name}", "tokenizer=bytes", "strategy=ddp")
     inspect.signature(Trainer).bind(**{k: v for k, v in config["trainer"].items() if k[0] != "_"})
-    expected = {"cpu": ("cpu", 2, 1), "gpu": ("gpu", -1, 1), "multinode": ("gpu", 8, 2)}[name]
+    expected = {
+        "cpu": ("cpu", 2, 1),
+        "gpu": ("gpu", -1, 1),
+        "multinode": ("gpu", 8, 2),
+        "slurm": ("gpu", 8, 2),
+    }[name]
     found = tuple(config["trainer"][key] for key in ("accelerator", "devices", "num_nodes"))
     assert found == expected
 
@@ -149,12 +201,13 @@ def test_logger(name, compose_config) -> None:
     config = compose_config(f"logger={name}", "tokenizer=bytes", "strategy=ddp")
     trainer = build_trainer(config, build_data(config))
     found = [type(logger).__name__ for logger in trainer.loggers]
-    assert found == {"csv": ["CSVLogger"], "none": [], "wandb": ["WandbLogger"]}[name]
+    expected = {"csv": "CSVLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbJobLogger"}
+    assert found == ([] if name == "none" else [expected[name]])
 
 
-def test_two_loggers(compose_config) -> None:
-    config = compose_config("logger=[csv,wandb]", "tokenizer=bytes", "strategy=ddp")
-    assert len(build_trainer(config, build_data(config)).loggers) == 2
+def test_several_loggers(compose_config) -> None:
+    config = compose_config("logger=[csv,wandb,tensorboard]", "tokenizer=bytes", "strategy=ddp")
+    assert len(build_trainer(config, build_data(config)).loggers) == 3
 
 
 @pytest.mark.parametrize("name", GROUPS["optimizer"])
@@ -168,7 +221,7 @@ def test_optimizer(name, compose_config) -> None:
 @pytest.mark.parametrize("name", GROUPS["experiment"])
 def test_experiment(name, compose_config, corpus, tmp_path) -> None:
     overrides = [f"experiment={name}"]
-    if name not in ("demo", "domino_gpt2", "domino_llama", "lion"):  # bundled text, a CPU
+    if name not in ("demo", "domino_gpt2", "domino_llama", "lion", "llama"):  # bundled text, a CPU
         overrides += [f"data.corpus.{split}={paths[0]}" for split, paths in corpus.files.items()]
         overrides += ON_CPU
     if name == "llama_1b_multinode":
@@ -187,6 +240,11 @@ def test_every_experiment_says_how_to_run_it() -> None:
         lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
         assert lines[0] == "# @package _global_", "Hydra reads no header further down"
         assert f"-m recipes.pretrain experiment={name}" in lines[1]
+    lines = (CONF / "experiment" / "finetune_demo.yaml").read_text().splitlines()
+    assert lines[:2] == [
+        "# @package _global_",
+        "# python -m recipes.finetune experiment=finetune_demo",
+    ]
 
 
 def test_a_misspelt_key_is_refused(compose_config) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -41,13 +43,12 @@ SMALL = [
 CHAIN = MarkovChain(num_states=8, train_characters=200_000, validation_characters=20_000)
 
 
-def _command(folder, *overrides, multirun=False, threads="1") -> subprocess.CompletedProcess[str]:
+def _command(folder, *overrides) -> subprocess.CompletedProcess[str]:
     # passive: threads that wait do not take the cores from others
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"}
-    job, flags = ("sweep", ["-m"]) if multirun else ("run", [])
-    places = [f"hydra.{job}.dir={folder}/run", f"cache_dir={folder}/cache"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    places = [f"hydra.run.dir={folder}/run", f"cache_dir={folder}/cache"]
     return subprocess.run(
-        [sys.executable, "-m", "recipes.pretrain", *flags, *SMALL, *places, *overrides],
+        [sys.executable, "-m", "recipes.pretrain", *SMALL, *places, *overrides],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -164,36 +165,50 @@ def test_one_process_on_a_checkpoint_of_the_users_own_callbacks(compose_config, 
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"] is None
 
 
-def test_two_forked_jobs_of_a_multirun(tmp_path) -> None:
-    """The second job forks from a process that has copied weights: with threads it would hang."""
-    settings = ["trainer.max_steps=2", "trainer.devices=1", "model.n_embd=256", "logger=none"]
-    settings += ["optimizer.warmup_steps=0", "data.corpus.validation_characters=1000"]
-    result = _command(tmp_path, "strategy=ddp", "seed=1,2", *settings, multirun=True, threads="2")
-    assert result.returncode == 0, result.stderr
-    losses = [
-        json.loads((tmp_path / "run" / job / "summary.json").read_text())["validation_loss"]
-        for job in ("0", "1")
-    ]
-    assert losses[0] != losses[1]
+class Witness(pl.Callback):
+    """Fails a fit whose model was not compiled, or did not compute its activations again."""
+
+    def __init__(self, compiled: bool, forwards: int) -> None:
+        self.compiled, self.forwards = compiled, forwards
+        self.seen = 0
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        def count(*_) -> None:
+            self.seen += 1
+
+        if not self.compiled:  # a hook would be compiled, too
+            # before the forward: the second one ends as soon as backward has what it needs
+            pl_module.model.transformer.h[0].attn.register_forward_pre_hook(count)
+
+    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
+        if self.compiled:
+            assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+        else:
+            assert self.seen == self.forwards
+        self.seen = 0
 
 
-def test_wandb_keeps_the_rows_of_a_forked_worker(tmp_path) -> None:
-    settings = ["trainer.max_steps=21", "logger=wandb", "logger.wandb.offline=true"]
-    result = _command(tmp_path, "strategy=ddp", *settings)
-    assert result.returncode == 0, result.stderr
-    [file] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
-    written = file.read_bytes()
-    # the names stand in the rows as they are; a run whose worker was not ended has none of them
-    for name in (b"train/loss", b"tokens/s", b"final/val_loss"):
-        assert name in written
-
-
-def test_multirun_with_popen_is_refused(tmp_path) -> None:
-    overrides = ["strategy=ddp", "seed=1,2", "strategy.start_method=popen"]
-    result = _command(tmp_path, *overrides, multirun=True)
-    assert result.returncode != 0
-    assert "multirun (-m) does not go with strategy.start_method=popen" in result.stderr
-    assert not list(tmp_path.rglob("summary.json"))
+@pytest.mark.parametrize(
+    ("overrides", "compiled", "forwards"),
+    [
+        ([DDP, "compile=eager", "trainer.devices=1"], True, 1),
+        ([DILOCO, "compile=eager"], True, 1),
+        ([DILOCO, "gradient_checkpointing=true", "trainer.precision=bf16-mixed"], False, 2),
+        ([DDP], False, 1),
+    ],
+    ids=["ddp-compiled", "diloco-compiled", "diloco-checkpointed", "ddp-plain"],
+)
+def test_compiled_and_checkpointed(overrides, compiled, forwards, compose_config, tmp_path) -> None:
+    (tmp_path / "run").mkdir()
+    witness = (
+        f"callbacks=[{{_target_: {__name__}.Witness, compiled: {compiled}, forwards: {forwards}}}]"
+    )
+    settings = ["trainer.max_steps=11", "logger=none", "report.sample_tokens=1", witness]
+    # batches of one shape: every other one would be compiled, too
+    settings += ["data.corpus.validation_characters=2048", "optimizer.warmup_steps=5"]
+    fit(compose_config(*SMALL, *" ".join(overrides).split(), *settings), build)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["validation_loss"] < math.log(257), "better than knowing nothing"
 
 
 @pytest.fixture
@@ -206,6 +221,41 @@ def test_a_data_path_that_does_not_exist(compose_config) -> None:
     paths = ["data.corpus.train=no/such/*.txt", "data.corpus.validation=README.md"]
     config = compose_config("data=text", *paths, "strategy=ddp")
     with pytest.raises(Exception, match=r"data.corpus.train: 'no/such/\*.txt' matches no file"):
+        fit(config, build)
+
+
+@pytest.mark.usefixtures("no_launch")
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        (b"", "The train split is empty: what `data` names for it holds no text at all"),
+        (b"too short for a block", r"The train split has 0 blocks of 64 tokens \(and 22 tokens in"),
+        (b"caf\xe9", r"train.txt' is not UTF-8: byte 0xe9 at offset 3"),
+    ],
+)
+def test_text_that_cannot_be_trained_on(compose_config, corpus, tmp_path, train, sentence) -> None:
+    [file] = corpus.files["train"]
+    file.write_bytes(train)
+    paths = [f"data.corpus.{split}={found[0]}" for split, found in corpus.files.items()]
+    config = compose_config("data=text", *paths, "strategy=ddp", "tokenizer=bytes")
+    with pytest.raises(ValueError, match=sentence):
+        fit(config, build)
+    assert not (tmp_path / "run").exists()
+    half_written = [f for f in (tmp_path / "cache").glob("*") if f.name.startswith(".building-")]
+    assert half_written == []
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_what_an_optimizer_refuses_it_refuses_before_the_launch(compose_config) -> None:
+    config = compose_config(*SMALL, "strategy=ddp", "trainer.max_steps=10")
+    with pytest.raises(ValueError, match="warmup_steps=10 must be at least 0 and less than"):
+        fit(config, build)
+
+
+@pytest.mark.usefixtures("no_launch")
+def test_domino_and_a_compiled_model(compose_config) -> None:
+    config = compose_config(*SMALL, "strategy=domino_tp", "compile=inductor")
+    with pytest.raises(ValueError, match="domino_tp does not go with compile=inductor: it divides"):
         fit(config, build)
 
 

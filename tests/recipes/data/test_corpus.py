@@ -46,7 +46,7 @@ def test_fingerprint_follows_the_content(books) -> None:
 
 @pytest.mark.parametrize(("train", "validation"), [("no*.txt", "held_out.txt"), ("*.txt", "no")])
 def test_a_path_that_matches_nothing(books, train, validation) -> None:
-    with pytest.raises(FileNotFoundError, match=r"'.*/no.*' matches no file .*Give a text file"):
+    with pytest.raises(FileNotFoundError, match=r"'.*/no.*' matches no file .*Give a file"):
         TextFiles(f"{books}/{train}", f"{books}/{validation}")
 
 
@@ -106,3 +106,18 @@ def test_the_markov_chain_repeats_itself_and_has_two_splits() -> None:
 def test_too_few_or_too_many_states(num_states) -> None:
     with pytest.raises(ValueError, match=f"num_states={num_states} must be within 2 to 26"):
         MarkovChain(num_states=num_states)
+
+
+def test_bytes_that_are_no_utf8_are_named(books) -> None:
+    (books / "books" / "d.txt").write_bytes("caf\xe9".encode("latin1"))
+    corpus = TextFiles(f"{books}/books/d.txt", f"{books}/held_out.txt")
+    with pytest.raises(ValueError, match=r"d.txt' is not UTF-8: byte 0xe9 at offset 3 \(.*iconv"):
+        list(corpus.documents("train"))
+
+
+def test_a_damaged_xz_is_named(books) -> None:
+    path = books / "books" / "old" / "c.txt.xz"
+    path.write_bytes(path.read_bytes()[:-8])
+    corpus = TextFiles(str(path), f"{books}/held_out.txt")
+    with pytest.raises(ValueError, match=r"c.txt.xz' is no whole xz file"):
+        list(corpus.documents("train"))

@@ -1,0 +1,169 @@
+"""The four pictures of a comparison: together as one PNG, one by one as SVG for the page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
+
+from recipes.comparison.outcome import Measured, Outcome, Times, times, tokens
+
+_COLORS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+_COMPUTING, _HIDDEN, _EXPOSED = "#d9d9d9", "#86c5ea", "#c8443a"  # parts of a run's time
+
+
+def color(place: int) -> str:
+    """Return the color of the strategy at a place of the list."""
+    return _COLORS[place % len(_COLORS)]
+
+
+def draw_loss_over_tokens(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    """Draw validation loss over tokens."""
+    for name, shade, measured in _curves(outcomes):
+        summary, history = measured
+        x = tokens(history, history.validation_steps)
+        _draw_loss(axes, x, summary.tokens, measured, name, shade)
+    axes.set_title("Loss over tokens")
+    _label_tokens(axes)
+    _finish_loss(axes)
+
+
+def draw_loss_over_seconds(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    """Draw validation loss over the seconds since the first batch."""
+    for name, shade, measured in _curves(outcomes):
+        summary, history = measured
+        _draw_loss(axes, history.validation_seconds, summary.seconds, measured, name, shade)
+    axes.set(title="Loss over wall-clock", xlabel="seconds since the first batch")
+    _finish_loss(axes)
+
+
+def draw_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    """Draw what rank 0 had sent, over tokens; dashed where that is computed and not counted."""
+    most = 0
+    for name, shade, (summary, history) in _curves(outcomes):
+        done = [step - history.first_step for step in history.steps]
+        x = [*tokens(history, done), summary.tokens]
+        y = [*history.bytes_sent, summary.bytes_sent]
+        style = "-" if summary.bytes_are_counted else "--"
+        axes.plot(x, y, style, color=shade, label=name)
+        most = max(most, summary.bytes_sent)
+    if most > 0:
+        axes.set_yscale("log", nonpositive="mask")  # strategies lie orders of magnitude apart
+    axes.set(title="Bytes sent by one rank", ylabel="sum so far")
+    axes.yaxis.set_major_formatter(EngFormatter("B"))
+    _label_tokens(axes)
+    axes.grid(color="0.92")
+    _legend(axes)
+
+
+def draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    """Draw a bar per run: computing, computing while communication is hidden, waiting."""
+    good = [outcome for outcome in outcomes if outcome.measured is not None]
+    for row, outcome in enumerate(good):
+        spent = times(outcome)
+        exposed, hidden = spent.exposed or 0.0, spent.hidden or 0.0
+        computing = max(spent.total - exposed - hidden, 0.0)
+        left = 0.0
+        for width, shade in ((computing, _COMPUTING), (hidden, _HIDDEN), (exposed, _EXPOSED)):
+            axes.barh(row, width, left=left, color=shade, height=0.5)
+            left += width
+        axes.text(0, row - 0.32, _told(spent), va="bottom", fontsize="small", color="0.25")
+    axes.set_yticks(range(len(good)), [outcome.job.name for outcome in good])
+    axes.set_ylim(len(good) - 0.5, -1.0)  # the first on top, below the legend
+    axes.set(title="Where the seconds of a run went", xlabel="seconds")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    parts = [("computing", _COMPUTING), ("hidden", _HIDDEN), ("exposed", _EXPOSED)]
+    if all(times(outcome).hidden is None for outcome in good):
+        del parts[1]
+    handles = [Patch(color=shade, label=label) for label, shade in parts]
+    axes.legend(handles=handles, ncols=3, frameon=False, fontsize="small", loc="upper right")
+
+
+DRAWINGS: dict[str, Callable[[Axes, Sequence[Outcome]], None]] = {
+    "Validation loss over the tokens trained on": draw_loss_over_tokens,
+    "Validation loss over wall-clock time": draw_loss_over_seconds,
+    "Bytes that one rank has sent, over tokens": draw_bytes,
+    "Time computing, hidden and exposed, by strategy": draw_times,
+}
+
+
+def write_png(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+    """Write all four pictures as one PNG."""
+    # Figure and canvas by hand: pyplot keeps global state and may look for a display
+    figure = Figure(figsize=(11, 7.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize="medium")
+    for axes, draw in zip(figure.subplots(2, 2).flat, DRAWINGS.values(), strict=True):
+        _draw(axes, draw, outcomes)
+    figure.savefig(path, dpi=130)
+
+
+def svg(draw: Callable[[Axes, Sequence[Outcome]], None], outcomes: Sequence[Outcome]) -> str:
+    """Return one picture as SVG that needs no font, wide enough for a phone."""
+    figure = Figure(figsize=(5.4, 3.7), layout="constrained")
+    FigureCanvasSVG(figure)
+    _draw(figure.subplots(), draw, outcomes)
+    file = io.StringIO()
+    # without a date and with fixed names inside, so that equal figures are equal files
+    with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "comparison"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def _draw(
+    axes: Axes,
+    draw: Callable[[Axes, Sequence[Outcome]], None],
+    outcomes: Sequence[Outcome],
+) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    draw(axes, outcomes)
+
+
+def _curves(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, Measured]]:
+    """Yield name, color and figures of the runs that ended well."""
+    for place, outcome in enumerate(outcomes):
+        if outcome.measured is not None:
+            yield outcome.job.name, color(place), outcome.measured
+
+
+def _draw_loss(
+    axes: Axes, x: Sequence[float], end: float, measured: Measured, name: str, shade: str
+) -> None:
+    # the yardstick is wide and pale: another curve may lie upon it
+    first = not axes.lines
+    look = {"lw": 5, "alpha": 0.35} if first else {"lw": 1.5, "marker": "o", "ms": 3}
+    axes.plot(x, measured.history.validation_loss, color=shade, label=name, **look)
+    # not joined to the curve: validations on the way may take fewer batches
+    axes.plot([end], [measured.summary.validation_loss], "*", color=shade, ms=10)
+
+
+def _label_tokens(axes: Axes) -> None:
+    axes.set_xlabel("tokens, all ranks together")
+    axes.xaxis.set_major_formatter(EngFormatter())
+
+
+def _finish_loss(axes: Axes) -> None:
+    axes.set_ylabel("validation loss, nats per token")
+    axes.grid(color="0.92")
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:  # without a run that ended well there is none
+        axes.legend(frameon=False, fontsize="small")
+
+
+def _told(spent: Times) -> str:
+    if spent.exposed is None:
+        return f"{spent.total:.3g} s; exposed: not measured"
+    hidden = "not known" if spent.hidden is None else f"at least {spent.hidden:.3g} s"
+    return f"{spent.total:.3g} s, of which exposed {spent.exposed:.3g} s; hidden {hidden}"

@@ -1,0 +1,93 @@
+"""What a finished job has left, and the figures that a comparison makes of it.
+
+Read from `summary.json` and `history.json`, never from printed output.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from recipes.comparison.jobs import Job
+from recipes.comparison.running import Record
+from recipes.training.progress import History
+from recipes.training.report import HISTORY_FILE, SUMMARY_FILE, RunSummary
+
+_BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "": 1.0}
+
+
+class Measured(NamedTuple):
+    """What a job that ended well has measured, on rank 0."""
+
+    summary: RunSummary
+    history: History
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job, how it ended, and what it measured; None if it failed."""
+
+    job: Job
+    record: Record
+    measured: Measured | None
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the seconds of a run went, on rank 0.
+
+    Attributes:
+        total: from the first batch to the end of training, validations included.
+        exposed: waited for communication, and for other ranks to join in; None: not measured.
+        hidden: communication that rank 0 did not wait for, a lower bound: what the bytes that it
+            sent need at the link's rate, less `exposed`. None: there is no link of known rate.
+    """
+
+    total: float
+    exposed: float | None
+    hidden: float | None
+
+
+def read_outcome(job: Job, record: Record) -> Outcome:
+    """Return what a job has left.
+
+    Raises:
+        ValueError: it ended well, but its files are not there or not of this version.
+    """
+    if record.returncode != 0:
+        return Outcome(job, record, None)
+    try:
+        summary = RunSummary(**json.loads((job.folder / SUMMARY_FILE).read_text()))
+        history = History(**json.loads((job.folder / HISTORY_FILE).read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{job.folder} has no {SUMMARY_FILE} and {HISTORY_FILE} that this version can read"
+            f" ({error}). Give another folder: run_dir=..., and the job runs again."
+        ) from error
+    return Outcome(job, record, Measured(summary, history))
+
+
+def times(outcome: Outcome) -> Times:
+    """Return where the seconds of a run that ended well went."""
+    assert outcome.measured is not None, "the job ended well"
+    summary, rate = outcome.measured.summary, outcome.record.bandwidth
+    exposed = summary.seconds_waited
+    hidden = None
+    if rate is not None and exposed is not None:
+        on_the_link = 8 * summary.bytes_sent / bits_per_second(rate)
+        hidden = min(max(on_the_link - exposed, 0.0), max(summary.seconds - exposed, 0.0))
+    return Times(summary.seconds, exposed, hidden)
+
+
+def bits_per_second(rate: str) -> float:
+    """Return a rate that the laboratory takes, such as "100mbit", as a number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    assert found is not None, "the laboratory has checked it"
+    return float(found[1]) * _BITS[found[2]]
+
+
+def tokens(history: History, steps: list[int]) -> list[int]:
+    """Return the tokens that all ranks had trained on after the given steps."""
+    return [step * history.tokens_per_step for step in steps]

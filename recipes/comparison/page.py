@@ -1,0 +1,213 @@
+"""The page of a comparison: one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from recipes.comparison.figures import DRAWINGS, color, svg
+from recipes.comparison.jobs import Plan
+from recipes.comparison.outcome import Measured, Outcome, times
+from recipes.comparison.running import failure_text
+from recipes.training.traffic import human_bytes
+
+_TEMPLATE = "page.html.jinja"
+
+
+class Cell(NamedTuple):
+    """A figure of the table, and in small letters what is to be known of it."""
+
+    text: str
+    remark: str = ""
+
+
+def write_html(outcomes: Sequence[Outcome], plan: Plan, command: str, path: Path) -> None:
+    """Write the page.
+
+    Args:
+        outcomes: of all jobs; the first is the yardstick.
+        plan: of the comparison.
+        command: makes the page again.
+        path: of the page.
+    """
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    text = environment.get_template(_TEMPLATE).render(
+        title=title(outcomes),
+        lead=lead(outcomes, plan),
+        warnings=warnings(outcomes),
+        heads=heads(outcomes, plan),
+        rows=[_row(place, outcomes, plan) for place in range(len(outcomes))],
+        pictures=_pictures(outcomes),
+        methods=methods(outcomes, plan),
+        command=command,
+        provenances=_provenances(outcomes),
+    )
+    path.write_text(text)
+
+
+def title(outcomes: Sequence[Outcome]) -> str:
+    """Return the page's title."""
+    return f"One job under {', '.join(outcome.job.name for outcome in outcomes)}"
+
+
+def lead(outcomes: Sequence[Outcome], plan: Plan) -> str:
+    """Return in a few sentences what has been compared."""
+    runs = [outcome.measured for outcome in outcomes if outcome.measured]
+    if not runs:
+        return "No job ended well."
+    summary, history = runs[0]
+    where = (
+        "all ranks on one machine, so communication is as fast as its memory"
+        if plan.bandwidth is None
+        else f"on {plan.nodes} nodes whose links are held to {plan.bandwidth} each way"
+    )
+    return (
+        f"Every job trains the same model for {summary.steps:,} steps of"
+        f" {history.tokens_per_step:,} tokens, {summary.tokens:,} tokens in all: {where}."
+        " Figures are of one run each."
+    )
+
+
+def warnings(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what a reader must know before believing the table."""
+    found = []
+    failed = [outcome.job.name for outcome in outcomes if outcome.measured is None]
+    if failed:
+        found.append(f"Failed: {', '.join(failed)}. The figures are those of the other jobs.")
+    lengths = {
+        outcome.job.name: (outcome.measured.history.tokens_per_step, outcome.measured.summary.steps)
+        for outcome in outcomes
+        if outcome.measured
+    }
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(
+            f"{name} {steps:,} steps of {size:,}" for name, (size, steps) in lengths.items()
+        )
+        found.append(f"The jobs did not train on equally many tokens: {told}.")
+    return found
+
+
+def heads(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
+    """Return the heads of the table's columns."""
+    columns = ["strategy", "validation loss", f"against {outcomes[0].job.name}", "perplexity"]
+    columns += ["seconds", "exposed", "hidden, at least", "one rank sent", "of fp32 DDP's bytes"]
+    return [*columns, "a node's interface sent"] if plan.bandwidth else columns
+
+
+def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
+    """Return the table's cells of a run that ended well, after its name.
+
+    Args:
+        outcome: of the run.
+        first: what the yardstick has measured; None if it failed.
+        plan: of the comparison.
+    """
+    assert outcome.measured is not None, "the job ended well"
+    summary, spent = outcome.measured.summary, times(outcome)
+    against = "-"
+    if first is not None and first is not outcome.measured:
+        difference = summary.validation_loss / first.summary.validation_loss - 1
+        against = f"{round(100 * difference, 2) + 0.0:+.2f} %"  # + 0.0: never -0.00
+    sent, share = summary.bytes_sent, "nothing sent"
+    if sent and summary.ddp_bytes:
+        ratio = sent / summary.ddp_bytes
+        share = f"1/{1 / ratio:,.3g}" if ratio < 0.995 else f"{ratio:.3g}"
+    found = [
+        Cell(f"{summary.validation_loss:.4f}"),
+        Cell(against),
+        Cell(f"{summary.perplexity:.2f}"),
+        Cell(f"{summary.seconds:.3g}"),
+        _seconds(spent.exposed, "not measured"),
+        _seconds(spent.hidden, "not known"),
+        Cell(human_bytes(sent), "counted" if summary.bytes_are_counted else "computed"),
+        Cell(share),
+    ]
+    if plan.bandwidth:
+        interfaces = outcome.record.interface_bytes or []
+        found.append(Cell(human_bytes(max(interfaces)) if interfaces else "-"))
+    return found
+
+
+def methods(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
+    """Return how each figure was got, a sentence or some for each."""
+    lines = [
+        "Validation loss and perplexity: of the weights after training, over the whole validation"
+        " split, in nats per token. The curves are of the validations on the way, over what"
+        " trainer.limit_val_batches takes; the star is the final figure.",
+        "Seconds: from the first batch to the end of training, validations included.",
+        "Exposed: seconds that rank 0 stood still for communication, which includes waiting for a"
+        " rank that is late. The library's strategies count them in their ledger; for DDP they are"
+        " torch's own statistics, from the end of backward's computation to that of its"
+        " all-reduces. A model that is divided over ranks (Domino) communicates in validations,"
+        " too, and that is in its figures.",
+    ]
+    if plan.bandwidth is None:
+        lines.append(
+            "Hidden: not known here. Communication between processes of one machine has no link"
+            " whose time could be known; with bandwidth=100mbit it is."
+        )
+    else:
+        lines.append(
+            f"Hidden: what the bytes that rank 0 sent need at {plan.bandwidth}, less the exposed"
+            " seconds, at least 0. It is computed and a lower bound: headers and rounds of small"
+            " messages take time, too, and some of what was waited for was a late rank."
+        )
+    lines.append(
+        "One rank sent: rank 0's bytes of collectives, counted in the ledger when they leave. DDP"
+        " has no ledger: for it they are computed from the all-reduce of fp32 gradients. Barriers"
+        " and validation's sums, which Lightning sends by itself, are not in it. Of fp32 DDP's"
+        " bytes: set against what fp32 DDP would have sent in as many steps on as many ranks."
+    )
+    if plan.bandwidth:
+        lines.append(
+            "A node's interface sent: all that left the busiest node from the start of the job to"
+            " its end, headers, start-up and Lightning's own traffic included, as its network"
+            " interface counted it."
+        )
+    return lines
+
+
+def _seconds(value: float | None, otherwise: str) -> Cell:
+    return Cell(otherwise if value is None else f"{value:.3g} s")
+
+
+def _row(place: int, outcomes: Sequence[Outcome], plan: Plan) -> dict[str, Any]:
+    outcome = outcomes[place]
+    job, record = outcome.job, outcome.record
+    good = outcome.measured is not None
+    return {
+        "name": job.name,
+        "color": color(place),
+        "cells": cells(outcome, outcomes[0].measured, plan) if good else [],
+        "failure": "" if good else failure_text(record),
+        "notes": " ".join(job.notes) or "nothing.",
+        "command": shlex.join(["python", *record.command]),
+    }
+
+
+def _pictures(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
+    if not any(outcome.measured for outcome in outcomes):
+        return []
+    return [
+        {"alt": alt, "base64": base64.b64encode(svg(draw, outcomes).encode()).decode()}
+        for alt, draw in DRAWINGS.items()
+    ]
+
+
+def _provenances(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Return where the figures come from, once per kind: jobs that were kept may be older."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for outcome in outcomes:
+        lines = tuple(line.removeprefix("- ").replace("`", "") for line in outcome.record.made_by)
+        kinds.setdefault(lines, []).append(outcome.job.name)
+    if len(kinds) == 1:
+        return [list(lines) for lines in kinds]
+    return [[f"jobs: {', '.join(names)}", *lines] for lines, names in kinds.items()]

@@ -1,0 +1,138 @@
+"""What to tell the user of an error: a sentence where it is theirs to repair."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning
+from hydra.errors import (
+    CompactHydraException,
+    ConfigCompositionException,
+    InstantiationException,
+    MissingConfigException,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+import lightning_commfree
+from recipes.configuration.keys import choices, groups, nearest, parameters_of, unknown_key
+
+# kinds of errors that are raised to refuse what came
+_REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, MisconfigurationException)
+_REFUSAL_NAMES = (
+    "ValueError",
+    "TypeError",
+    "FileNotFoundError",
+    "OSError",
+    "MisconfigurationException",
+)
+_SPEAKERS = (
+    Path(__file__).parents[1],
+    Path(lightning_commfree.__file__).parent,
+    Path(lightning.__file__).parent,
+)
+# of a printed traceback: a frame with its line, and the error at the end
+_FRAME = re.compile(r'^ *File "(.+)", line \d+, in .+\n +(.+)$', re.M)
+_ERROR = re.compile(r"^([\w.]+): (.+)", re.M | re.S)
+
+
+def sentence(error: BaseException) -> str | None:
+    """Return what to tell the user of an error; None where it may be a bug: show its traceback."""
+    if isinstance(error, MissingConfigException):
+        return _unknown_choice(error)
+    if isinstance(error, ConfigCompositionException):
+        return _composition(error)
+    if isinstance(error, InstantiationException):
+        return _instantiation(error)
+    if isinstance(error, MissingMandatoryValue):
+        key = error.full_key
+        return f"`{key}` must be given: add {key}=... to the command line."
+    if isinstance(error, CompactHydraException | OmegaConfBaseException):
+        return str(error)
+    if isinstance(error, ProcessRaisedException):
+        return _of_a_worker(str(error))
+    if isinstance(error, _REFUSALS) and _is_refusal(error):
+        return str(error)
+    return None
+
+
+def _unknown_choice(error: MissingConfigException) -> str:
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    options = list(error.options or choices(group))
+    if not options:
+        return str(error)
+    near = nearest(choice, options)
+    meant = f" Did you mean {group}={near}?" if near else ""
+    return f"`{group}={choice}` is no choice. There are: {', '.join(options)}.{meant}"
+
+
+def _composition(error: ConfigCompositionException) -> str:
+    cause = error.__cause__
+    parent = getattr(cause, "parent_node", None)
+    if not isinstance(cause, OmegaConfBaseException) or not isinstance(parent, DictConfig):
+        return "\n".join(str(e) for e in (error, cause) if e is not None)
+    full_key, key = str(cause.full_key), str(cause.key)
+    legal = {str(name) for name in parent}
+    if full_key == key:  # at the root: a group, or a key without what stands before it
+        return unknown_key(full_key, legal | set(groups()), "the configuration", _paths(parent))
+    target = parent.get("_target_")
+    if not isinstance(target, str):
+        return unknown_key(full_key, legal, f"`{full_key.rpartition('.')[0]}`")
+    parameters = parameters_of(target) or set()
+    if key in parameters:
+        return (
+            f"`{full_key}` has no value here; {target} takes it: write +{full_key}=... to add it."
+        )
+    return unknown_key(full_key, (legal | parameters) - {"_target_"}, target)
+
+
+def _paths(node: Any, before: str = "") -> list[str]:
+    """Return the full keys of all values."""
+    if not isinstance(node, DictConfig):
+        return [before]
+    # `_get_node` leaves interpolations alone, of which some cannot be resolved here
+    return [
+        path
+        for key in map(str, node)
+        for path in _paths(node._get_node(key), f"{before}.{key}" if before else key)
+    ]
+
+
+def _instantiation(error: InstantiationException) -> str | None:
+    cause = error.__cause__
+    told = None if cause is None else sentence(cause)
+    if told is not None:
+        return told
+    # what a constructor of another library has refused: Hydra's text names the key
+    return str(error) if cause is None or isinstance(cause, (*_REFUSALS, ImportError)) else None
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Tell a line `raise ...` of ours or of Lightning's from what Python or a library below says.
+
+    `ValueError` and `TypeError` are raised here for the user alone; our own invariants are asserts.
+    """
+    [*_, frame] = traceback.extract_tb(error.__traceback__) or [None]
+    return frame is not None and _refuses(frame.filename, frame.line or "")
+
+
+def _refuses(filename: str, line: str) -> bool:
+    ours = any(Path(filename).is_relative_to(folder) for folder in _SPEAKERS)
+    return ours and line.startswith("raise ")
+
+
+def _of_a_worker(text: str) -> str | None:
+    """Return the sentence in the printed traceback of a forked or spawned process, if it is one."""
+    frames = list(_FRAME.finditer(text))
+    if not frames:
+        return None
+    filename, line = frames[-1].groups()
+    last = _ERROR.search(text, frames[-1].end())
+    if last is None or last[1].rpartition(".")[2] not in _REFUSAL_NAMES:
+        return None
+    return last[2].strip() if _refuses(filename, line) else None

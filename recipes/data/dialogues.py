@@ -1,0 +1,45 @@
+"""Prompts and responses without a file of one's own: what is said on Shakespeare's stage."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from recipes.data.corpus import Shakespeare, Split
+from recipes.data.examples import Responses
+
+# a line with a name and a full stop, and the lines that are spoken
+_SPEECH = re.compile(r"(?P<speaker>[A-Z][A-Za-z' ]{1,20}\.)\n(?P<words>[^\[].*)", re.DOTALL)
+
+
+class Dialogues(Responses):
+    """Two short speeches that follow each other; the second speaker's name belongs to the prompt.
+
+    From the bundled works, with the plays of the validation text for validation.
+
+    Args:
+        max_characters: of both speeches together.
+    """
+
+    has_validation = True
+
+    def __init__(self, max_characters: int = 120) -> None:
+        self._works = Shakespeare()
+        self._max_characters = max_characters
+
+    def fingerprint(self) -> str:
+        """See `ExampleCorpus`."""
+        return json.dumps([self._works.fingerprint(), self._max_characters])
+
+    def pairs(self, split: Split) -> Iterator[tuple[str, str]]:
+        """Yield prompt and response, in the order of the plays."""
+        for work in self._works.documents(split):
+            paragraphs = re.split(r"\n{2,}", work)
+            for first, second in pairwise(_SPEECH.fullmatch(text.strip()) for text in paragraphs):
+                if first is None or second is None:
+                    continue
+                prompt, response = f"{first[0]}\n\n{second['speaker']}\n", second["words"]
+                if len(prompt) + len(response) <= self._max_characters:
+                    yield prompt, response

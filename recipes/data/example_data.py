@@ -1,0 +1,216 @@
+"""From examples to the batches of a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from recipes.data.cache import cache_key
+from recipes.data.corpus import SPLITS, Split
+from recipes.data.example_rows import (
+    Collator,
+    ExampleFile,
+    ExampleRows,
+    Fitted,
+    Indices,
+    Row,
+    write_examples,
+)
+from recipes.data.examples import ExampleCorpus
+from recipes.data.resumable import ResumableDataLoader, ResumableSampler
+from recipes.data.token_blocks import fingerprint
+from recipes.data.training_data import TrainingData
+
+_SPLIT_SEED = 0  # not the run's: runs that differ in it are validated on the same examples
+
+
+class ExampleDataModule(TrainingData):
+    """Rows of examples, each for one rank: in training once an epoch, in validation exactly once.
+
+    For the batches see `Collator`.
+
+    Args:
+        corpus: where the examples come from.
+        tokenizer: the model's tokenizer; it keeps the corpus's chat template, if there is one.
+        cache_dir: folder for files of tokens.
+        block_size: tokens of a row; longer examples are cut at their end, and left out if nothing
+            to foretell remains.
+        batch_size: rows per rank and micro-batch.
+        packing: whole examples share rows, as many as fit; otherwise each has a row of its own,
+            filled up to the longest of its batch.
+        validation_fraction: of the training examples, drawn for validation where the corpus has no
+            examples for that.
+        num_workers: processes that read ahead; 0 reads in the training process.
+        seed: of the order of the training rows, which is another one in every epoch.
+
+    Raises:
+        ValueError: `validation_fraction` is not between 0 and 1, or the tokenizer lacks a token
+            that is needed. From `prepare_data`: an example is not as it should be, or none has
+            anything to foretell. From `setup`: there are fewer rows than the ranks need.
+    """
+
+    def __init__(
+        self,
+        corpus: ExampleCorpus,
+        tokenizer: PreTrainedTokenizerBase,
+        cache_dir: str,
+        block_size: int = 512,
+        batch_size: int = 8,
+        packing: bool = True,
+        validation_fraction: float = 0.05,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tokenizer, block_size, batch_size)
+        if not 0 < validation_fraction < 1:
+            raise ValueError(
+                f"data.validation_fraction={validation_fraction} must be between 0 and 1, such as"
+                " 0.05."
+            )
+        corpus.prepare(tokenizer)
+        self.corpus = corpus
+        self.packing = packing
+        self._cache_dir = cache_dir
+        self._validation_fraction = validation_fraction
+        self._num_workers = num_workers
+        self._seed = seed
+        self._collator = Collator(packing, _filler(tokenizer))
+        self._rows: dict[Split, ExampleRows] = {}
+
+    def rows(self, split: Split) -> ExampleRows:
+        """Return the rows of a split; `prepare_data` must have been called by some process."""
+        if split not in self._rows:
+            file, fitted = self._fitted(split)
+            rows = ExampleRows(file, fitted.kept, self.block_size, self.packing)
+            self._rows[split] = rows
+        return self._rows[split]
+
+    @override
+    def prepare_data(self) -> None:
+        for split in SPLITS if self.corpus.has_validation else SPLITS[:1]:
+            write_examples(self._path(split), self.corpus.examples(split, self.tokenizer))
+        for split in SPLITS:
+            _, fitted = self._fitted(split)
+            if fitted.num_dropped and not len(fitted.kept):
+                raise ValueError(
+                    f"None of the {fitted.num_dropped} {split} examples has anything to foretell"
+                    f" within {self.block_size} tokens: no response, or no turn of the role"
+                    " 'assistant'. Look at the data, or raise `data.block_size`."
+                )
+
+    @override
+    def setup(self, stage: str) -> None:
+        size, _ = self.size_and_rank()
+        self._require("train", self.batch_size * size)
+        self._require("validation", size)
+
+    @override
+    def train_dataloader(self) -> ResumableDataLoader:
+        size, rank = self.size_and_rank()
+        sampler = ResumableSampler(
+            self.rows("train"),
+            num_replicas=size,
+            rank=rank,
+            shuffle=True,
+            seed=self._seed,
+            drop_last=True,
+        )
+        return ResumableDataLoader(
+            sampler,
+            self.batch_size,
+            drop_last=True,
+            num_workers=self._num_workers,
+            collate_fn=self._collator,
+        )
+
+    @override
+    def val_dataloader(self) -> DataLoader[Row]:
+        size, rank = self.size_and_rank()
+        rows = self.rows("validation")
+        sampler = UnrepeatedDistributedSampler(rows, num_replicas=size, rank=rank, shuffle=False)
+        return DataLoader(
+            rows,
+            self.batch_size,
+            sampler=sampler,
+            num_workers=self._num_workers,
+            collate_fn=self._collator,
+        )
+
+    @override
+    def num_rows(self) -> int:
+        return len(self.rows("train"))
+
+    @override
+    def tokens_per_row(self) -> int:
+        rows = self.rows("train")
+        return round(rows.num_tokens / len(rows))
+
+    @override
+    def describe(self) -> str:
+        train, validation = (self.rows(split) for split in SPLITS)
+        share = train.num_tokens / (len(train) * self.block_size)
+        text = (
+            f"{train.num_examples:,} training, {validation.num_examples:,} validation examples in"
+            f" {len(train):,} and {len(validation):,} rows, which are {share:.0%} full"
+        )
+        fitted = [self._fitted(split)[1] for split in SPLITS]
+        num_cut, num_dropped = (sum(f.num_cut for f in fitted), sum(f.num_dropped for f in fitted))
+        if num_cut:
+            text += f"; {num_cut:,} are cut behind {self.block_size} tokens"
+        if num_dropped:
+            text += f"; {num_dropped:,} are left out, with nothing to foretell within them"
+        return text
+
+    @override
+    def prompt(self) -> str:
+        """Return what the first validation example begins with, up to its first target."""
+        [example, *_] = self.rows("validation")[0]
+        return str(self.tokenizer.decode(example.tokens[: example.is_target.index(True)]))
+
+    def _path(self, split: Split) -> Path:
+        key = cache_key(
+            type(self.corpus).__name__,
+            self.corpus.fingerprint(),
+            fingerprint(self.tokenizer),
+            self.tokenizer.chat_template,
+        )
+        return Path(self._cache_dir) / f"examples-{key}-{split}"
+
+    def _fitted(self, split: Split) -> tuple[ExampleFile, Fitted]:
+        own = split == "train" or self.corpus.has_validation
+        file = ExampleFile(self._path(split if own else "train"))
+        indices: Indices = np.arange(len(file))
+        if not self.corpus.has_validation:
+            indices = self._share(split, indices)
+        return file, file.fit(indices, self.block_size)
+
+    def _share(self, split: Split, indices: Indices) -> Indices:
+        shuffled = np.random.default_rng(_SPLIT_SEED).permutation(indices)
+        size = max(round(len(indices) * self._validation_fraction), 1)
+        return np.sort(shuffled[:size] if split == "validation" else shuffled[size:])
+
+    def _require(self, split: Split, num_rows: int) -> None:
+        found = len(self.rows(split))
+        if found < num_rows:
+            packed = " (`data.packing=false` makes a row of every example)" if self.packing else ""
+            raise ValueError(
+                f"The {split} split has {found} rows of up to {self.block_size} tokens, and this"
+                f" run needs at least {num_rows}. Use more examples, or lower `data.batch_size` or"
+                f" `trainer.devices`{packed}."
+            )
+
+
+def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that rows are filled up with: masked and no target, so any would do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise ValueError(
+        "The tokenizer has neither a padding token (`pad_token`) nor an end-of-text token"
+        " (`eos_token`), one of which rows are filled up with. Save the tokenizer with one."
+    )

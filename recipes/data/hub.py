@@ -1,0 +1,156 @@
+"""A corpus of the Hugging Face `datasets` library, larger than memory if need be."""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from recipes.data.cache import cache_key
+from recipes.data.corpus import Split, digest
+
+
+class HubText:
+    """The texts of a dataset, read as a stream: a document at a time is in memory.
+
+    The stream is tokenized once, into the memory-mapped file that every corpus becomes
+    (`token_blocks`), and not trained from: a file is read in a random order that is another one in
+    every epoch, is resumed exactly at any step by any number of ranks, and is there without a
+    network. The price is disk, two or four bytes a token, and that training begins when the last
+    document is through; `max_documents` bounds both.
+
+    Args:
+        path: an id on the hub, a local folder, or "json", "text", "parquet" and what else the
+            library reads, with `data_files`.
+        name: of the dataset's configuration, where it has several.
+        data_files: split to a path or glob, or a list of them.
+        train: name of the split to train on.
+        validation: name of the split to validate on; None: the first `validation_documents` of the
+            training split, which are then not trained on.
+        validation_documents: to validate on, at most.
+        max_documents: to train on, at most; None: all.
+        text_column: that holds the text.
+        revision: commit, branch or tag on the hub; None: its newest.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+        FileNotFoundError: an entry of `data_files` matches no file.
+        ValueError: a number of documents is not positive; or (from `documents` and `fingerprint`)
+            the dataset cannot be reached or read, or has no such column.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        name: str | None = None,
+        data_files: Mapping[str, str | Sequence[str]] | None = None,
+        train: str = "train",
+        validation: str | None = None,
+        validation_documents: int = 1000,
+        max_documents: int | None = None,
+        text_column: str = "text",
+        revision: str | None = None,
+    ) -> None:
+        counts = {"validation_documents": validation_documents, "max_documents": max_documents}
+        for key, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"data.corpus.{key}={count} must be positive.")
+        _library()
+        self._path, self._name, self._revision = path, name, revision
+        self._files = None if data_files is None else _find(data_files)
+        self._splits = {"train": train, "validation": validation or train}
+        self._held_out = 0 if validation else validation_documents
+        self._counts = {"train": max_documents, "validation": validation_documents}
+        self._column = text_column
+        self._fingerprint: str | None = None  # made once and on demand: it reads files or asks
+
+    def documents(self, split: Split) -> Iterator[str]:
+        """Yield the documents of a split in the dataset's order, empty ones left out."""
+        start = self._held_out if split == "train" else 0
+        count = self._counts[split]
+        rows = islice(self._rows(split), start, None if count is None else start + count)
+        for row in rows:
+            text = row.get(self._column)
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"'{self._path}' has no text in data.corpus.text_column='{self._column}'. Its"
+                    f" columns: {', '.join(f'{k} ({type(v).__name__})' for k, v in row.items())}."
+                )
+            if text:
+                yield text
+
+    def fingerprint(self) -> str:
+        """Return a key of the content: of the bytes of local files, of the commit on the hub."""
+        if self._fingerprint is None:
+            self._fingerprint = cache_key(
+                self._content(),
+                self._name,
+                self._splits,
+                self._held_out,
+                self._counts,
+                self._column,
+            )
+        return self._fingerprint
+
+    def _rows(self, split: Split) -> Iterator[dict[str, Any]]:
+        try:
+            yield from _library().load_dataset(
+                self._path,
+                self._name,
+                data_files=self._files,
+                split=self._splits[split],
+                revision=self._revision,
+                streaming=True,
+            )
+        except (OSError, ValueError, _library().exceptions.DatasetsError) as error:
+            raise self._unreadable(error) from error
+
+    def _content(self) -> object:
+        if self._files is not None:
+            return [self._path, {k: [digest(Path(f)) for f in v] for k, v in self._files.items()}]
+        if Path(self._path).is_dir():
+            files = sorted(file for file in Path(self._path).rglob("*") if file.is_file())
+            return [[str(file.relative_to(self._path)), digest(file)] for file in files]
+        if re.fullmatch("[0-9a-f]{40}", self._revision or ""):
+            return [self._path, self._revision]
+        from huggingface_hub import HfApi  # comes with `datasets`
+
+        try:
+            return [self._path, HfApi().dataset_info(self._path, revision=self._revision).sha]
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> ValueError:
+        return ValueError(
+            f"data.corpus.path='{self._path}' could not be read by `datasets`:"
+            f" {type(error).__name__}: {error}. An id needs a network and HF_HUB_OFFLINE unset;"
+            " without one, give a folder, or json, text or parquet with data.corpus.data_files."
+        )
+
+
+def _library() -> Any:
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "data=hub needs the library `datasets`: pip install 'datasets>=3.0', or this project's"
+            " extra `recipes`."
+        ) from error
+    return datasets
+
+
+def _find(data_files: Mapping[str, str | Sequence[str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for split, patterns in data_files.items():
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            files = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+            if not files:
+                raise FileNotFoundError(
+                    f"data.corpus.data_files.{split}: '{pattern}' matches no file (looked from"
+                    f" '{Path.cwd()}')."
+                )
+            found.setdefault(split, []).extend(files)
+    return found

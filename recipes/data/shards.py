@@ -1,0 +1,109 @@
+"""Ready-made files of tokens, as nanoGPT and llm.c write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
+
+from recipes.data.cache import build_once, cache_key
+from recipes.data.corpus import SPLITS, Split, find_splits
+from recipes.data.token_blocks import JoinedBlocks, TokenBlocks
+from recipes.data.token_data import BlockDataModule
+
+DTYPES = ("uint16", "uint32")
+# llm.c's files, and so those of FineWeb for GPT-2 that many use, begin with 256 int32: a number
+# that tells the width of a token, a version, the tokens in the file, zeros
+HEADER_BYTES = 1024
+_WIDTH_OF_HEADER = {20240520: "uint16", 20240801: "uint32"}
+
+
+class TokenShards(BlockDataModule):
+    """Files of tokens, memory-mapped, so that they may be larger than memory; one after the other.
+
+    Little-endian unsigned integers, and before them nothing (nanoGPT) or llm.c's header, which is
+    recognized. Every id is looked at once, when files are used for the first time: one that the
+    model has no embedding for would end a run on a GPU in the middle, without a name.
+
+    Args:
+        train: a path or glob (`~` and `**` are understood), or a list of them; in order of paths.
+        validation: likewise.
+        tokenizer: the one that made the tokens.
+        cache_dir: folder where it is kept which files have been looked at.
+        dtype: of a token in files without a header, "uint16" or "uint32".
+        block_size: see `BlockDataModule`, as all that follow.
+        batch_size: likewise.
+        num_workers: likewise.
+        seed: likewise.
+
+    Raises:
+        FileNotFoundError: a path or glob matches no file.
+        ValueError: a file is in both splits; or (from `prepare_data`) an id is too large for the
+            tokenizer, or a file's size fits no whole number of tokens.
+    """
+
+    def __init__(
+        self,
+        train: str | Sequence[str],
+        validation: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        cache_dir: str,
+        dtype: str = "uint16",
+        block_size: int = 128,
+        batch_size: int = 8,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
+        if dtype not in DTYPES:
+            raise ValueError(f"data.dtype={dtype!r} must be one of {', '.join(DTYPES)}.")
+        self._files = find_splits("data", train, validation)
+        self._dtype = dtype
+        self._cache_dir = Path(cache_dir)
+
+    @override
+    def blocks(self, split: Split) -> JoinedBlocks:
+        """Return the blocks of a split, which never reach from one file into the next."""
+        return JoinedBlocks([self._open(path) for path in self._files[split]])
+
+    @override
+    def prepare_data(self) -> None:
+        for split in SPLITS:
+            for path in self._files[split]:
+                self._check_ids(path)
+
+    def _open(self, path: Path) -> TokenBlocks:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            first = int.from_bytes(file.read(4), "little")
+        dtype, offset = _WIDTH_OF_HEADER.get(first, self._dtype), 0
+        if first in _WIDTH_OF_HEADER:
+            offset = HEADER_BYTES
+        if size < offset or (size - offset) % np.dtype(dtype).itemsize:
+            raise ValueError(
+                f"'{path}' has {size} bytes, which is no whole number of {dtype} tokens"
+                f"{' behind its header' if offset else ''}. It was cut short, or data.dtype is"
+                f" another one of {', '.join(DTYPES)}."
+            )
+        return TokenBlocks(path, self.block_size, dtype, offset)
+
+    def _check_ids(self, path: Path) -> None:
+        tokens, size = self._open(path).tokens, len(self.tokenizer)
+        if size > np.iinfo(tokens.dtype).max or not len(tokens):
+            return
+        status = path.stat()
+        key = cache_key(str(path), status.st_size, status.st_mtime_ns, str(tokens.dtype))
+
+        def build(file: Path) -> None:
+            file.write_text(str(tokens.max()))  # numpy goes through the mapped file in pieces
+
+        largest = int(build_once(self._cache_dir / f"largest-id-{key}.txt", build).read_text())
+        if largest >= size:
+            raise ValueError(
+                f"'{path}' has the token {largest}, and the tokenizer has ids 0 to {size - 1}. Give"
+                " the tokenizer that made the file (tokenizer=pretrained"
+                " tokenizer.name_or_path=...), or its data.dtype."
+            )

@@ -1,0 +1,101 @@
+"""How long a run is: a budget of tokens, turned into optimizer steps before anything reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import lightning.pytorch as pl
+from hydra.utils import get_class
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_commfree import DominoTPStrategy
+
+
+class Ranks(NamedTuple):
+    """The processes of a run, as Lightning counts them."""
+
+    per_node: int
+    num_nodes: int
+
+
+def count_ranks(trainer: Mapping[str, Any]) -> Ranks:
+    """Return how many ranks a Trainer with these settings has, `devices=-1` and "auto" resolved.
+
+    Args:
+        trainer: the keys accelerator, devices and num_nodes of a `conf/trainer/*.yaml`.
+    """
+    bare = pl.Trainer(
+        accelerator=trainer["accelerator"],
+        devices=trainer["devices"],
+        num_nodes=trainer["num_nodes"],
+        strategy="ddp",  # or one rank that sees several nodes would count itself only
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return Ranks(bare.num_devices, bare.num_nodes)
+
+
+def settle_length(cfg: DictConfig) -> None:
+    """Set `trainer.max_steps` to what `token_budget` allows, and print the sum.
+
+    Must run before interpolations are resolved: optimizer and checkpoints read
+    `${trainer.max_steps}`. The budget is kept: the last step ends at it or less than a step before.
+
+    Args:
+        cfg: composed; changed in place. Left alone where `token_budget` is null or no key.
+
+    Raises:
+        ValueError: the budget is no positive whole number, or smaller than one step's tokens.
+    """
+    budget = _budget(cfg)
+    if budget is None:
+        return
+    shares = _count_shares(cfg)
+    rows, block, accumulate = (
+        cfg.data.batch_size,
+        cfg.data.block_size,
+        cfg.trainer.accumulate_grad_batches,
+    )
+    per_step = shares * rows * block * accumulate
+    steps = budget // per_step
+    how = (
+        f"{per_step:,} tokens a step ({shares} shares of the data x data.batch_size={rows} x"
+        f" data.block_size={block} x trainer.accumulate_grad_batches={accumulate})"
+    )
+    if steps < 1:
+        raise ValueError(
+            f"token_budget={budget:,} is not enough for one step: this run takes {how}. Raise"
+            " the budget, or lower one of these."
+        )
+    replaced = cfg.trainer.max_steps
+    cfg.trainer.max_steps = steps
+    rank_zero_only(print)(
+        f"token_budget={budget:,}: {steps:,} steps of {how}. The budget decides:"
+        f" trainer.max_steps={replaced} is not used."
+    )
+
+
+def _budget(cfg: DictConfig) -> int | None:
+    given = cfg.get("token_budget")
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int | float) or given != given // 1:
+        raise ValueError(
+            f"token_budget={given!r} must be a whole number of tokens, such as 2_500_000_000 or"
+            " 2.5e9, or null to give the length by trainer.max_steps."
+        )
+    return int(given)
+
+
+def _count_shares(cfg: DictConfig) -> int:
+    """Return into how many shares the ranks divide the data; a tensor group reads one together."""
+    keys = OmegaConf.masked_copy(cfg.trainer, ["accelerator", "devices", "num_nodes"])
+    ranks = count_ranks(cast(dict[str, Any], OmegaConf.to_container(keys)))
+    world = ranks.per_node * ranks.num_nodes
+    if not issubclass(get_class(cfg.strategy._target_), DominoTPStrategy):
+        return world
+    return max(world // (cfg.strategy.tensor_parallel_size or ranks.per_node), 1)

@@ -1,0 +1,82 @@
+"""Where a run goes on from: `ckpt_path`, found and looked at before anything is launched."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from recipes.training.report import CHECKPOINT_FOLDER
+
+_LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning looks for these itself
+
+
+def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str | None:
+    """Return the checkpoint to go on from, None for a fresh start.
+
+    "last" is the newest whole checkpoint of the run's own folder, by the time at which it was
+    written: the `last.ckpt` of an end or a stop, or the `step-N.ckpt` that a killed run left. Files
+    that were cut short are passed over with a warning. What single ranks keep in `replicas/` beside
+    it needs no look: a save completes it before it replaces the checkpoint.
+
+    Args:
+        ckpt_path: a path, "last", or a word that Lightning knows.
+        run_dir: the run's folder.
+        max_steps: optimizer steps of the whole run.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: the run that it belongs to has taken all of its steps.
+    """
+    if ckpt_path is None or ckpt_path in _LIGHTNINGS_WORDS:
+        return ckpt_path
+    if ckpt_path == "last":
+        path = _newest(Path(run_dir) / CHECKPOINT_FOLDER)
+    elif Path(ckpt_path).exists():
+        path = Path(ckpt_path)
+    else:
+        raise FileNotFoundError(
+            f"ckpt_path='{ckpt_path}' does not exist (looked from '{Path.cwd()}'). Give a"
+            " checkpoint, such as outputs/pretrain/.../checkpoints/last.ckpt, the word `last` with"
+            " `hydra.run.dir=` of the run to go on with, or null to start anew."
+        )
+    steps = _steps_taken(path)
+    if steps is not None and steps >= max_steps:
+        raise ValueError(
+            f"'{path}' has taken {steps} steps, and trainer.max_steps={max_steps}: nothing is left"
+            " to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
+            " ckpt_path=null to start anew."
+        )
+    return str(path)
+
+
+def _newest(folder: Path) -> Path:
+    files = sorted(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for file in files:
+        if _steps_taken(file) is not None:
+            return file
+        warnings.warn(f"'{file}' was cut short and is passed over.", stacklevel=2)
+    found = "no whole checkpoint" if files else "no checkpoint"
+    raise FileNotFoundError(
+        f"ckpt_path=last found {found} in '{folder}'. It means the newest one of the run's own"
+        f" folder: give the folder that the run had before as hydra.run.dir={_example(folder)}, or"
+        " set ckpt_path=null to start anew."
+    )
+
+
+def _example(folder: Path) -> str:
+    """Return the newest run beside this one that has a checkpoint, or else a pattern."""
+    beside = folder.parent.parent.glob(f"*/{CHECKPOINT_FOLDER}/*.ckpt")
+    newest = max(beside, key=lambda file: file.stat().st_mtime_ns, default=None)
+    return "outputs/pretrain/..." if newest is None else f"'{newest.parent.parent}'"
+
+
+def _steps_taken(path: Path) -> int | None:
+    """Return a checkpoint's optimizer steps, without reading its tensors; None if unreadable."""
+    try:
+        return int(
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)["global_step"]
+        )
+    except Exception:  # noqa: BLE001 - whatever a damaged file makes torch raise
+        return None

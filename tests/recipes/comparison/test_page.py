@@ -1,0 +1,118 @@
+"""Table, pictures and page from made-up runs."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from recipes.comparison.figures import DRAWINGS, draw_bytes, draw_loss_over_tokens, write_png
+from recipes.comparison.outcome import Times, bits_per_second, read_outcome, times
+from recipes.comparison.page import cells, heads, warnings, write_html
+from tests.recipes.comparison.made_up import failed, outcome, plan
+
+
+def test_a_row_says_what_was_measured_and_how(tmp_path: Path) -> None:
+    ddp, diloco = outcome("ddp", tmp_path), outcome("streaming_diloco", tmp_path)
+    names = heads([ddp, diloco], plan(tmp_path))[1:]
+    assert dict(zip(names, cells(ddp, ddp.measured, plan(tmp_path)), strict=True)) == {
+        "validation loss": ("4.0000", ""),
+        "against ddp": ("-", ""),
+        "perplexity": ("54.60", ""),
+        "seconds": ("50", ""),
+        "exposed": ("2 s", ""),
+        "hidden, at least": ("not known", ""),
+        "one rank sent": ("80 MB", "computed"),
+        "of fp32 DDP's bytes": ("1", ""),
+    }
+    row = dict(zip(names, cells(diloco, ddp.measured, plan(tmp_path)), strict=True))
+    assert row["against ddp"] == ("+2.50 %", "")
+    assert row["one rank sent"] == ("1 MB", "counted")
+    assert row["of fp32 DDP's bytes"] == ("1/80", "")
+
+
+def test_what_a_link_needs_less_what_was_waited_is_hidden(tmp_path: Path) -> None:
+    # 1 MB at 1 Mbit/s: 8 s, of which 2 were waited for
+    assert times(outcome("streaming_diloco", tmp_path, "1mbit")) == Times(50.0, 2.0, 6.0)
+    # 80 MB need more than the run took: no more is hidden than there was
+    assert times(outcome("ddp", tmp_path, "1mbit")) == Times(50.0, 2.0, 48.0)
+    assert times(outcome("streaming_diloco", tmp_path, "1gbit")) == Times(50.0, 2.0, 0.0)
+    assert times(outcome("ddp", tmp_path)) == Times(50.0, 2.0, None)
+    assert [bits_per_second(rate) for rate in ("1.5gbit", "20kbit")] == [1.5e9, 2e4]
+
+
+def test_in_the_laboratory_the_interface_stands_beside_the_ledger(tmp_path: Path) -> None:
+    asked = plan(tmp_path, "100mbit")
+    run = outcome("streaming_diloco", tmp_path, "100mbit")
+    row = dict(zip(heads([run], asked)[1:], cells(run, None, asked), strict=True))
+    assert row["a node's interface sent"] == ("1.2 MB", "")
+    assert row["against streaming_diloco"] == ("-", "")
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    runs = [outcome("ddp", tmp_path), failed("streaming_diloco", tmp_path, "<b>no</b> corpus\n")]
+    page = tmp_path / "page.html"
+    write_html(runs, plan(tmp_path), "python -m recipes.compare 'a=<x>'", page)
+    text = page.read_text()
+    sources = re.findall(r'(?:src|href)="([^"]*)"', text)
+    assert len(sources) == len(DRAWINGS) == 4
+    for source in sources:
+        kind, _, code = source.partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        assert b"<svg" in base64.b64decode(code)
+    assert not re.search(r"<(script|link|iframe)|@import|url\(", text)
+    assert "python -m recipes.compare &#39;a=&lt;x&gt;&#39;" in text
+    assert "streaming_diloco failed" in text
+    assert "&lt;b&gt;no&lt;/b&gt; corpus" in text
+    assert "Failed: streaming_diloco. The figures are those of the other jobs." in text
+    assert "commit: abc" in text
+
+
+def test_a_page_without_a_run_that_ended_well(tmp_path: Path) -> None:
+    run = failed("ddp", tmp_path, "")
+    write_html([run], plan(tmp_path), "", tmp_path / "page.html")
+    write_png([run], "nothing", tmp_path / "page.png")
+    assert "No job ended well." in (tmp_path / "page.html").read_text()
+    assert "<img" not in (tmp_path / "page.html").read_text()
+
+
+def test_unequal_tokens_are_said(tmp_path: Path) -> None:
+    ddp, other = outcome("ddp", tmp_path), outcome("streaming_diloco", tmp_path)
+    assert warnings([ddp, other]) == []
+    assert other.measured is not None
+    other.measured.history.tokens_per_step = 1024
+    assert warnings([ddp, other]) == [
+        "The jobs did not train on equally many tokens: ddp 100 steps of 2,048,"
+        " streaming_diloco 100 steps of 1,024."
+    ]
+
+
+def test_the_curves_are_the_histories(tmp_path: Path) -> None:
+    runs = [outcome("ddp", tmp_path), outcome("streaming_diloco", tmp_path)]
+    loss, sent = Figure().subplots(1, 2)
+    draw_loss_over_tokens(loss, runs)
+    line, star = loss.lines[2:]
+    assert list(line.get_xdata()) == [102_400, 204_800]
+    assert list(line.get_ydata()) == [5.0, 4.1]
+    assert (star.get_xdata(), star.get_ydata()) == ([204_800], [4.1])
+    draw_bytes(sent, runs)
+    assert [line.get_linestyle() for line in sent.lines] == ["--", "-"]
+    assert list(sent.lines[1].get_ydata()) == [0, 500_000, 1_000_000, 1_000_000]
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    runs = [outcome("ddp", tmp_path), outcome("streaming_diloco", tmp_path)]
+    write_png(runs, "made up", tmp_path / "page.png")
+    assert Image.open(tmp_path / "page.png").format == "PNG"
+
+
+def test_a_run_whose_files_are_of_another_version_is_refused(tmp_path: Path) -> None:
+    run = outcome("ddp", tmp_path)
+    run.job.folder.mkdir()
+    (run.job.folder / "summary.json").write_text('{"steps": 1}')
+    with pytest.raises(ValueError, match=r"this version can read .*missing.*run_dir=\.\.\."):
+        read_outcome(run.job, run.record)

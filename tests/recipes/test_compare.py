@@ -1,0 +1,162 @@
+"""`python -m recipes.compare`: a real comparison at toy size, and what ends it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.singleton import Singleton
+from PIL import Image
+
+from recipes import compare as recipe
+from recipes.comparison import running
+from recipes.comparison.jobs import OWN_KEYS, RECIPE, Job, Plan, build_jobs
+from recipes.comparison.running import Record
+
+CONF = Path(__file__).parents[2] / "conf"
+TOY = [
+    "data=synthetic",
+    "data.corpus.train_characters=20000",
+    "data.corpus.validation_characters=4000",
+    "tokenizer=bytes",
+    "model.n_embd=16",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "trainer.max_steps=6",
+    "trainer.val_check_interval=3",
+    "trainer.log_every_n_steps=2",
+    "optimizer.warmup_steps=2",
+    "report.sample_tokens=1",
+    "logger=none",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hydra_forgets() -> Iterator[None]:
+    """Hydra remembers an application's configuration in singletons; other tests shall not."""
+    before = copy.deepcopy(Singleton.get_state())
+    yield
+    Singleton.set_state(before)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
+    """Run the command in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["compare", *words])
+    try:
+        recipe.main()
+    except SystemExit as left:
+        return left.code
+    return 0
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("compare") / "run"
+    words = ["strategies=[ddp,domino_tp]", *TOY, f"run_dir={folder}", f"cache_dir={folder}/cache"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert run_main(monkeypatch, *words) == 0
+    return folder, words
+
+
+def test_two_strategies_train_on_the_same_tokens_and_a_page_shows_them(compared) -> None:
+    folder, words = compared
+    found = {}
+    for name in ("ddp", "domino_tp"):
+        found[name] = json.loads((folder / name / "summary.json").read_text())
+        history = json.loads((folder / name / "history.json").read_text())
+        assert history["tokens_per_step"] == 2 * 16 * 64
+        assert history["validation_steps"] == [3, 6]
+    # the same seed, model, batches and optimizer: both take the same steps, to rounding
+    losses = [summary["validation_loss"] for summary in found.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    text = (folder / recipe.PAGE_FILE).read_text()
+    for summary in found.values():
+        assert f"<td>{summary['validation_loss']:.4f}</td>" in text
+        assert f"<td>{summary['seconds_waited']:.3g} s</td>" in text
+    assert "python -m recipes.compare &#39;strategies=[ddp,domino_tp]&#39; data=synthetic" in text
+    assert Image.open(folder / recipe.FIGURE_FILE).format == "PNG"
+
+
+def test_ddp_waits_and_the_run_lasts_longer_than_that(compared) -> None:
+    """Its wait is read from torch's statistics, whose names a release may change."""
+    folder, _ = compared
+    summary = json.loads((folder / "ddp" / "summary.json").read_text())
+    assert 0 < summary["seconds_waited"] < summary["seconds"]
+    waited = json.loads((folder / "ddp" / "history.json").read_text())["seconds_waited"]
+    assert waited[0] is None, "torch has no figure of the first step before the second begins"
+    assert 0 < waited[1] <= waited[2] <= waited[3] <= summary["seconds_waited"]
+
+
+def test_the_same_command_keeps_what_is_done(compared, monkeypatch, capsys) -> None:
+    folder, words = compared
+    before = (folder / "ddp" / "summary.json").stat().st_mtime_ns
+    (folder / recipe.PAGE_FILE).unlink()
+    assert run_main(monkeypatch, *words) == 0
+    assert (folder / "ddp" / "summary.json").stat().st_mtime_ns == before
+    assert "[2/2] domino_tp: kept, it is done already" in capsys.readouterr().out
+    assert (folder / recipe.PAGE_FILE).exists()
+
+
+def test_a_job_that_fails_makes_the_exit_code_1(monkeypatch, tmp_path, capsys) -> None:
+    def fail(job: Job, plan: Plan) -> Record:
+        job.folder.mkdir()
+        log = job.folder / "output.log"
+        log.write_text("out of luck\n")
+        return Record(job.arguments, None, None, 9, None, [str(log)], [])
+
+    monkeypatch.setattr(running, "run", fail)
+    assert run_main(monkeypatch, "strategies=[ddp]", f"run_dir={tmp_path}/run") == 1
+    text = (tmp_path / "run" / recipe.PAGE_FILE).read_text()
+    assert "ddp failed" in text
+    assert "out of luck" in text
+    assert "It ended with exit code 9. All that it printed: " in capsys.readouterr().out
+
+
+def test_without_the_laboratory_the_exit_code_is_2(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(running, "why_unavailable", lambda: "It needs root.")
+    assert run_main(monkeypatch, "bandwidth=100mbit", f"run_dir={tmp_path}/run") == 2
+    assert capsys.readouterr().err == "It needs root.\n"
+    assert not (tmp_path / "run" / "ddp").exists()
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys) -> None:
+    def press(job: Job, plan: Plan) -> Record:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run", press)
+    assert run_main(monkeypatch, "strategies=[ddp]", f"run_dir={tmp_path}/run") == 130
+    assert f"are kept: add run_dir={tmp_path}/run to go on." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("strategies=ddp", "`strategies=ddp` must be a list: 'strategies=[ddp,domino_tp]'"),
+        ("overrides.ddp=[1]", "`overrides.ddp=[1]` must give keys their values"),
+        ("timeout_minutes=0", "`timeout_minutes=0` must be a number above 0"),
+        ("nodes=two", "`nodes=two` must be a whole number"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(word, message) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("compare", [word])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recipe.read_plan(config, Path())
+
+
+def test_the_configuration_has_the_comparisons_keys_and_the_jobs() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config, job = compose("compare"), compose(RECIPE)
+        plan = recipe.read_plan(config, Path())
+        jobs = build_jobs(plan, [])
+    assert set(config) - set(job) | {"run_dir"} == set(OWN_KEYS)
+    assert set(job) <= set(config)
+    # nothing of a job is set here: jobs are composed from their own configuration
+    assert {key for key in job if config._get_node(key) != job._get_node(key)} == {"run_dir"}
+    assert [job.name for job in jobs] == list(config.overrides)

@@ -1,0 +1,339 @@
+"""`recipes.finetune` on a toy model with every strategy, and what it refuses before it launches."""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
+from lightning.pytorch import Trainer
+from omegaconf import OmegaConf
+from peft import LoraConfig, PeftModel
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from recipes.configuration.sentences import sentence
+from recipes.data.tokenizer import byte_tokenizer
+from recipes.finetune import build
+from recipes.training.pretrained import check_packing, find_pretrained
+from recipes.training.run import fit
+
+CONF = Path(__file__).parents[2] / "conf"
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+PAIRS = [(f"{i}=", " ".join(WORDS[int(digit)] for digit in str(i))) for i in range(60)]
+LETTERS = {letter for pair in PAIRS for letter in "".join(pair)}
+SPLITS = {"train": PAIRS[:50], "validation": PAIRS[50:]}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+BLOCK_SIZE, STEPS = 32, 40
+SMALL = [
+    "trainer.devices=2",
+    f"trainer.max_steps={STEPS}",
+    "trainer.val_check_interval=20",
+    "checkpoint_every_n_steps=0",
+    "optimizer.lr=1e-2",
+    "optimizer.warmup_steps=2",
+    "report.sample_tokens=8",
+    f"data.block_size={BLOCK_SIZE}",
+    "data.batch_size=2",
+]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """What a pretraining leaves, and data of three kinds."""
+    folder = tmp_path_factory.mktemp("toy")
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=257,
+        n_positions=BLOCK_SIZE,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        initializer_range=0.2,  # 0.02 is meant for a hundred times the width
+        bos_token_id=byte_tokenizer().bos_token_id,
+        eos_token_id=byte_tokenizer().eos_token_id,
+    )
+    for saved in (GPT2LMHeadModel(config), byte_tokenizer()):
+        saved.save_pretrained(folder / "runs" / "1" / "huggingface")
+    for split, pairs in SPLITS.items():
+        lines = [json.dumps({"prompt": prompt, "response": text}) for prompt, text in pairs]
+        (folder / f"responses-{split}").write_text("\n".join(lines))
+        chats = [
+            [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
+            for prompt, text in pairs
+        ]
+        lines = [json.dumps({"messages": messages}) for messages in chats]
+        (folder / f"chat-{split}").write_text("\n".join(lines))
+        (folder / f"text-{split}").write_text("".join(p + text for p, text in pairs))
+    return folder
+
+
+def _splits(kind):
+    return [] if kind == "dialogues" else SPLITS
+
+
+@pytest.fixture(scope="module")
+def compose_finetune(toy):
+    """Compose `conf/finetune.yaml` for the toy model and a kind of data."""
+
+    def composed(run_dir, kind, *overrides):
+        own = [
+            f"run_dir={run_dir}",
+            f"cache_dir={toy}/cache",
+            f"model.name_or_path='{toy}/runs/*/huggingface'",
+            f"data={kind}",
+            *(f"data.corpus.{split}={toy}/{kind}-{split}" for split in _splits(kind)),
+            *([f'data.corpus.chat_template="{TEMPLATE}"'] if kind == "chat" else []),
+        ]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("finetune", [*own, *SMALL, *overrides])
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+    return composed
+
+
+RUNS = {
+    "ddp": ("text", "strategy=ddp"),
+    "streaming_diloco": ("chat", "strategy=streaming_diloco strategy.sync_every=10"),
+    "distributed_lion": (
+        "responses",
+        "strategy=distributed_lion optimizer=distributed_lion_finetune data.packing=false",
+    ),
+    "domino_tp": ("responses", "strategy=domino_tp data.batch_size=4"),
+    "lora": ("chat", "strategy=ddp lora=default optimizer.lr=0.1 data.packing=false"),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def finished_run(request, compose_finetune, tmp_path_factory):
+    kind, overrides = RUNS[request.param]
+    folder = tmp_path_factory.mktemp("run")
+    fit(compose_finetune(folder, kind, *overrides.split()), build)
+    return kind, json.loads((folder / "summary.json").read_text())
+
+
+def _rows(tokenizer, kind):
+    """Yield what a model is given and what it shall answer, for the whole validation split."""
+    end = tokenizer.eos_token
+    if kind == "text":
+        tokens = tokenizer("".join(p + text for p, text in SPLITS["validation"]) + end)["input_ids"]
+        for start in range(0, len(tokens) - BLOCK_SIZE, BLOCK_SIZE):
+            yield tokens[start : start + 1], tokens[start + 1 : start + BLOCK_SIZE + 1]
+        return
+    for prompt, text in SPLITS["validation"]:
+        given = f"u{prompt}{end}a" if kind == "chat" else prompt
+        yield tokenizer(given)["input_ids"], tokenizer(text + end)["input_ids"]
+
+
+def _plain_loss(folder, kind):
+    """The validation loss as anybody would compute it, one example at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    losses = []
+    for given, answer in _rows(AutoTokenizer.from_pretrained(folder), kind):
+        tokens = torch.tensor([given + answer])
+        with torch.no_grad():
+            logits = model(input_ids=tokens[:, :-1]).logits[0, len(given) - 1 :]
+        losses.append(cross_entropy(logits, tokens[0, len(given) :], reduction="none"))
+    return float(torch.cat(losses).mean())
+
+
+def test_the_validation_loss_falls(finished_run) -> None:
+    _, summary = finished_run
+    assert summary["steps"] == STEPS
+    assert summary["validation_loss"] < summary["initial_loss"] - 0.5
+
+
+def test_its_losses_are_those_of_plain_transformers(finished_run, toy) -> None:
+    """Before and after, however examples were packed, padded or divided among ranks."""
+    kind, summary = finished_run
+    before = _plain_loss(find_pretrained(f"{toy}/runs/*/huggingface"), kind)
+    assert summary["initial_loss"] == pytest.approx(before, rel=1e-4)
+    after = _plain_loss(summary["huggingface"], kind)
+    assert summary["validation_loss"] == pytest.approx(after, rel=1e-4)
+    with open(summary["metrics"]) as file:
+        rows = list(csv.DictReader(file))
+    [logged] = [float(row["final/initial_loss"]) for row in rows if row["final/initial_loss"]]
+    assert logged == pytest.approx(before, rel=1e-4)
+
+
+def test_the_export_generates(finished_run) -> None:
+    kind, summary = finished_run
+    tokenizer = AutoTokenizer.from_pretrained(summary["huggingface"])
+    model = AutoModelForCausalLM.from_pretrained(summary["huggingface"])
+    if kind == "chat":
+        messages = [{"role": "user", "content": "7="}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == f"u7={tokenizer.eos_token}a", "the template is exported too"
+    else:
+        text = "7="
+    row = torch.tensor([tokenizer(text)["input_ids"]])
+    mask = torch.ones_like(row)
+    made = model.generate(
+        row, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )[0, row.shape[1] :]
+    assert set(tokenizer.decode(made, skip_special_tokens=True)) <= {
+        *"".join(WORDS),
+        *" =0123456789",
+    }
+    assert summary["sample"]
+
+
+@pytest.mark.parametrize("finished_run", ["domino_tp"], indirect=True)
+def test_a_divided_model_reads_packed_rows_as_a_whole_one(
+    finished_run, compose_finetune, tmp_path
+) -> None:
+    kind, summary = finished_run
+    alone = ["strategy=ddp", "trainer.devices=1", "data.batch_size=4"]
+    fit(compose_finetune(tmp_path, kind, *alone), build)
+    losses = []
+    for metrics in (summary["metrics"], tmp_path / "csv" / "version_0" / "metrics.csv"):
+        with open(metrics) as file:
+            rows = list(csv.DictReader(file))
+        losses.append([float(row["train/loss"]) for row in rows if row["train/loss"]])
+    assert len(losses[0]) == STEPS // 10
+    # sums in another order, for 40 steps; an example that sees its neighbours is off by over 1e-2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("finished_run", ["lora"], indirect=True)
+def test_lora_trains_adapters_alone(finished_run, toy) -> None:
+    _, summary = finished_run
+    base = AutoModelForCausalLM.from_pretrained(find_pretrained(f"{toy}/runs/*/huggingface"))
+    state = torch.load(summary["checkpoint"], weights_only=True)["state_dict"]
+    frozen = {k: v for k, v in state.items() if "lora_" not in k and k.startswith("model.")}
+    for name, value in frozen.items():
+        plain = name.replace("model.base_model.model.", "").replace(".base_layer", "")
+        assert torch.equal(value, base.state_dict()[plain]), name
+    assert len(frozen) == len(base.state_dict())
+
+    merged = AutoModelForCausalLM.from_pretrained(summary["huggingface"])
+    both = PeftModel.from_pretrained(base, summary["adapter"])
+    assert both.peft_config["default"].base_model_name_or_path == str(
+        toy / "runs" / "1" / "huggingface"
+    )
+    tokens = torch.arange(BLOCK_SIZE)[None]
+    with torch.no_grad():
+        with both.disable_adapter():
+            before = both(input_ids=tokens).logits
+        after = both(input_ids=tokens).logits
+        found = merged(input_ids=tokens).logits
+    torch.testing.assert_close(found, after, rtol=1e-4, atol=1e-4)
+    assert (after - before).abs().max() > 0.1
+
+
+def test_a_forgotten_position_would_be_found() -> None:
+    """As in versions of transformers that do not look at positions for packed rows."""
+
+    class Forgetful(GPT2LMHeadModel):
+        def forward(self, input_ids, position_ids, **kwargs):
+            mask = torch.ones_like(input_ids)
+            return super().forward(
+                input_ids, position_ids=position_ids, attention_mask=mask, **kwargs
+            )
+
+    config = GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    check_packing(GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"`Forgetful` in transformers .* Use `data.packing"):
+        check_packing(Forgetful(config))
+
+
+def test_the_newest_of_several_models(tmp_path) -> None:
+    for name, seconds in (("b", 3), ("a", 2), ("c", 1)):
+        (tmp_path / name / "huggingface").mkdir(parents=True)
+        (tmp_path / name / "huggingface" / "config.json").touch()
+        os.utime(tmp_path / name / "huggingface" / "config.json", (seconds, seconds))
+    assert find_pretrained(f"{tmp_path}/*/huggingface") == str(tmp_path / "b" / "huggingface")
+    assert find_pretrained("owner/name") == "owner/name"
+    with pytest.raises(FileNotFoundError, match=r"model.name_or_path: '.*/\*/nothing' matches no"):
+        find_pretrained(f"{tmp_path}/*/nothing")
+
+
+def test_keys_of_lora_are_pefts(compose_finetune, tmp_path) -> None:
+    config = compose_finetune(tmp_path, "text", "lora=default")["lora"]
+    assert set(config) <= set(inspect.signature(LoraConfig).parameters)
+    assert compose_finetune(tmp_path, "text")["lora"] is None
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses"])
+def test_values_of_the_data_are_the_constructors(kind) -> None:
+    config = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{kind}.yaml"))
+    for node in (config, config["corpus"]):
+        parameters = inspect.signature(get_class(node["_target_"])).parameters
+        keys = [key for key in node if key != "_target_"]
+        assert keys == [name for name in parameters if name != "tokenizer"]
+        for key in keys:
+            if not isinstance(node[key], dict) and node[key] not in ("???", f"${{{key}}}"):
+                assert node[key] == parameters[key].default, key
+
+
+def test_the_demo(compose_finetune, tmp_path) -> None:
+    own = ["experiment=finetune_demo", f"cache_dir={tmp_path}"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("finetune", [f"run_dir={tmp_path}", *own])
+    assert config.model.name_or_path == "outputs/pretrain/*/huggingface"
+    data, module = build(compose_finetune(tmp_path, "dialogues", *own, *SMALL))
+    data.prepare_data()
+    assert data.num_rows() > 1000
+    assert type(data.corpus).__name__ == "Dialogues"
+    assert type(module.model).__name__ == "GPT2LMHeadModel"
+
+
+@pytest.fixture
+def refused(compose_finetune, monkeypatch, tmp_path):
+    """Run a configuration and return what a person reads; nothing was launched and written."""
+    monkeypatch.setattr(Trainer, "fit", lambda *_, **__: pytest.fail("something was launched"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def refused(kind, *overrides):
+        with pytest.raises(Exception) as raised:  # noqa: PT011 -- its text is the test's to judge
+            fit(compose_finetune(tmp_path / "run", kind, *overrides), build)
+        assert not (tmp_path / "run").exists()
+        return sentence(raised.value)
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("text", "lora=default strategy=domino_tp", "LoRA does not go with strategy=domino_tp"),
+        ("text", "data.block_size=64", "more than the model's context of 32 tokens"),
+        ("text", "model.name_or_path=no/such-model", "'no/such-model' is neither a folder"),
+        ("text", "model.name_or_path=no/such/*", "'no/such/*' matches no folder"),
+        ("text", "model.name_or_path=conf", "conf' is neither a folder that `save_pretrained`"),
+        ("text", "+model.atn_pdrop=0.1", "has no attribute of that name"),
+        ("responses", "data.corpus.train=no/such.jsonl", "'no/such.jsonl' matches no file"),
+        ("responses", "data.corpus.train=README.md", "README.md, line 1: this is no JSON"),
+        ("responses", "data.batch_size=99", "The train split has"),
+        ("chat", "data.corpus.chat_template=null", "The tokenizer has no chat template"),
+    ],
+)
+def test_it_is_refused_before_a_launch(refused, kind, overrides, message) -> None:
+    assert message in refused(kind, *overrides.split())
+
+
+def test_a_tokenizer_with_more_words_than_the_model(refused, tmp_path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    overrides = ["tokenizer=pretrained", f"tokenizer.name_or_path={tmp_path}/larger"]
+    assert "has 258 tokens and the model embeddings for 257" in refused("text", *overrides)
+
+
+def test_a_new_model_is_refused(compose_finetune, tmp_path) -> None:
+    config = compose_finetune(tmp_path, "text")
+    config["model"] = {"_target_": "transformers.GPT2Config"}
+    with pytest.raises(ValueError, match=r"model._target_=transformers.GPT2Config describes a new"):
+        build(config)

@@ -1,0 +1,194 @@
+"""What a person reads who asks for help, or has mistyped: `--help`, and sentences for errors."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.singleton import Singleton
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+from torch.multiprocessing import ProcessRaisedException, start_processes
+
+from recipes import compare, finetune, plan, pretrain
+from recipes.configuration.application import FULL_ERROR, HINT, application
+from recipes.configuration.keys import CONF, check_keys, choices, groups, nearest, parameters_of
+from recipes.configuration.sentences import sentence
+from recipes.training.optimizer import warmup_cosine
+
+COMMANDS = {
+    "compare": compare.main,
+    "finetune": finetune.main,
+    "plan": plan.main,
+    "pretrain": pretrain.main,
+}
+SILENT = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+Told = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _hydra_forgets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hydra remembers an application's configuration in singletons; the next test shall not."""
+    monkeypatch.delenv(FULL_ERROR, raising=False)
+    before = copy.deepcopy(Singleton.get_state())
+    yield
+    Singleton.set_state(before)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Told:
+    """Call a command as from a shell; return what it ends with (1 is the code of any text)."""
+
+    def call(main: Callable[[], None], *words: str) -> str:
+        run_dir = f"hydra.run.dir={tmp_path}/run"
+        monkeypatch.setattr(sys, "argv", ["command", *words, *SILENT, run_dir])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return str(stopped.value.code)
+
+    return call
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_a_line_for_every_group_and_names_every_choice(name, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        COMMANDS[name]()
+    assert not stopped.value.code
+    shown = capsys.readouterr().out
+    assert f"python -m recipes.{name} " in shown
+    defaults = OmegaConf.load(CONF / f"{name}.yaml").defaults
+    used = {key for entry in defaults if not isinstance(entry, str) for key in entry}
+    used = {group for group in used if " " not in group}  # "override hydra/help"
+    for group in used:
+        assert [line for line in shown.splitlines() if line.startswith(f"{group}  ")], group
+    for group in groups():
+        [listed] = [line for line in shown.splitlines() if line.startswith(f"{group}: ")]
+        assert listed.split(": ")[1].split(", ") == choices(group)
+
+
+TRAINER = "no key of lightning.pytorch.Trainer"
+DILOCO = "no key of lightning_commfree.StreamingDiLoCoStrategy"
+CONFIGURATION = "no key of the configuration"
+MISTAKES = [
+    ("trainer.max_stepz=9", f"`trainer.max_stepz` is {TRAINER}: did you mean `trainer.max_steps`?"),
+    ("trainer.qqq=9", f"`trainer.qqq` is {TRAINER}. There are: accelerator, accumulate_grad_ba"),
+    ("trainer.deterministic=true", "write +trainer.deterministic=..."),
+    ("trainr.max_steps=9", f"`trainr` is {CONFIGURATION}: did you mean `trainer`?"),
+    ("max_steps=9", f"`max_steps` is {CONFIGURATION}: did you mean `trainer.max_steps`?"),
+    ("experimentx=demo", f"`experimentx` is {CONFIGURATION}: did you mean `experiment`?"),
+    ("report.promptt=x", "`report.promptt` is no key of `report`: did you mean `report.prompt`?"),
+    ("strategy=diloco", "`strategy=diloco` is no choice. There are: ddp, distributed_lion, domino"),
+    ("strategy=diloco", "Did you mean strategy=streaming_diloco?"),
+    ("logger=[csv,wandbb]", "Did you mean logger=wandb?"),
+    # added keys, which nobody would read
+    ("+trainer.max_stepz=9", f"{TRAINER}: did you mean `trainer.max_steps`?"),
+    ("+strategy.sync_evry=2", f"{DILOCO}: did you mean `strategy.sync_every`?"),
+    ("+model.n_layers=2", "no key of transformers.GPT2Config: did you mean `model.n_layer`?"),
+    ("+data.corpus.trainn=x", "`data.corpus.trainn` is no key of recipes.data.corpus.Shakespeare."),
+    ("+seeed=2", "`seeed` is no key of conf/pretrain.yaml: did you mean `seed`?"),
+    # not keys but values
+    ("data=text", "`data.corpus.train` must be given: add data.corpus.train=... to the command"),
+    ("seed=1,2", "To sweep over it, add --multirun"),
+]
+
+
+def _composed(override: str) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("pretrain", [override, "run_dir=here"])
+    check_keys(cfg, "pretrain")
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize(("override", "expected"), MISTAKES)
+def test_what_a_mistake_is_told(override, expected) -> None:
+    with pytest.raises((HydraException, MissingMandatoryValue, ValueError)) as wrong:
+        _composed(override)
+    assert expected in str(sentence(wrong.value))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trainer.max_stepz=9", "did you mean `trainer.max_steps`?"),
+        ("-m seed=1,2 trainer.max_stepz=9", "did you mean `trainer.max_steps`?"),
+        ("+seeed=2", "did you mean `seed`?"),
+        ("trainer.max_steps=-1", "trainer.max_steps=-1 must be positive"),
+        ("-m seed=1,2 strategy.start_method=popen", "does not go with strategy.start_method=popen"),
+    ],
+)
+def test_a_command_ends_with_the_sentence(words, expected, told, tmp_path, capsys) -> None:
+    message = told(pretrain.main, *words.split(), f"hydra.sweep.dir={tmp_path}/sweep")
+    assert expected in message
+    assert message.endswith(HINT)
+    assert "Traceback" not in message + capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_every_command_tells_it(told) -> None:
+    assert "must be given: add step_time=..." in told(plan.main)
+    assert "did you mean `bandwidth`?" in told(plan.main, "bandwidthh=1")
+    assert "did you mean `trainer.max_steps`?" in told(finetune.main, "trainer.max_stepz=9")
+
+
+def test_what_is_legal_passes(told) -> None:
+    """Keywords that are passed on to others, and a key of the user's own that another refers to."""
+    added = ["+strategy.bucket_cap_mb=10", "+trainer.deterministic=true", "+logger.wandb.notes=x"]
+    mine = ["+my_length=-7", "trainer.max_steps=${my_length}", "logger=wandb", "strategy=ddp"]
+    message = told(pretrain.main, *mine, *added)
+    assert message.startswith("trainer.max_steps=-7 must be positive"), "the keys were accepted"
+    taken = parameters_of("transformers.GPT2Config")
+    assert taken is not None
+    assert {"n_embd", "hidden_size", "vocab_size"} <= taken, "by either name, and inherited ones"
+
+
+def test_a_bug_shows_its_traceback(monkeypatch, tmp_path) -> None:
+    def broken(cfg: DictConfig) -> None:
+        assert FULL_ERROR not in os.environ, "what a job starts reports as it does"
+        int("no number")
+
+    words = [*SILENT, "step_time=1", "bandwidth=1", f"hydra.run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        application("plan")(broken)()
+    assert FULL_ERROR not in os.environ
+
+
+def test_hydras_variable_shows_all(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv(FULL_ERROR, "1")
+    words = [*SILENT, "trainer.max_steps=-1", f"hydra.run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["command", *words])
+    with pytest.raises(ValueError, match="trainer.max_steps=-1 must be positive"):
+        pretrain.main()
+
+
+def _refuses(rank: int) -> None:
+    warmup_cosine(torch.optim.SGD([torch.zeros(1)]), 3, 9, 0.1)
+
+
+def _breaks(rank: int) -> None:
+    int("no number")
+
+
+def test_a_refusal_in_a_worker_is_told_too() -> None:
+    with pytest.raises(ProcessRaisedException) as refused:
+        start_processes(_refuses, nprocs=1, start_method="fork")
+    told = sentence(refused.value)
+    assert told is not None
+    assert told.startswith("warmup_steps=9 must be at least 0 and less than the run's 3 steps.")
+    with pytest.raises(ProcessRaisedException) as broken:
+        start_processes(_breaks, nprocs=1, start_method="fork")
+    assert sentence(broken.value) is None
+
+
+def test_a_part_of_a_name_is_near() -> None:
+    assert nearest("diloco", ["ddp", "streaming_diloco"]) == "streaming_diloco"
+    assert nearest("stratgy", ["seed", "strategy"]) == "strategy"
+    assert nearest("zzz", ["seed", "strategy"]) is None

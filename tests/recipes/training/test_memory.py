@@ -1,0 +1,111 @@
+"""A model that is larger than memory is refused before any of it is allocated."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from recipes.pretrain import build, build_data, build_module
+from recipes.training import memory
+from recipes.training.length import Ranks
+from recipes.training.memory import estimate, free_host_bytes
+from recipes.training.run import fit
+
+SMALL = ["data=synthetic", "tokenizer=bytes", "data.corpus.train_characters=5000"]
+
+
+@pytest.fixture
+def needed(compose_config):
+    """Return the parameters of a module, its buffers' bytes, and what a run of it needs."""
+
+    def made(*overrides: str, ranks: Ranks | None = None):
+        config = compose_config(*SMALL, *overrides)
+        with torch.device("meta"):
+            module = build_module(config, build_data(config))
+        numel = sum(p.numel() for p in module.parameters())
+        return numel, estimate(module, config, ranks or Ranks(2, 1))
+
+    return made
+
+
+def test_ddp_with_adamw(needed) -> None:
+    n, need = needed("strategy=ddp")
+    assert need.weights == need.gradients == need.strategy == need.host == 4 * n
+    assert need.optimizer == 8 * n
+    _, alone = needed("strategy=ddp", ranks=Ranks(1, 1))
+    assert alone.strategy == 0
+
+
+def test_lion_keeps_one_number_per_parameter(needed) -> None:
+    n, need = needed("strategy=distributed_lion", "optimizer=distributed_lion")
+    assert need.optimizer == 4 * n
+    assert need.strategy == 0
+
+
+def test_diloco_keeps_two_more(needed) -> None:
+    n, need = needed("strategy=streaming_diloco")
+    assert need.strategy == 8 * n
+    _, shared = needed("strategy=streaming_diloco", "strategy.replica_size=2")
+    assert shared.strategy == 4 * n + 4 * n, "half of the outer state, and DDP's buckets"
+    _, host = needed("strategy=streaming_diloco", "strategy.outer_device=cpu")
+    assert (host.strategy, host.host) == (0, 4 * n + 2 * 8 * n)
+
+
+def test_domino_divides(needed) -> None:
+    n, need = needed("strategy=domino_tp")
+    assert need.weights == need.gradients == 2 * n
+
+
+def test_bf16_halves_and_lion_then_keeps_a_master_copy(needed) -> None:
+    n, need = needed("strategy=ddp", "trainer.precision=bf16-true")
+    assert (need.weights, need.gradients) == (2 * n, 2 * n)
+    n, lion = needed(
+        "strategy=distributed_lion", "optimizer=distributed_lion", "trainer.precision=bf16-true"
+    )
+    assert lion.optimizer > need.optimizer
+
+
+def test_the_start_method_decides_what_the_host_holds(needed) -> None:
+    n, popen = needed("strategy=ddp", "strategy.start_method=popen")
+    _, spawn = needed("strategy=ddp", "strategy.start_method=spawn")
+    assert (popen.host, spawn.host) == (0, 3 * 4 * n)
+
+
+def test_it_is_said_with_numbers_before_anything_is_launched(compose_config, monkeypatch) -> None:
+    monkeypatch.setattr(Trainer, "fit", lambda *_, **__: pytest.fail("something was launched"))
+    # 34 billion parameters in few tensors
+    wide = ["model=llama_tiny", "model.hidden_size=65536", "model.num_hidden_layers=2"]
+    config = compose_config(*SMALL, *wide)
+    with pytest.raises(ValueError, match=r"The model is larger than memory") as caught:
+        fit(config, build)
+    assert re.search(
+        r"needs at least [\d.]+ TB in the machine's memory for 2 rank\(s\) \(a rank's weights"
+        r" [\d.]+ GB, gradients [\d.]+ GB, optimizer [\d.]+ GB, StreamingDiLoCoStrategy [\d.]+ GB;"
+        r" activations come on top\), and [\d.]+ \w?B are free.*domino_tp.*check_memory=false",
+        str(caught.value),
+    )
+
+
+def test_a_gpu_is_asked_for_its_own(compose_config, monkeypatch) -> None:
+    config = compose_config(*SMALL, "strategy=ddp")
+    config["trainer"]["accelerator"] = "gpu"
+    monkeypatch.setattr(memory, "count_ranks", lambda _: Ranks(2, 1))
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda: 10_000)
+    data = build_data(config)
+    with pytest.raises(ValueError, match=r"on each GPU .* 10 kB are free"):
+        memory.check_memory(config, lambda: build_module(config, data))
+    memory.check_memory({**config, "check_memory": False}, lambda: pytest.fail("not wanted"))
+
+
+def test_a_jobs_limit_counts(monkeypatch, tmp_path) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
+    without = free_host_bytes()
+    assert without > 1_000_000
+    limit.write_text("max\n")
+    assert free_host_bytes() > 1_000_000
+    limit.write_text("1000000\n")
+    assert free_host_bytes() == 1_000_000

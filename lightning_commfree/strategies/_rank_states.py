@@ -26,8 +26,8 @@ import torch
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import ParallelModel, random_state, set_random_state
+from lightning_commfree.strategies._resume import loop_state, restore_place
 from lightning_commfree.strategies._resume import random_state as all_random_states
-from lightning_commfree.strategies._resume import restore_place
 
 KEY = "lightning_commfree_domino"  # of a checkpoint's entry
 TAG = "rank_states"
@@ -80,7 +80,7 @@ def rank_state(
         "random": all_random_states(),
         "device": random_state(device)[1],
         "own": [model.group.own_state() for model in models],
-        "loaders": _loop_state(checkpoint).get("combined_loader"),
+        "loaders": loop_state(checkpoint).get("combined_loader"),
     }
 
 
@@ -136,7 +136,7 @@ def find_state(checkpoint: Mapping[str, Any], layout: Layout, settings: Mapping[
 def place_loaders(checkpoint: dict[str, Any], found: Found) -> None:
     """Let Lightning restore this rank's own loaders: it knows those of rank 0 only."""
     if found.state is not None and found.state["loaders"] is not None:
-        _loop_state(checkpoint)["combined_loader"] = found.state["loaders"]
+        loop_state(checkpoint)["combined_loader"] = found.state["loaders"]
 
 
 def restore(
@@ -152,11 +152,6 @@ def restore(
     if found.exact:
         for model, state in zip(models, found.state["own"], strict=True):
             model.group.load_own_state(state)
-
-
-def _loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
 
 
 def _gather(channel: Channel, state: dict[str, Any], keep: bool) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ goes on bit for bit; any other one starts from the checkpoint's weights, and a m
 
 from __future__ import annotations
 
+import io
+import pickle
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from typing_extensions import override
 
 from lightning_commfree.strategies._rank_files import RankFiles, damaged
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._resume import random_state, restore_place
+from lightning_commfree.strategies._resume import loop_state, random_state, restore_place
 
 KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
 
@@ -44,7 +46,7 @@ class ResumableStrategy(ReplicatedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fit_runs = False
-        self._resume_from: tuple[_PATH, dict[str, Any]] | None = None
+        self._resume_from: tuple[_PATH, dict[str, Any]] | None = None  # and the checkpoint itself
         self._own: dict[str, Any] | None = None  # this rank's state, until all of it is in place
 
     @abstractmethod
@@ -83,7 +85,7 @@ class ResumableStrategy(ReplicatedStrategy):
             return
         files = RankFiles(filepath)
         token = self.broadcast(f"{self._module.trainer.global_step}-{time.time_ns():x}")
-        place = files.save(token, self.global_rank, self._whole_rank_state())
+        place = files.save(token, self.global_rank, self._whole_rank_state(checkpoint))
         checkpoint[KEY] = {
             "place": place,
             "ranks": self.world_size,
@@ -99,12 +101,13 @@ class ResumableStrategy(ReplicatedStrategy):
         super().remove_checkpoint(filepath)
         RankFiles(filepath).remove()
 
-    def _whole_rank_state(self) -> dict[str, Any]:
+    def _whole_rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "algorithm": self._rank_state(),
             "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
             "random": random_state(),
+            "loaders": _loadable(loop_state(checkpoint).get("combined_loader")),
         }
 
     # -- resuming, in the order in which the Trainer calls it
@@ -118,7 +121,7 @@ class ResumableStrategy(ReplicatedStrategy):
                 raise
             raise damaged(checkpoint_path, error) from error
         if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._resume_from = (checkpoint_path, checkpoint.get(KEY, {}))
+            self._resume_from = (checkpoint_path, checkpoint)
         return checkpoint
 
     @override
@@ -126,9 +129,13 @@ class ResumableStrategy(ReplicatedStrategy):
         super().setup(trainer)
         self._fit_runs = trainer.state.fn == TrainerFn.FITTING
         if self._fit_runs and self._resume_from is not None:
-            path, entry = self._resume_from
+            path, checkpoint = self._resume_from
+            entry = checkpoint.get(KEY, {})
             self._resume_from = None
             reason, own = self._find_own(path, entry)
+            if own is not None and own.get("loaders") is not None:
+                # Lightning, which restores the loaders later, has saved those of rank 0 only
+                loop_state(checkpoint)["combined_loader"] = own["loaders"]
             if own is None:
                 adopted = self._adopt(RankFiles(path), entry) if entry else None
                 kept = (
@@ -196,3 +203,18 @@ class ResumableStrategy(ReplicatedStrategy):
         flags[self.global_rank] = float(mine)
         total = ReplicatedStrategy.reduce(self, flags, reduce_op="sum")
         return [bool(flag) for flag in total.tolist()]
+
+
+def _loadable(loaders: Any) -> Any:
+    """Return the states of this rank's loaders; None where they hold what only pickle can load.
+
+    A rank's file is read without running code from it. Rank 0's, in the checkpoint itself, are then
+    taken by all.
+    """
+    buffer = io.BytesIO()
+    torch.save(loaders, buffer)
+    buffer.seek(0)
+    try:
+        return torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError:
+        return None

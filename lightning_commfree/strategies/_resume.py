@@ -6,6 +6,7 @@ that has no `state_dict` of its own: it hands out the epoch's first batches agai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -25,6 +26,12 @@ def random_state() -> dict[str, Any]:
         kind, keys, *rest = states["numpy"]
         states["numpy"] = (kind, [int(key) for key in keys], *rest)
     return states
+
+
+def loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the fit loop: "combined_loader" has the loaders' states."""
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
 
 
 def restore_place(trainer: pl.Trainer, random: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,6 +77,37 @@ def rank_loader(rows: int, batch_size: int, rank: int, size: int) -> DataLoader[
     data = dataset(rows)
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=False)
     return DataLoader(data, batch_size=batch_size, sampler=sampler)
+
+
+class Drawn:
+    """A loader that knows its place: batches are drawn, other ones for every seed.
+
+    Args:
+        draw: makes a batch.
+        batches: of an epoch.
+        seed: of the random numbers.
+    """
+
+    def __init__(self, draw: Callable[[torch.Generator], Any], batches: int, seed: int) -> None:
+        self.draw, self.batches = draw, batches
+        self.random = torch.Generator().manual_seed(seed)
+        self.done = 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        self.done %= self.batches
+        while self.done < self.batches:
+            self.done += 1
+            yield self.draw(self.random)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "random": self.random.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+        self.random.set_state(state["random"])
 
 
 class Recorder(pl.Callback):

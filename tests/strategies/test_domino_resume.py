@@ -3,7 +3,6 @@ numbers; in other groups it goes on from the same weights, and a message says wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.domino import TensorGroup
 from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
-from tests.strategies.models import Recorder, quiet_trainer
+from tests.strategies.models import Drawn, Recorder, quiet_trainer
 from tests.world import run_ranks
 
 EPOCH_STEPS = 3
@@ -55,28 +54,11 @@ class Later(Told):
                 self.wrapped["lm"] = GPT2LMHeadModel(self.config)
 
 
-class Drawn:
-    """A loader that knows its place: batches are drawn, other ones for each tensor group."""
+def drawn(seed: int) -> Drawn:
+    def draw(random: torch.Generator) -> list[Tensor]:
+        return [torch.randint(0, WORDS, (ROWS, LENGTH), generator=random)]
 
-    def __init__(self, seed: int) -> None:
-        self.random = torch.Generator().manual_seed(seed)
-        self.done = 0
-
-    def __len__(self) -> int:
-        return EPOCH_STEPS
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        self.done %= EPOCH_STEPS
-        while self.done < EPOCH_STEPS:
-            self.done += 1
-            yield [torch.randint(0, WORDS, (ROWS, LENGTH), generator=self.random)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "random": self.random.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done = state["done"]
-        self.random.set_state(state["random"])
+    return Drawn(draw, EPOCH_STEPS, seed)
 
 
 def shuffled(groups: int) -> DataLoader[Any]:
@@ -107,7 +89,7 @@ def fit(folder: Path, data: Any, module: Told | None = None, **kwargs: Any) -> A
 
 LOADERS = {
     "shuffled": lambda rank: shuffled(SIZE // GROUP),
-    "drawn": lambda rank: Drawn(rank // GROUP),
+    "drawn": lambda rank: drawn(rank // GROUP),
 }
 STOPS = {"shuffled": (1, 3, 5), "drawn": (2, 3)}  # 3: the end of an epoch
 MISTAKES = {  # what a resume without it would be

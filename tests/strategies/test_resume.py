@@ -11,10 +11,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Noisy, Recorder, Tiny, dataset, loader, quiet_trainer
+from tests.strategies.models import (
+    Drawn,
+    Noisy,
+    Recorder,
+    Tiny,
+    dataset,
+    loader,
+    quiet_trainer,
+)
 from tests.world import run_ranks
 
 BATCH = 2
@@ -79,6 +88,26 @@ def test_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
                     assert torch.equal(got[name], expected[name]), (rank, step, step + i + 1, name)
             for got_copies, copies in zip(got_outer, outer[step:], strict=True):
                 assert all(map(torch.equal, got_copies, copies)), (rank, step)
+
+
+def draw(random: torch.Generator) -> list[Tensor]:
+    return [torch.randn(BATCH, width, generator=random) for width in (3, 1)]
+
+
+def own_loaders(rank: int, size: int, folder: Path) -> Any:
+    trainer, module, straight, _ = fit(folder / "straight", size)
+    trainer.fit(module, Drawn(draw, EPOCH_STEPS, seed=rank))
+    again, module, resumed, _ = fit(folder / "resumed", size)
+    checkpoint = folder / "straight" / "step=4.ckpt"
+    again.fit(module, Drawn(draw, EPOCH_STEPS, seed=5 + rank), ckpt_path=checkpoint)
+    return straight.local[4:], resumed.local
+
+
+def test_every_rank_gets_the_place_of_its_own_loader_back(tmp_path: Path) -> None:
+    """Lightning keeps that of rank 0 alone."""
+    for straight, resumed in run_ranks(own_loaders, 2, tmp_path, tmp_path):
+        for got, expected in zip(resumed, straight, strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def other_worlds(rank: int, size: int, folder: Path) -> Any:

@@ -40,8 +40,8 @@ def check_model(strategy: str, module: pl.LightningModule) -> None:
     """See that there is something to divide, as it is.
 
     Raises:
-        ValueError: there is nothing, or it is compiled, wrapped, or without values that nobody can
-            give it.
+        ValueError: there is nothing, or it is compiled, wrapped, has adapters, or is without values
+            that nobody can give it.
     """
     for name, child in module.named_modules():
         wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in type(child).__name__
@@ -53,6 +53,12 @@ def check_model(strategy: str, module: pl.LightningModule) -> None:
                 f"'{name}' is {'compiled' if compiled else 'wrapped'} already, as"
                 f" `{type(child).__name__}`, and `{strategy}` has to divide the model before that."
                 " Give it the plain model."
+            )
+        if hasattr(child, "base_layer"):  # peft's name for what an adapter stands beside
+            raise ValueError(
+                f"'{name}' is a `{type(child).__name__}`, an adapter around a layer, and"
+                f" `{strategy}` divides plain layers only. Train adapters with another strategy: few bytes are"
+                " sent for them; or merge them into the model first."
             )
     models = find_models(module)
     if not models:

@@ -177,6 +177,18 @@ def test_data_of_ready_made_tokens(compose_config, tmp_path) -> None:
     assert (data.block_size, data.batch_size) == (64, 16)
 
 
+@pytest.mark.parametrize("kind", ["chat", "responses"])
+def test_values_of_the_data_are_the_constructors(kind) -> None:
+    config = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{kind}.yaml"))
+    for node in (config, config["corpus"]):
+        parameters = inspect.signature(get_class(node["_target_"])).parameters
+        keys = [key for key in node if key != "_target_"]
+        assert keys == [name for name in parameters if name != "tokenizer"]
+        for key in keys:
+            if not isinstance(node[key], dict) and node[key] not in ("???", f"${{{key}}}"):
+                assert node[key] == parameters[key].default, key
+
+
 @pytest.mark.parametrize("name", GROUPS["trainer"])
 def test_trainer(name, compose_config) -> None:
     config = compose_config(f"trainer={name}", "tokenizer=bytes", "strategy=ddp")

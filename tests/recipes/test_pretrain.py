@@ -230,7 +230,7 @@ def test_a_data_path_that_does_not_exist(compose_config) -> None:
     [
         (b"", "The train split is empty: what `data` names for it holds no text at all"),
         (b"too short for a block", r"The train split has 0 blocks of 64 tokens \(and 22 tokens in"),
-        (b"caf\xe9", r"train.txt' is not UTF-8: byte 0xe9 at offset 3"),
+        (b"na\xefve", r"train.txt' is not UTF-8: byte 0xef at offset 2"),
     ],
 )
 def test_text_that_cannot_be_trained_on(compose_config, corpus, tmp_path, train, sentence) -> None:

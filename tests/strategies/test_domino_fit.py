@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -44,6 +45,13 @@ class Compiled(CausalLM):
     def __init__(self) -> None:
         super().__init__()
         self.wrapped["lm"] = torch.compile(self.wrapped["lm"])
+
+
+class Adapted(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        lora = LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True)
+        self.wrapped["lm"] = get_peft_model(self.wrapped["lm"], lora)
 
 
 class AllMeta(CausalLM):
@@ -97,6 +105,7 @@ REFUSED: list[Any] = [
     (CausalLM, {"tensor_parallel_size": 2}, {}, "ValueError", "`tensor_parallel_size=2` does not"),
     (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can divide (its"),
     (Compiled, {}, {}, "ValueError", "is compiled already, as `OptimizedModule`"),
+    (Adapted, {}, {}, "ValueError", "an adapter around a layer, and `DominoTPStrategy` divides"),
     (Meta, {}, {}, "ValueError", "2 tensors, 'head.weight' among them, are on the meta device and"),
     (HalfMeta, {}, {}, "ValueError", "2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them"),
     (

@@ -109,7 +109,7 @@ def test_a_ddp_runs_figures(fit, tmp_path, capfd) -> None:
     # two ranks: a ring all-reduce sends every fp32 gradient once
     assert summary.bytes_sent == summary.ddp_bytes == STEPS * 4 * parameters
     assert not summary.bytes_are_counted
-    assert summary.seconds_waited is None
+    assert 0 < summary.seconds_waited < summary.seconds, "by torch's own statistics"
     assert summary.perplexity == pytest.approx(math.exp(summary.validation_loss))
     assert summary.checkpoint is None, "there is no ModelCheckpoint in this Trainer"
 

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from recipes.training.pretrained import check_packing, find_pretrained
+
+
+def test_a_forgotten_position_would_be_found() -> None:
+    """As in versions of transformers that do not look at positions for packed rows."""
+
+    class Forgetful(GPT2LMHeadModel):
+        def forward(self, input_ids, position_ids, **kwargs):
+            mask = torch.ones_like(input_ids)
+            return super().forward(
+                input_ids, position_ids=position_ids, attention_mask=mask, **kwargs
+            )
+
+    config = GPT2Config(vocab_size=9, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    check_packing(GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"`Forgetful` in transformers .* Use `data.packing"):
+        check_packing(Forgetful(config))
+
+
+def test_the_newest_of_several_models(tmp_path) -> None:
+    for name, seconds in (("b", 3), ("a", 2), ("c", 1)):
+        (tmp_path / name / "huggingface").mkdir(parents=True)
+        (tmp_path / name / "huggingface" / "config.json").touch()
+        os.utime(tmp_path / name / "huggingface" / "config.json", (seconds, seconds))
+    assert find_pretrained(f"{tmp_path}/*/huggingface") == str(tmp_path / "b" / "huggingface")
+    assert find_pretrained("owner/name") == "owner/name"
+    with pytest.raises(FileNotFoundError, match=r"model.name_or_path: '.*/\*/nothing' matches no"):
+        find_pretrained(f"{tmp_path}/*/nothing")

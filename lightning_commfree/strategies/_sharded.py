@@ -57,8 +57,8 @@ def check_model(strategy: str, module: pl.LightningModule) -> None:
         if hasattr(child, "base_layer"):  # peft's name for what an adapter stands beside
             raise ValueError(
                 f"'{name}' is a `{type(child).__name__}`, an adapter around a layer, and"
-                f" `{strategy}` divides plain layers only. Train adapters with another strategy: few"
-                " bytes are sent for them; or merge them into the model first."
+                f" `{strategy}` divides plain layers only. Train adapters with another strategy:"
+                " few bytes are sent for them; or merge them into the model first."
             )
     models = find_models(module)
     if not models:

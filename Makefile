@@ -9,6 +9,8 @@ PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
 # The release of torch that constraints.txt stays at, whatever is newest.
 TORCH := 2.13.0
 PYTEST_ARGS :=
+# Ranks wait for each other most of the time: two test files at once keep two cores busy.
+TEST_WORKERS := 2
 DEMO_ARGS :=
 COMPARE_ARGS :=
 
@@ -34,7 +36,7 @@ compare: $(STAMP)
 	  'overrides.streaming_diloco={strategy.sync_every:20}' $(COMPARE_ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # All five run whatever the others say: one call shows everything that is to be repaired.
 check: $(STAMP)

@@ -7,6 +7,8 @@
 - `finetune`: the same for a model that has been pretrained;
 - `training/`: the LightningModule, optimizers, and what the person at the keyboard sees;
 - `data/`: from text files to the batches of a rank;
+- `compare`, `comparison/`: one job under several strategies, on one page;
+- `configuration/`: a command made of a YAML file, with checked keys and errors in a sentence;
 - `plan`: what a link makes of a run, foretold;
 - `bench/`: what has been measured, and how.
 """

@@ -113,8 +113,10 @@ class LanguageModel(pl.LightningModule):
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
                 self.model = get_peft_model(self.model, lora_config)
         if gradient_checkpointing:
-            kwargs = {"use_reentrant": False}  # the reentrant kind needs inputs with gradients
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            # its name until transformers 5.22, which goes in 6
+            old = getattr(self.model, "gradient_checkpointing_enable", None)
+            enable = getattr(self.model, "activation_checkpointing_enable", old)
+            enable({"use_reentrant": False})  # the reentrant kind needs inputs with gradients
         self._compile_backend = compile_backend
         self._optimizer = optimizer
         self._validation_loss = MeanMetric()

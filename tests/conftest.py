@@ -39,3 +39,11 @@ def _no_leaks() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_handler_of_a_module() -> Iterator[None]:
+    """Restore the handler that a fixture of a whole module has set, before `_no_leaks` looks."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)

@@ -34,7 +34,7 @@ PUBLIC = {name: getattr(lightning_commfree, name) for name in lightning_commfree
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """In a folder that looks like the repository's root, with what a reader may have lying there."""
+    """In a folder that looks like the repository's root, with files that a reader may have."""
     folder = tmp_path_factory.mktemp("workplace")
     for name in ("conf", "recipes"):
         (folder / name).symlink_to(ROOT / name)
@@ -85,6 +85,105 @@ def _write_models(folder: Path) -> None:
         tokenizer.save_pretrained(folder / path)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.partition("#")[0])
+def _shown(command: str) -> str:
+    return " ".join(command.partition("#")[0].replace("\\", " ").split()) or "a script"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=_shown)
 def test_a_command(command: str, reader: Reader) -> None:
     reader.type_in(command)
+
+
+@pytest.mark.parametrize(
+    ("page", "wrong"),
+    [
+        ("```console\n$ python -m recipes.pretrain \\\n    trainer.max_stepz=9\n```", "max_stepz"),
+        ("Say\n`python -m\nrecipes.plan step_time=1` now.", "bandwidth must be given"),
+        ("`python -m recipes.pretrian`", "recipes.pretrian"),
+        ("`python -m recipes.bench.lion --rouns 3`", "--rouns"),
+        (
+            "`python -m recipes.pretrain data=text data.corpus.train=x data.corpus.validation=x`",
+            "x",
+        ),
+        ("`python -m recipes.pretrain trainer=multinode`", "it would wait for the other nodes"),
+        ("`torchrun --nnodes 2 --nproc-per-node 4 -m recipes.pretrain trainer=multinode`", "ranks"),
+        ("`torchrun --nnode 2 -m recipes.pretrain --nope`", "nope"),
+        ("`make demonstration`", "demonstration"),
+        ("```bash\nrm -r outputs\n```", "rm: command not found"),
+        ("```bash\ncat no/such\n```", "no/such"),
+    ],
+)
+def test_a_command_that_does_not_work_is_found(
+    page: str, wrong: str, reader: Reader, capsys
+) -> None:
+    [command] = commands_of(page)
+    with pytest.raises((AssertionError, ImportError)) as failed:
+        reader.type_in(command)
+    assert wrong in f"{failed.value}{capsys.readouterr().err}"
+
+
+def _calls_shown(block: str) -> Iterator[ast.Call]:
+    """Yield the calls that stand in a block for themselves, of what the package exports."""
+    for statement in ast.parse(block).body:
+        match statement:
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name)) as call) if name in PUBLIC:
+                yield call
+
+
+def _assert_shows_the_signature(call: ast.Call) -> None:
+    shown = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    own = inspect.signature(PUBLIC[call.func.id].__init__).parameters
+    own = {n: p for n, p in own.items() if n != "self" and p.kind is not p.VAR_KEYWORD}
+    inherited = inspect.signature(DDPStrategy.__init__).parameters
+    assert not call.args
+    assert list(shown)[: len(own)] == list(own), "all of its own parameters, in its order"
+    for name, value in shown.items():
+        assert value == {**inherited, **own}[name].default, name
+
+
+def test_every_strategy_is_shown_with_its_defaults() -> None:
+    calls = [call for block in BLOCKS for call in _calls_shown(block)]
+    for call in calls:
+        _assert_shows_the_signature(call)
+    assert {call.func.id for call in calls} == {n for n in PUBLIC if n.endswith("Strategy")}
+
+
+@pytest.mark.parametrize(
+    "settings", ["", "split='batch'", "split='token', num_micro_batches=2", "2", "timeout=3"]
+)
+def test_another_signature_is_found(settings: str) -> None:
+    whole = ast.parse(
+        "DominoTPStrategy(tensor_parallel_size=None, split='batch', num_micro_batches=2)"
+    )
+    _assert_shows_the_signature(whole.body[0].value)
+    [call] = _calls_shown(f"DominoTPStrategy({settings})")
+    with pytest.raises((AssertionError, KeyError)):
+        _assert_shows_the_signature(call)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_of_python(block: str, monkeypatch, tmp_path) -> None:
+    """It trains, on one node and for a moment; a module that it defines makes an optimizer."""
+    monkeypatch.chdir(tmp_path)
+    short = {"num_nodes": 1, "max_steps": 2, "logger": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer
+    monkeypatch.setattr(lightning, "Trainer", lambda **kwargs: trainer(**{**kwargs, **short}))
+    names: dict[str, Any] = {
+        "L": lightning,
+        **PUBLIC,
+        "model": BoringModel(),
+        "data": BoringDataModule(),
+    }
+    given = set(names)
+    try:
+        exec(compile(block, "README", "exec"), names)
+        if "trainer" in names:
+            assert names["trainer"].global_step == 2
+        for name in names.keys() - given:
+            if isinstance(names[name], type) and issubclass(names[name], lightning.LightningModule):
+                module = names[name]()
+                module.layer = torch.nn.Linear(2, 2)
+                assert isinstance(module.configure_optimizers(), torch.optim.Optimizer)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -37,6 +37,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.comm.staging import Staging
+from lightning_commfree.diloco.outer import REPLICA_TAG
 from lightning_commfree.diloco.quantize import BLOCK
 from lightning_commfree.diloco.wire import WireFormat
 
@@ -65,6 +66,18 @@ class Arrival(NamedTuple):
     drifted: bool  # the digests differ
     steps_differ: bool  # the messages are of different inner steps
     gram: Tensor  # (M, M), fp32: inner products of the replicas' outer gradients, as decoded
+
+    def shared_within(self, replica: Channel) -> Arrival:
+        """Return what all ranks of a replica have learnt, each of them from its shard's peers.
+
+        Collective over the replica. The mean stays the rank's own shard's.
+        """
+        flags = torch.tensor([self.stop, self.drifted, self.steps_differ])
+        mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(replica.device)
+        all_of_them = replica.all_gather(mine, REPLICA_TAG).wait().cpu()
+        stop, drifted, differ = (bool(flag) for flag in all_of_them[:, :3].any(dim=0))
+        gram = all_of_them[:, 3:].sum(dim=0).view_as(self.gram)
+        return Arrival(self.mean, stop, drifted, differ, gram)
 
     @property
     def norm(self) -> float:

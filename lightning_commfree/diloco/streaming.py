@@ -26,7 +26,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.diloco.exchange import Arrival, Header, cheaper_exchanges
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
+from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.wire import WIRE_FORMATS
@@ -256,7 +256,7 @@ class StreamingDiLoCo:
         fragment, exchange = self.fragments[p], self._exchanges[p]
         arrival = exchange.read(arrived, fragment.global_copy.device)
         if self._replica is not None and self._replica.size > 1:
-            arrival = self._share(arrival, self._replica)
+            arrival = arrival.shared_within(self._replica)
         if arrival.steps_differ:
             raise RuntimeError(
                 f"The replicas are at different inner steps: the messages of fragment {p} that"
@@ -279,15 +279,6 @@ class StreamingDiLoCo:
             exchange.num_bytes,
         )
         return arrival
-
-    def _share(self, arrival: Arrival, replica: Channel) -> Arrival:
-        """Put together what the replica's ranks have learnt, each from its shard's peers."""
-        flags = torch.tensor([arrival.stop, arrival.drifted, arrival.steps_differ])
-        mine = torch.cat([flags.float(), arrival.gram.flatten().cpu()]).to(replica.device)
-        all_of_them = replica.all_gather(mine, REPLICA_TAG).wait().cpu()
-        stop, drifted, differ = (bool(flag) for flag in all_of_them[:, :3].any(dim=0))
-        gram = all_of_them[:, 3:].sum(dim=0).view_as(arrival.gram)
-        return Arrival(arrival.mean, stop, drifted, differ, gram)
 
     def _digest(self, p: int) -> Tensor | int:
         """Return what travels with this launch: the global copy's hash where it is due, else 0."""

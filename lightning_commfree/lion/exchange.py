@@ -13,9 +13,8 @@ by shards  each worker gets one shard of all ballots, counts it, and sends     N
 The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
 parameter, c > 0. Only if some worker has an exact zero, where they are follows: as a second plane,
 c != 0, or as a list of places while that is shorter. And only if some sum is zero the majority's
-verdict has a second plane. That they follow is said by what came
-before, so every worker knows alike. A worker that abstains needs no second plane: the header says
-it.
+verdict has a second plane. That they follow is said by what came before, so every worker knows
+alike. A worker that abstains needs no second plane: the header says it.
 """
 
 from __future__ import annotations

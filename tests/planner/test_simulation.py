@@ -1,31 +1,18 @@
-"""The planner: steps played by hand and as an explicit graph, identities, and what is sent."""
+"""The planner: steps played by hand and as an explicit graph, identities, bandwidths."""
 
 from __future__ import annotations
 
-import ast
 import math
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from lightning_commfree import planner
-from lightning_commfree.comm.ledger import ring_all_reduce_bytes
-from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
-from lightning_commfree.diloco.exchange import cheaper_exchange
 from lightning_commfree.planner import (
     Exchange,
-    Job,
     Message,
-    Model,
-    advise,
-    all_reduce_bytes,
     build_exchange,
     exchange_bytes,
     log_grid,
@@ -34,14 +21,13 @@ from lightning_commfree.planner import (
     payload_bytes,
     utilization,
 )
+from tests.planner.jobs import JOB, MODEL
 
 GB = 1e9
 GB_PER_S = 8.0  # Gbit/s: a message of n GB is n seconds on the link
 # Two layers, played by hand: forward of layer 0 in second 0-1, of layer 1 in 1-2; gradients of
 # layer 1 in 2-4, of layer 0 in 4-6.
 TWO_LAYERS = [3.0, 3.0]
-MODEL = Model((1_000_000,) * 6, 500_000)
-JOB = Job(MODEL, step_seconds=0.1)
 BANDWIDTHS = log_grid(1e-4, 1e4, 33)
 
 
@@ -218,170 +204,3 @@ def test_the_ends_of_a_grid() -> None:
     seconds, exchange = MODEL.layer_seconds(0.1), JOB.data_parallel()
     assert needed_bandwidth(seconds, exchange, 0.5, [1e-9, 1e-8]) == 2
     assert needed_bandwidth(seconds, exchange, 0.5, [1e8, 1e9]) == 0
-
-
-# The planner foretells what the library does
-
-
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-def test_payloads_are_those_of_the_wire_formats(wire) -> None:
-    for numel in (1, 2, 255, 256, 257, 1_000_001):
-        assert payload_bytes(numel, wire) == WIRE_FORMATS[wire].num_bytes(numel)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
-def test_what_is_sent_is_what_the_ledger_counts(num_replicas) -> None:
-    reduced = all_reduce_bytes(1_000_000, num_replicas)
-    assert math.floor(reduced) == ring_all_reduce_bytes(1_000_000, num_replicas)
-    channel = SimpleNamespace(size=num_replicas)
-    for wire, wire_format in WIRE_FORMATS.items():
-        real = cheaper_exchange(channel, None, wire_format, 4_000_000).num_bytes
-        foretold = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
-        # headers and padding; the other way of exchanging would send half as much more at least
-        assert foretold <= real <= 1.005 * foretold
-
-
-class Blocks(nn.Module):
-    def __init__(self, count: int, with_rest: bool) -> None:
-        super().__init__()
-        if with_rest:
-            self.embedding = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList(nn.Linear(5, 3 + i) for i in range(count))
-
-
-@pytest.mark.parametrize("with_rest", [True, False])
-@pytest.mark.parametrize("count", [2, 5, 9])
-def test_fragments_are_those_of_the_library(count, with_rest) -> None:
-    module = Blocks(count, with_rest)
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
-    blocks = tuple(sum(p.numel() for p in block.parameters()) for block in module.blocks)
-    model = Model(blocks, sum(sizes.values()) - sum(blocks))
-    for num_fragments in (None, *range(1, count + with_rest + 1)):
-        theirs = split_into_fragments(module, num_fragments, "strided")
-        ours = model.fragments(
-            model.default_num_fragments if num_fragments is None else num_fragments
-        )
-        assert [sum(map(model.layer_params, layers)) for layers in ours] == [
-            sum(sizes[name] for name in fragment.parameters) for fragment in theirs
-        ]
-
-
-def test_fragments_leave_when_the_schedule_says() -> None:
-    for sync_every, count in ((100, 9), (7, 3), (3, 5)):
-        exchange = Exchange(sync_every, 0, ((),) * count)
-        schedule = Schedule(sync_every, count, 0)
-        assert [exchange.offset(p) for p in range(count)] == [
-            schedule.offset(p) for p in range(count)
-        ]
-
-
-def test_the_planner_needs_the_standard_library_only() -> None:
-    imported = set()
-    for file in Path(planner.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                imported.add(node.module)
-            elif isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-    own = {name for name in imported if name.startswith("lightning_commfree.planner.")}
-    assert own
-    assert {name.partition(".")[0] for name in imported - own} <= sys.stdlib_module_names
-
-
-# Advice
-
-
-def test_a_fast_link_needs_neither_overlap_nor_another_p() -> None:
-    advice = advise(JOB, 1000.0, 0.95)
-    assert advice.reaches_target
-    assert (advice.sync_every, advice.num_fragments, advice.overlap_steps) == (100, 3, 0)
-
-
-@pytest.mark.parametrize("gbit_per_s", [0.006, 0.01, 0.03, 0.1])
-def test_the_advice_holds_what_it_promises_with_the_shortest_delay(gbit_per_s) -> None:
-    advice = advise(JOB, gbit_per_s, 0.95)
-    job = replace(JOB, sync_every=advice.sync_every)
-    exchange = job.diloco(advice.num_fragments, advice.overlap_steps, "fp4")
-    assert job.utilization(exchange, gbit_per_s) == advice.utilization >= 0.95
-    for tau in range(advice.overlap_steps):
-        for count in range(1, 8):
-            assert job.utilization(job.diloco(count, tau, "fp4"), gbit_per_s) < 0.95
-
-
-def test_a_longer_cycle_is_advised_where_nothing_else_does_and_no_longer_than_it_must_be() -> None:
-    advice = advise(JOB, 0.006, 0.95)
-    assert advice.reaches_target
-    assert 100 < advice.sync_every <= 300
-    shorter = replace(JOB, sync_every=advice.sync_every - 1)
-    assert advise(shorter, 0.006, 0.95).sync_every == advice.sync_every
-
-
-def test_where_nothing_reaches_the_target_the_advice_says_what_would() -> None:
-    advice = advise(JOB, 1e-4, 0.95)
-    assert not advice.reaches_target
-    assert advice.utilization < 0.95
-    assert any("No P, no overlap_steps up to 5" in reason for reason in advice.reasons)
-
-
-def test_the_advice_names_what_the_coarser_wire_would_save() -> None:
-    reasons = advise(replace(JOB, wire_dtype="fp32"), 0.1, 0.95).reasons
-    assert reasons[-1] == "wire_dtype=fp4 would send 7.9 times fewer bytes."
-    assert not any("wire_dtype" in reason for reason in advise(JOB, 0.1, 0.95).reasons)
-
-
-def test_one_replica_needs_no_advice() -> None:
-    advice = advise(replace(JOB, num_replicas=1), 1e-6, 0.95)
-    assert (advice.utilization, advice.overlap_steps) == (1.0, 0)
-    assert advice.reasons == ("One replica sends nothing, so nothing is waited for.",)
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"step_seconds": 0.0}, ValueError, "`step_time=0.0` must be a positive number of seconds"),
-        ({"step_seconds": math.inf}, ValueError, "`step_time=inf` must be a positive number"),
-        ({"step_seconds": "fast"}, TypeError, "`step_time='fast'` must be a number, but it is a s"),
-        ({"num_replicas": 0}, ValueError, "`num_replicas=0` must be at least 1"),
-        ({"num_replicas": 2.5}, TypeError, "`num_replicas=2.5` must be a whole number"),
-        ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
-        ({"overlap_steps": 100}, ValueError, "`overlap_steps=100` must be at least 0 and below"),
-        ({"overlap_steps": -1}, ValueError, "`overlap_steps=-1` must be at least 0 and below"),
-        ({"overlap_steps": "eager"}, TypeError, "plan them as overlap_steps=sync_every-1"),
-        ({"num_fragments": 8}, ValueError, "`num_fragments=8` is not between 1 and 7: the model"),
-        ({"num_fragments": 0}, ValueError, "or null for 3"),
-        ({"wire_dtype": "fp5"}, ValueError, "`wire_dtype='fp5'` is unknown. Choose one of 'fp32'"),
-        ({"gradient_dtype": "fp4"}, ValueError, "`gradient_dtype='fp4'` is unknown"),
-    ],
-)
-def test_a_job_that_cannot_be(change, error, message) -> None:
-    with pytest.raises(error) as raised:
-        replace(JOB, **change)
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("gbit_per_s", [0.0, -1.0, math.nan])
-def test_a_bandwidth_that_cannot_be(gbit_per_s) -> None:
-    with pytest.raises(ValueError, match=r"`bandwidth=.*` Gbit/s must be positive"):
-        JOB.utilization(JOB.data_parallel(), gbit_per_s)
-
-
-@pytest.mark.parametrize("target", [0.0, 1.0, 95])
-def test_a_target_that_cannot_be(target) -> None:
-    with pytest.raises(ValueError, match="target utilization of .* is not strictly between 0"):
-        JOB.needed_gbit_per_s(JOB.data_parallel(), target)
-    with pytest.raises(ValueError, match="`advice_target=.*` must lie strictly between 0 and 1"):
-        advise(JOB, 1.0, target)
-
-
-@pytest.mark.parametrize(("blocks", "rest"), [((), 5), ((3, 0), 0), ((3,), -1)])
-def test_a_model_that_cannot_be(blocks, rest) -> None:
-    with pytest.raises(ValueError, match="a model needs at least one block"):
-        Model(blocks, rest)
-
-
-def test_a_payload_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="`wire_dtype='fp8'` is unknown. Choose one of 'fp32'"):
-        payload_bytes(10, "fp8")

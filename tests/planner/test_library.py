@@ -1,0 +1,89 @@
+"""The planner foretells what the library does: payloads, ways to exchange, fragments, schedule."""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from lightning_commfree import planner
+from lightning_commfree.comm.ledger import ring_all_reduce_bytes
+from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
+from lightning_commfree.diloco.exchange import cheaper_exchange
+from lightning_commfree.planner import (
+    Exchange,
+    Model,
+    all_reduce_bytes,
+    exchange_bytes,
+    payload_bytes,
+)
+
+
+@pytest.mark.parametrize("wire", WIRE_FORMATS)
+def test_payloads_are_those_of_the_wire_formats(wire) -> None:
+    for numel in (1, 2, 255, 256, 257, 1_000_001):
+        assert payload_bytes(numel, wire) == WIRE_FORMATS[wire].num_bytes(numel)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
+def test_what_is_sent_is_what_the_ledger_counts(num_replicas) -> None:
+    reduced = all_reduce_bytes(1_000_000, num_replicas)
+    assert math.floor(reduced) == ring_all_reduce_bytes(1_000_000, num_replicas)
+    channel = SimpleNamespace(size=num_replicas)
+    for wire, wire_format in WIRE_FORMATS.items():
+        real = cheaper_exchange(channel, None, wire_format, 4_000_000).num_bytes
+        foretold = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
+        # headers and padding; the other way of exchanging would send half as much more at least
+        assert foretold <= real <= 1.005 * foretold
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int, with_rest: bool) -> None:
+        super().__init__()
+        if with_rest:
+            self.embedding = nn.Embedding(7, 5)
+        self.blocks = nn.ModuleList(nn.Linear(5, 3 + i) for i in range(count))
+
+
+@pytest.mark.parametrize("with_rest", [True, False])
+@pytest.mark.parametrize("count", [2, 5, 9])
+def test_fragments_are_those_of_the_library(count, with_rest) -> None:
+    module = Blocks(count, with_rest)
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    blocks = tuple(sum(p.numel() for p in block.parameters()) for block in module.blocks)
+    model = Model(blocks, sum(sizes.values()) - sum(blocks))
+    for num_fragments in (None, *range(1, count + with_rest + 1)):
+        theirs = split_into_fragments(module, num_fragments, "strided")
+        ours = model.fragments(
+            model.default_num_fragments if num_fragments is None else num_fragments
+        )
+        assert [sum(map(model.layer_params, layers)) for layers in ours] == [
+            sum(sizes[name] for name in fragment.parameters) for fragment in theirs
+        ]
+
+
+def test_fragments_leave_when_the_schedule_says() -> None:
+    for sync_every, count in ((100, 9), (7, 3), (3, 5)):
+        exchange = Exchange(sync_every, 0, ((),) * count)
+        schedule = Schedule(sync_every, count, 0)
+        assert [exchange.offset(p) for p in range(count)] == [
+            schedule.offset(p) for p in range(count)
+        ]
+
+
+def test_the_planner_needs_the_standard_library_only() -> None:
+    imported = set()
+    for file in Path(planner.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported.add(node.module)
+            elif isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+    own = {name for name in imported if name.startswith("lightning_commfree.planner.")}
+    assert own
+    assert {name.partition(".")[0] for name in imported - own} <= sys.stdlib_module_names

@@ -14,13 +14,14 @@ TEST_WORKERS := 2
 DEMO_ARGS :=
 COMPARE_ARGS :=
 
-.PHONY: help demo compare test check bench bench-quality constraints clean
+.PHONY: help demo compare test check wheel-test bench bench-quality constraints clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=50')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
+	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
 	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
 	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
 	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
@@ -49,6 +50,10 @@ check: $(STAMP)
 	run codespell; \
 	if [ -n "$$failed" ]; then echo "make check: failed: $${failed#, }"; exit 1; fi; \
 	echo "make check: all passed"
+
+# Not part of .ci/run: it installs torch once more.
+wheel-test: $(STAMP)
+	$(PY) .ci/wheel
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
 BENCHES := bits wire sync_cost planner lion bandwidth lion_bandwidth overlap demo

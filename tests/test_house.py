@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,6 +97,53 @@ def test_the_contracts_cover_every_folder(tmp_path: Path) -> None:
     (tmp_path / "new_wing").mkdir()
     (tmp_path / "new_wing" / "__init__.py").touch()
     assert folders_outside_the_contracts(tmp_path) == [f"{PACKAGE}.new_wing"]
+
+
+# The tree
+
+
+def folders_drawn(readme: str) -> set[str]:
+    """Folders in the tree of the README, by their indentation of two spaces."""
+    drawing = re.search(r"^## The house\n+```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert drawing is not None, "the README has no tree"
+    found, parent = set(), ""
+    for indentation, name in re.findall(r"^((?:  )?)(\w+)/(?=\s)", drawing[1], re.MULTILINE):
+        parent = parent if indentation else name
+        found.add(f"{parent}/{name}" if indentation else name)
+    return found
+
+
+def folders_there(root: Path) -> set[str]:
+    """Folders of the repository: those at its root, and the packages in what is drawn in detail."""
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    top = (path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    packages = (
+        init.parent for name in (PACKAGE, "recipes") for init in root.glob(f"{name}/*/*.py")
+    )
+    return {name for name in top if f"{name}/" not in ignored} | {
+        path.relative_to(root).as_posix() for path in packages
+    }
+
+
+def test_the_tree_in_the_readme_is_the_tree(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert folders_drawn(readme) == folders_there(ROOT)
+    assert folders_drawn(readme.replace("\n  lion/", "\n  tiger/")) != folders_there(ROOT)
+
+    for new in ("docs", f"{PACKAGE}/new_wing", "outputs"):
+        (tmp_path / new).mkdir(parents=True)
+        (tmp_path / new / "__init__.py").touch()
+    assert folders_there(tmp_path) == {"docs", PACKAGE, f"{PACKAGE}/new_wing"}
+
+
+def test_every_folder_of_the_package_has_a_folder_of_tests() -> None:
+    """And every folder of tests is of a folder that is tested."""
+    packages = {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")}
+    recipes = {f"recipes/{path.parent.name}" for path in (ROOT / "recipes").glob("*/__init__.py")}
+    tests = {
+        path.parent.relative_to(ROOT / "tests").as_posix() for path in ROOT.glob("tests/*/**/*.py")
+    }
+    assert packages <= tests <= packages | recipes | {"recipes"}
 
 
 # Who talks to other ranks

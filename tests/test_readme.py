@@ -103,7 +103,7 @@ def test_a_command(command: str, reader: Reader) -> None:
         ("`python -m recipes.bench.lion --rouns 3`", "--rouns"),
         (
             "`python -m recipes.pretrain data=text data.corpus.train=x data.corpus.validation=x`",
-            "x",
+            "'x' matches no file",
         ),
         ("`python -m recipes.pretrain trainer=multinode`", "it would wait for the other nodes"),
         ("`torchrun --nnodes 2 --nproc-per-node 4 -m recipes.pretrain trainer=multinode`", "ranks"),

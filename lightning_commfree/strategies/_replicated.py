@@ -11,10 +11,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim import Optimizer
@@ -23,14 +22,13 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
+from lightning_commfree.strategies._naming import NamingStrategy
 from lightning_commfree.strategies._signals import DeferredSigterm
 from lightning_commfree.strategies._start import check_ddp_kwargs, common_start
 from lightning_commfree.strategies._traffic import FitLog, Traffic, log_figures
 
-T = TypeVar("T")
 
-
-class ReplicatedStrategy(DDPStrategy):
+class ReplicatedStrategy(NamingStrategy):
     """DDP without gradient sync; base of the strategies that replace its all-reduce.
 
     A subclass says what must be equal on all ranks (`_facts`), prepares its algorithm
@@ -60,7 +58,6 @@ class ReplicatedStrategy(DDPStrategy):
         self._group_size = group_size
         self._channel: Channel | None = None
         self._group_channel: Channel | None = None
-        self._world_channel: Channel | None = None
         self._sigterm = DeferredSigterm()
         self._training_step_runs = False
         self._fit_log: FitLog | None = None
@@ -180,16 +177,6 @@ class ReplicatedStrategy(DDPStrategy):
         return output
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._named("barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        with self._named("broadcast"):
-            return super().broadcast(obj, src)
-
-    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks, but not from within `training_step`.
 
@@ -201,8 +188,7 @@ class ReplicatedStrategy(DDPStrategy):
             if self._group_channel is None:
                 return tensor
             group = self._group_channel.group
-        with self._named("reduce"):
-            return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group, reduce_op)
 
     @override
     def teardown(self) -> None:
@@ -244,11 +230,6 @@ class ReplicatedStrategy(DDPStrategy):
         return {}
 
     # -- inside
-
-    def _named(self, what: str) -> AbstractContextManager[None]:
-        """In the body, a collective of Lightning's that fails names the rank that is gone."""
-        world = self._world_channel
-        return nullcontext() if world is None else world.naming_lost(what)
 
     def _named_in_group(self, what: str) -> AbstractContextManager[None]:
         """The same for a body that computes too, and exchanges something within a group only."""

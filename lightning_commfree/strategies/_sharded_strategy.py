@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import on_meta
+from lightning_commfree.strategies._naming import NamingStrategy
 from lightning_commfree.strategies._rank_states import (
     Found,
     Layout,
@@ -34,10 +32,8 @@ from lightning_commfree.strategies._rank_states import (
 )
 from lightning_commfree.strategies._sharded import ShardedModule
 
-T = TypeVar("T")
 
-
-class ShardedStrategy(DDPStrategy):
+class ShardedStrategy(NamingStrategy):
     """A strategy whose ranks hold parts of one model.
 
     A subclass opens the channel to all ranks, divides the module in `configure_ddp` and says how
@@ -46,7 +42,6 @@ class ShardedStrategy(DDPStrategy):
 
     def __init__(self, **ddp_kwargs: Any) -> None:
         super().__init__(**ddp_kwargs)
-        self._world_channel: Channel | None = None
         self._sharded: ShardedModule | None = None
         self._filled = False  # the model was on `meta`
         self._found: Found | None = None  # of the checkpoint that is resumed, until it is in place
@@ -79,21 +74,6 @@ class ShardedStrategy(DDPStrategy):
         if self._module.trainer.state.fn != TrainerFn.FITTING:
             self._check_values()
             super().model_to_device()
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._named("barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        with self._named("broadcast"):
-            return super().broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        with self._named("reduce"):
-            return super().reduce(tensor, group, reduce_op)
 
     @override
     def teardown(self) -> None:
@@ -186,11 +166,6 @@ class ShardedStrategy(DDPStrategy):
         if self._found is not None:
             restore(self._found, self._module.trainer, self.sharded.models, self.root_device)
             self._found = None
-
-    def _named(self, what: str) -> AbstractContextManager[None]:
-        """In the body, a collective of Lightning's that fails names the rank that is gone."""
-        world = self._world_channel
-        return nullcontext() if world is None else world.naming_lost(what)
 
     def _on_meta(self) -> bool:
         return self.lightning_module is not None and bool(on_meta(self.lightning_module))

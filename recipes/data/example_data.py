@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -18,11 +16,9 @@ from recipes.data.example_rows import (
     ExampleRows,
     Fitted,
     Indices,
-    Row,
     write_examples,
 )
 from recipes.data.examples import ExampleCorpus
-from recipes.data.resumable import ResumableDataLoader, ResumableSampler
 from recipes.data.token_blocks import fingerprint
 from recipes.data.training_data import TrainingData
 
@@ -66,7 +62,7 @@ class ExampleDataModule(TrainingData):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__(tokenizer, block_size, batch_size)
+        super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         if not 0 < validation_fraction < 1:
             raise ValueError(
                 f"data.validation_fraction={validation_fraction} must be between 0 and 1, such as"
@@ -77,9 +73,7 @@ class ExampleDataModule(TrainingData):
         self.packing = packing
         self._cache_dir = cache_dir
         self._validation_fraction = validation_fraction
-        self._num_workers = num_workers
-        self._seed = seed
-        self._collator = Collator(packing, _filler(tokenizer))
+        self._collate = Collator(packing, _filler(tokenizer))
         self._rows: dict[Split, ExampleRows] = {}
 
     def rows(self, split: Split) -> ExampleRows:
@@ -102,48 +96,6 @@ class ExampleDataModule(TrainingData):
                     f" within {self.block_size} tokens: no response, or no turn of the role"
                     " 'assistant'. Look at the data, or raise `data.block_size`."
                 )
-
-    @override
-    def setup(self, stage: str) -> None:
-        size, _ = self.size_and_rank()
-        self._require("train", self.batch_size * size)
-        self._require("validation", size)
-
-    @override
-    def train_dataloader(self) -> ResumableDataLoader:
-        size, rank = self.size_and_rank()
-        sampler = ResumableSampler(
-            self.rows("train"),
-            num_replicas=size,
-            rank=rank,
-            shuffle=True,
-            seed=self._seed,
-            drop_last=True,
-        )
-        return ResumableDataLoader(
-            sampler,
-            self.batch_size,
-            drop_last=True,
-            num_workers=self._num_workers,
-            collate_fn=self._collator,
-        )
-
-    @override
-    def val_dataloader(self) -> DataLoader[Row]:
-        size, rank = self.size_and_rank()
-        rows = self.rows("validation")
-        sampler = UnrepeatedDistributedSampler(rows, num_replicas=size, rank=rank, shuffle=False)
-        return DataLoader(
-            rows,
-            self.batch_size,
-            sampler=sampler,
-            num_workers=self._num_workers,
-            collate_fn=self._collator,
-        )
-
-    @override
-    def num_rows(self) -> int:
-        return len(self.rows("train"))
 
     @override
     def tokens_per_row(self) -> int:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from recipes.data.corpus import SPLITS, Corpus, Split
-from recipes.data.resumable import ResumableDataLoader, ResumableSampler
 from recipes.data.token_blocks import Blocks, TokenBlocks, count_tokens, num_tokens, tokenize
 from recipes.data.training_data import TrainingData
 
@@ -42,51 +38,20 @@ class BlockDataModule(TrainingData):
         num_workers: int = 0,
         seed: int = 0,
     ) -> None:
-        super().__init__(tokenizer, block_size, batch_size)
-        self._num_workers = num_workers
-        self._seed = seed
+        super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
 
     def blocks(self, split: Split) -> Blocks:
         """Return the blocks of a split."""
         raise NotImplementedError
 
     @override
+    def rows(self, split: Split) -> Blocks:
+        return self.blocks(split)
+
+    @override
     def prepare_data(self) -> None:
         for split in SPLITS:
             self.blocks(split)
-
-    @override
-    def setup(self, stage: str) -> None:
-        size, _ = self.size_and_rank()
-        self._require("train", self.batch_size * size)
-        self._require("validation", size)
-
-    @override
-    def train_dataloader(self) -> ResumableDataLoader:
-        size, rank = self.size_and_rank()
-        sampler = ResumableSampler(
-            self.blocks("train"),
-            num_replicas=size,
-            rank=rank,
-            shuffle=True,
-            seed=self._seed,
-            drop_last=True,
-        )
-        # a short last batch would give its blocks a greater weight than the others have
-        return ResumableDataLoader(
-            sampler, self.batch_size, drop_last=True, num_workers=self._num_workers
-        )
-
-    @override
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        size, rank = self.size_and_rank()
-        blocks = self.blocks("validation")
-        sampler = UnrepeatedDistributedSampler(blocks, num_replicas=size, rank=rank, shuffle=False)
-        return DataLoader(blocks, self.batch_size, sampler=sampler, num_workers=self._num_workers)
-
-    @override
-    def num_rows(self) -> int:
-        return len(self.blocks("train"))
 
     @override
     def describe(self) -> str:

@@ -115,7 +115,7 @@ class LanguageModel(pl.LightningModule):
         if gradient_checkpointing:
             # its name until transformers 5.22, which goes in 6
             old = getattr(self.model, "gradient_checkpointing_enable", None)
-            enable = getattr(self.model, "activation_checkpointing_enable", old)
+            enable: Any = getattr(self.model, "activation_checkpointing_enable", old)
             enable({"use_reentrant": False})  # the reentrant kind needs inputs with gradients
         self._compile_backend = compile_backend
         self._optimizer = optimizer

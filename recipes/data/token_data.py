@@ -12,12 +12,10 @@ from recipes.data.training_data import TrainingData
 
 
 class BlockDataModule(TrainingData):
-    """Blocks of tokens, each for one rank: in training once an epoch, in validation exactly once.
+    """Blocks of tokens; a subclass says where they are.
 
     A batch is an int64 tensor of shape (batch_size, block_size + 1): inputs are all columns but the
-    last, targets all but the first. The samplers are made here and not by Lightning, which leaves a
-    `DistributedSampler` alone: for training to have one that can be resumed, for validation one
-    that repeats no block to make the ranks' shares equal. A subclass says where the blocks are.
+    last, targets all but the first.
 
     Args:
         tokenizer: the model's tokenizer.

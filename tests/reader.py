@@ -4,14 +4,14 @@ A real bash reads a command, and what bash would start is done in this process, 
 without GPUs, root and hours can:
 
 - A recipe runs from its command line to its last file. All that the command asks for is composed
-  and checked as it stands; only then is the job made small (`shrunk`). Of a sweep all jobs are
-  composed and the first one trains.
+  and checked as it stands, optimizer and Trainer are built; only then is the job made small
+  (`shrunk`). Of a sweep all jobs are composed and the first one trains.
 - The ranks that torchrun or SLURM would start must be the Trainer's; then one of them trains alone.
 - A bench parses its arguments and measures nothing.
 - Of `make TARGET`, what it would do is printed; recipes and benches in there are tried.
 
-Not tried: submitit's own settings, an extra that the tests do without; W&B's server; whatever of
-make's targets is no recipe.
+Not tried: submitit's own settings, an extra that the tests do without; W&B's server; targets of
+make without a recipe; whether a model of the size that is asked for fits into memory.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
+from torch import nn
 from torch.distributed.run import parse_args as parse_torchrun
 
 from recipes.comparison import running
 from recipes.comparison.jobs import Job, Plan
 from recipes.comparison.running import Record
 from recipes.data.corpus import Shakespeare, Split, TextFiles
+from recipes.data.training_data import TrainingData
 from recipes.training import run as training
 from recipes.training.report import SUMMARY_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("[!_]*.py"))
+_HERE = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "SLURM_NTASKS", "NODE_RANK")
 STOPPED = "outputs/pretrain/stopped"  # a run of the reader's, and its copy
 COPY = "copy_of_stopped"
 STEPS, MORE_STEPS = 2, 3  # of a run, and of one that goes on
 SILENT = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _TYPED = re.compile(r"^\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 _INLINE = re.compile(r"`((?:python|make|torchrun)\s[^`]+)`")
@@ -112,8 +114,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     steps = MORE_STEPS if config["ckpt_path"] else STEPS
     small: dict[str, dict[str, Any]] = {
         "trainer": {
-            **{"accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": "32-true"},
-            **{"max_steps": steps, "accumulate_grad_batches": 1},
+            **_HERE,
+            **{"precision": "32-true", "max_steps": steps, "accumulate_grad_batches": 1},
             **{"val_check_interval": 1, "limit_val_batches": 1},
         },
         "optimizer": {"total_steps": steps, "warmup_steps": 1},
@@ -134,11 +136,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Reader:
-    """Types commands in the working directory, which has all that the pages speak of.
-
-    Args:
-        patch: of whoever made the reader, who undoes it.
-    """
+    """Types commands in the working directory, which has all that the pages speak of."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._ranks: Ranks | None = None
@@ -234,6 +232,7 @@ class Reader:
             self._ranks = None
         if HydraConfig.get().job.get("num"):  # of a sweep, and not its first job
             return SimpleNamespace(is_global_zero=False)
+        _build_in_large(config)
         small, run_dir = shrunk(config), config["run_dir"]
         job = json.dumps(small).replace(run_dir, "RUN_DIR")
         if job in self._done:  # by a command that is another one in large only
@@ -260,9 +259,14 @@ class Reader:
 
     def _beginnings(self, split: Split) -> Iterator[str]:
         """Yield the beginning of one of Shakespeare's works."""
-        for work in self._documents(Shakespeare(), split):
-            yield work[:6_000]
-            return
+        yield next(self._documents(Shakespeare(), split))[:6_000]
+
+
+def _build_in_large(config: dict[str, Any]) -> None:
+    """Build optimizer and Trainer of the job as it stands, but for the place where it would run."""
+    training.factory(config["optimizer"])(nn.Linear(1, 1))
+    no_data = cast(TrainingData, None)  # which callbacks ask when there is a fit
+    training.build_trainer({**config, "trainer": {**config["trainer"], **_HERE}}, no_data)
 
 
 class _Parsed(Exception):  # noqa: N818 -- all has gone well

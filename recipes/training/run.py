@@ -135,7 +135,7 @@ def build_checkpoints(run_dir: str, every_n_steps: int, max_steps: int) -> list[
         save_last=True,
         enable_version_counter=False,
     )
-    if every_n_steps == 0:
+    if every_n_steps in (0, max_steps):  # two that save at the same steps Lightning refuses
         return [last]
     step = ModelCheckpoint(
         folder, "step-{step}", auto_insert_metric_name=False, every_n_train_steps=every_n_steps

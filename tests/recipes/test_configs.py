@@ -208,6 +208,13 @@ def test_trainer(name, compose_config) -> None:
     assert trainer.max_epochs == -1
 
 
+def test_a_run_that_ends_with_its_first_checkpoint(compose_config) -> None:
+    settings = ["trainer.max_steps=200", "checkpoint_every_n_steps=200"]
+    config = compose_config(*settings, "tokenizer=bytes", "strategy=ddp")
+    [last] = build_trainer(config, build_data(config)).checkpoint_callbacks
+    assert last.save_last
+
+
 @pytest.mark.parametrize("name", GROUPS["logger"])
 def test_logger(name, compose_config) -> None:
     config = compose_config(f"logger={name}", "tokenizer=bytes", "strategy=ddp")

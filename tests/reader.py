@@ -172,7 +172,15 @@ class Reader:
 
     def _make(self, words: Sequence[str]) -> None:
         # -o: as if .venv were there; only the commands of the target itself are of interest
-        command = ["make", "-n", "-o", ".venv/.set-up-done", "PY=python", *words]
+        command = [
+            "make",
+            "--no-print-directory",
+            "-n",
+            "-o",
+            ".venv/.set-up-done",
+            "PY=python",
+            *words,
+        ]
         dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert dry.returncode == 0, dry.stderr
         if "-m recipes." in dry.stdout:

@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
             tokens.append(np.asarray(example.tokens, np.uint32))
             is_target.append(np.asarray(example.is_target, np.bool_))
         ends = np.cumsum([len(row) for row in tokens], dtype=np.int64)
-        columns = (np.concatenate(tokens), np.concatenate(is_target), ends)
+        columns: list[NDArray[Any]] = [np.concatenate(tokens), np.concatenate(is_target), ends]
         for name, column in zip(_FILES, columns, strict=True):
             np.save(folder / f"{name}.npy", column)
 

@@ -14,10 +14,9 @@ import argparse
 import json
 import math
 import shlex
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from itertools import islice
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import cast
@@ -48,6 +47,7 @@ from recipes.bench.lion_quality_grid import (
     sweep,
 )
 from recipes.bench.page import provenance, write_page
+from recipes.bench.side_by_side import made
 
 CONF = Path(__file__).parents[2] / "conf"
 NAMES = {"adamw": "AdamW", "g_lion": "G-Lion"}
@@ -223,33 +223,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = load(options.results, setting, Run)
     page = options.results.with_suffix(".md")
     write_page(page, page_lines(results, options.seeds))
+    plan = partial(planned, results.losses, options.seeds)
+    one = partial(run, steps=options.steps, overrides=more)
     try:
-        for job, loss in _made(results.losses, options, more):
-            print(f"{job}: {loss:.4f}", flush=True)
-            results.add(job, loss, block)
-            save(options.results, results)
-            write_page(page, page_lines(results, options.seeds))
+        with new_pool(options.jobs) as pool:
+            for job, loss in made(pool, options.jobs, results.losses, plan, one, options.seconds):
+                print(f"{job}: {loss:.4f}", flush=True)
+                results.add(job, loss, block)
+                save(options.results, results)
+                write_page(page, page_lines(results, options.seeds))
     finally:  # a call that is interrupted too: its figure shows what its page does
         draw_page(results.losses, options.seeds, page.with_suffix(".png"))
-
-
-def _made(
-    losses: Losses, options: argparse.Namespace, more: Sequence[str]
-) -> Iterator[tuple[Run, float]]:
-    """Make what is missing, and yield each run when it is done; `losses` grows meanwhile."""
-    end = time.monotonic() + options.seconds
-    flying: dict[Future[float], Run] = {}
-    with new_pool(options.jobs) as pool:
-        while True:
-            begun = {*losses, *flying.values()}
-            plan = (job for job in planned(losses, options.seeds) if job not in begun)
-            free = options.jobs - len(flying) if time.monotonic() < end else 0
-            for job in islice(plan, free):
-                flying[pool.submit(run, job, options.steps, more)] = job
-            if not flying:
-                return
-            for future in wait(flying, return_when=FIRST_COMPLETED).done:
-                yield flying.pop(future), future.result()
 
 
 def _optimizer(method: str, steps: int, overrides: Sequence[str]) -> Config:

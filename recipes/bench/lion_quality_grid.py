@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from recipes.bench.ladder import LossAt, best_rung, rungs_to_run
+
 MODELS: dict[str, list[str]] = {
     "gpt2_tiny": ["model.n_embd=64", "model.n_layer=2"],
     "llama_tiny": [
@@ -83,24 +85,17 @@ def cells(model: str) -> list[Run]:
 
 def sweep(losses: Losses, cell: Run) -> list[int]:
     """Return the rungs on which a cell is to be run, as far as the results allow to know them."""
-    rungs = list(FIRST_RUNGS[cell.method])
-    while True:
-        found = {rung: losses.get(replace(cell, seed=1, lr=lr_of(rung))) for rung in rungs}
-        known = {rung: loss for rung, loss in found.items() if loss is not None}
-        if len(known) < len(rungs):
-            return rungs
-        best = min(known, key=lambda rung: known[rung])
-        if min(rungs) < best < max(rungs):
-            return rungs
-        rungs.append(best - 1 if best == min(rungs) else best + 1)
+    return rungs_to_run(_loss_at(losses, cell), FIRST_RUNGS[cell.method])
 
 
 def best_lr(losses: Losses, cell: Run) -> float | None:
     """Return a cell's best learning rate; None while a run of its sweep is missing."""
-    lrs = [lr_of(rung) for rung in sweep(losses, cell)]
-    found = {lr: losses.get(replace(cell, seed=1, lr=lr)) for lr in lrs}
-    known = {lr: loss for lr, loss in found.items() if loss is not None}
-    return min(known, key=lambda lr: known[lr]) if len(known) == len(lrs) else None
+    rung = best_rung(_loss_at(losses, cell), FIRST_RUNGS[cell.method])
+    return None if rung is None else lr_of(rung)
+
+
+def _loss_at(losses: Losses, cell: Run) -> LossAt:
+    return lambda rung: losses.get(replace(cell, seed=1, lr=lr_of(rung)))
 
 
 def at_best(losses: Losses, cell: Run, seeds: int) -> list[Run]:

@@ -1,19 +1,17 @@
-"""The runs of the quality bench as data: which there are, in which order, and what each is told."""
+"""The runs of the quality bench as data: which there are, in which order, and what each is told.
+
+Learning rates are rungs of one ladder, two to an octave. DDP's is tuned for each model, ours at
+M = 2 and the longest H with the tuned outer settings; every other cell of that model takes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-MODELS: dict[str, list[str]] = {
-    "gpt2_tiny": ["model.n_embd=48", "model.n_layer=2"],
-    "llama_tiny": [
-        "model.hidden_size=48",
-        "model.intermediate_size=128",
-        "model.num_hidden_layers=2",
-    ],
-}
+from recipes.bench.ladder import LossAt, best_rung, rungs_to_run
+
 COMMON = [
     "tokenizer.vocab_size=512",
     "data.block_size=32",
@@ -22,19 +20,73 @@ COMMON = [
     "trainer.log_every_n_steps=100",
     "logger=none",
 ]
-BLOCKS_PER_STEP = 64  # by all ranks together, so that every run sees the same tokens in each step
-DEFAULT_OUTER_LR = 0.4
-# arXiv:2503.09799, Figure 7, has 0.6 at M = 2 and 4, rising with H; 0.2 is the other direction
-TUNED_OUTER_LRS = (0.6, 0.2, 0.8)
-INNER_LRS = (8e-3, 4e-3, 16e-3)
+MODELS = ("gpt2_tiny", "llama_tiny")
+FIRST_RUNGS = (-1, -2, 0)
 SYNC_EVERY = (30, 100)
 TARGETS = {2: 1.0, 4: 2.0}  # M to percent above DDP
 WIRE_TARGET = 0.3  # percent, fp4 above fp32
 
 
 @dataclass(frozen=True)
+class Size:
+    """What all runs of a grid have in common.
+
+    Attributes:
+        width: of the models' hidden states; both have two layers.
+        blocks_per_step: by all ranks together, so every run sees the same tokens in each step.
+        steps: optimizer steps of a run.
+    """
+
+    width: int = 32
+    blocks_per_step: int = 128
+    steps: int = 2000
+
+    def model(self, name: str) -> list[str]:
+        """Return the overrides that make a model."""
+        if name == "gpt2_tiny":
+            return [f"model={name}", f"model.n_embd={self.width}", "model.n_layer=2"]
+        inside = -(-8 * self.width // 24) * 8  # 8/3 of the width, in full eights
+        return [
+            f"model={name}",
+            f"model.hidden_size={self.width}",
+            f"model.intermediate_size={inside}",
+            "model.num_hidden_layers=2",
+        ]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer optimizer, SGD with Nesterov momentum, and what becomes of the local weights."""
+
+    lr: float
+    momentum: float
+    mix: float
+
+    def __str__(self) -> str:
+        return f"lr {self.lr}, momentum {self.momentum}, mix {self.mix}"
+
+
+OuterByM = Mapping[int, Outer]
+DEFAULT = Outer(0.4, 0.9, 0.5)
+DEFAULTS: OuterByM = dict.fromkeys(TARGETS, DEFAULT)
+# best by hand among those that `OUTERS` repeats; arXiv:2503.09799, Figure 7, too has the best outer
+# learning rate rise with M
+TUNED: OuterByM = {2: Outer(0.8, 0.5, 0.0), 4: Outer(1.0, 0.5, 0.0)}
+# from the defaults to the tuned ones and past them
+OUTERS = (
+    DEFAULT,
+    Outer(0.6, 0.9, 0.5),
+    Outer(0.8, 0.9, 0.5),
+    Outer(0.8, 0.5, 0.5),
+    Outer(0.8, 0.5, 0.0),
+    Outer(1.0, 0.5, 0.0),
+    Outer(1.0, 0.0, 0.0),
+)
+
+
+@dataclass(frozen=True)
 class Run:
-    """One job; `wire` "none" is DDP, for which `sync_every` and `outer_lr` mean nothing."""
+    """One job; `wire` "none" is DDP, for which what comes after `lr`, and H, mean nothing."""
 
     model: str
     wire: str
@@ -42,35 +94,42 @@ class Run:
     sync_every: int
     seed: int
     lr: float
-    outer_lr: float = DEFAULT_OUTER_LR
+    outer_lr: float = DEFAULT.lr
+    momentum: float = DEFAULT.momentum
+    mix: float = DEFAULT.mix
 
     @property
     def name(self) -> str:
         """A folder's name that no other run has."""
         return "-".join(str(value) for value in asdict(self).values())
 
-    def overrides(self, steps: int) -> list[str]:
+    def with_outer(self, outer: Outer) -> Run:
+        """Return the same run with other outer settings."""
+        return replace(self, outer_lr=outer.lr, momentum=outer.momentum, mix=outer.mix)
+
+    def overrides(self, size: Size) -> list[str]:
         """Return what `recipes.pretrain` is told; all that is not named here is its default."""
         words = [
-            f"model={self.model}",
-            *MODELS[self.model],
+            *size.model(self.model),
             *COMMON,
-            f"trainer.max_steps={steps}",
-            f"trainer.val_check_interval={steps}",
+            f"trainer.max_steps={size.steps}",
+            f"trainer.val_check_interval={size.steps}",
             f"trainer.devices={self.replicas}",
-            f"data.batch_size={BLOCKS_PER_STEP // self.replicas}",
+            f"data.batch_size={size.blocks_per_step // self.replicas}",
             f"seed={self.seed}",
             f"optimizer.lr={self.lr}",
         ]
         if self.wire == "none":
             return [*words, "strategy=ddp"]
+        nesterov = str(self.momentum > 0).lower()  # torch has none without momentum
         return [
             *words,
             "strategy=streaming_diloco",
             f"strategy.sync_every={self.sync_every}",
             f"strategy.wire_dtype={self.wire}",
+            f"strategy.mix={self.mix}",
             "strategy.outer_optimizer={_target_: torch.optim.SGD, _partial_: true,"
-            f" lr: {self.outer_lr}, momentum: 0.9, nesterov: true}}",
+            f" lr: {self.outer_lr}, momentum: {self.momentum}, nesterov: {nesterov}}}",
         ]
 
 
@@ -84,14 +143,32 @@ def percent_above(losses: Losses, run: Run, reference: Run) -> float | None:
     return 100 * (losses[run] / losses[reference] - 1)
 
 
-def best_lr(losses: Losses, model: str) -> float | None:
-    """Return DDP's best learning rate in the sweep; None while a run of it is missing."""
-    sweep = {lr: losses.get(ddp(model, 1, lr)) for lr in INNER_LRS}
-    known = {lr: loss for lr, loss in sweep.items() if loss is not None}
-    return min(known, key=lambda lr: known[lr]) if len(known) == len(sweep) else None
+def lr_of(rung: int) -> float:
+    """Return a rung's learning rate."""
+    return round(0.016 * 2 ** (rung / 2), 4)
 
 
-def ddp(model: str, seed: int, lr: float) -> Run:
+def best_lr(losses: Losses, job: Run) -> float | None:
+    """Return the best learning rate of a run's kind; None while a run of its sweep is missing."""
+    rung = best_rung(_loss_at(losses, job), FIRST_RUNGS)
+    return None if rung is None else lr_of(rung)
+
+
+def sweep(losses: Losses, job: Run) -> list[Run]:
+    """Return the runs that tune a run's learning rate, as far as the results allow to know them."""
+    return [replace(job, lr=lr_of(r)) for r in rungs_to_run(_loss_at(losses, job), FIRST_RUNGS)]
+
+
+def _loss_at(losses: Losses, job: Run) -> LossAt:
+    return lambda rung: losses.get(replace(job, lr=lr_of(rung)))
+
+
+def ours(model: str) -> Run:
+    """Return the run of ours whose learning rate is tuned."""
+    return Run(model, "fp4", 2, max(SYNC_EVERY), 1, 0.0).with_outer(TUNED[2])
+
+
+def ddp(model: str, seed: int = 1, lr: float = 0.0) -> Run:
     """Return the run of DDP. Two ranks stand for four: the batch of a step holds the same blocks.
 
     `DistributedSampler` deals the blocks out in turn, so however many ranks there are, together
@@ -102,28 +179,32 @@ def ddp(model: str, seed: int, lr: float) -> Run:
 
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     """Yield the runs in their order, as far as the results allow to know them."""
-    yield from (ddp(model, 1, lr) for lr, model in product(INNER_LRS, MODELS))
-    best = {model: best_lr(losses, model) for model in MODELS}
-    lrs = {model: lr for model, lr in best.items() if lr is not None}
-    if len(lrs) < len(MODELS):
-        return
-    for seed in range(1, seeds + 1):
-        yield from (ddp(model, seed, lrs[model]) for model in MODELS)
-        yield from _ours(lrs, "fp4", TARGETS, seed)
-        for replicas in TARGETS:
-            if seed == 1:
-                yield from _tuning(losses, lrs, replicas)
-            yield from _ours(lrs, "fp32", [replicas], seed)
+    for reference in (ddp, ours):
+        for model in MODELS:
+            yield from sweep(losses, reference(model))
+    theirs = {model: best_lr(losses, ddp(model)) for model in MODELS}
+    for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
+        if lr is not None:
+            yield ddp(model, seed, lr)
+    for seed, wire in product(range(1, seeds + 1), ("fp4", "fp32")):
+        yield from cells(losses, wire, seed, TUNED)
+    yield from cells(losses, "fp4", 1, DEFAULTS)
+    for row in swept(losses):
+        yield from row
+    for seed in range(2, seeds + 1):
+        yield from cells(losses, "fp4", seed, DEFAULTS)
 
 
-def _ours(lrs: dict[str, float], wire: str, sizes: Iterable[int], seed: int) -> Iterator[Run]:
-    for replicas, sync_every, model in product(sizes, SYNC_EVERY, MODELS):
-        yield Run(model, wire, replicas, sync_every, seed, lrs[model])
+def cells(losses: Losses, wire: str, seed: int, outer: OuterByM) -> Iterator[Run]:
+    """Yield a run for each M, H and model whose learning rate is known."""
+    lrs = {model: best_lr(losses, ours(model)) for model in MODELS}
+    for replicas, sync_every, (model, lr) in product(TARGETS, SYNC_EVERY, lrs.items()):
+        if lr is not None:
+            yield Run(model, wire, replicas, sync_every, seed, lr).with_outer(outer[replicas])
 
 
-def _tuning(losses: Losses, lrs: dict[str, float], replicas: int) -> Iterator[Run]:
-    for outer_lr, sync_every, model in product(TUNED_OUTER_LRS, reversed(SYNC_EVERY), MODELS):
-        default = Run(model, "fp4", replicas, sync_every, 1, lrs[model])
-        above = percent_above(losses, default, ddp(model, 1, lrs[model]))
-        if above is not None and above > TARGETS[replicas]:
-            yield replace(default, outer_lr=outer_lr)
+def swept(losses: Losses) -> Iterator[list[Run]]:
+    """Yield for each outer setting its runs: fp4, seed 1, the first model at the longest H."""
+    for outer in OUTERS:
+        row = cells(losses, "fp4", 1, dict.fromkeys(TARGETS, outer))
+        yield [job for job in row if (job.model, job.sync_every) == (MODELS[0], max(SYNC_EVERY))]

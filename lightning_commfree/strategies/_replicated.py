@@ -25,7 +25,7 @@ from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._naming import NamingStrategy
 from lightning_commfree.strategies._signals import DeferredSigterm
 from lightning_commfree.strategies._start import check_ddp_kwargs, common_start
-from lightning_commfree.strategies._traffic import FitLog, Traffic, log_figures
+from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
 class ReplicatedStrategy(NamingStrategy):
@@ -122,8 +122,8 @@ class ReplicatedStrategy(NamingStrategy):
             self._sigterm.install(trainer)
             self._begin_fit(trainer)
             self._traffic = self._forecast()
-            window_steps: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-            self._fit_log = FitLog(self.ledger, self._traffic.ddp_bytes_per_step, window_steps)
+            per_step = self._traffic.ddp_bytes_per_step
+            self._fit_log = FitLog(self._module, self.ledger, per_step)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -173,7 +173,7 @@ class ReplicatedStrategy(NamingStrategy):
         if self._after_step(self._sigterm.requested):
             self._sigterm.agree()
         assert self._fit_log is not None, "a fit has begun"
-        log_figures(self._module, {**self._fit_log.after_step(), **self._figures()})
+        self._fit_log.after_step(self._figures)
         return output
 
     @override

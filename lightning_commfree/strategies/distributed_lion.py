@@ -94,7 +94,6 @@ class DistributedLionStrategy(ResumableStrategy):
         self.overlap = overlap
         self._voting: Voting | None = None
         self._overlaps = False
-        self._shares: dict[str, float] = {}
 
     # -- the life of a fit
 
@@ -163,12 +162,9 @@ class DistributedLionStrategy(ResumableStrategy):
 
     @override
     def _figures(self) -> dict[str, float]:
-        """The shares of ties, zeros and agreement are those of the latest step that is logged."""
+        """The shares of ties, zeros and agreement are those of the latest step."""
         assert self._voting is not None, "a step has been taken"
-        every = max(self._module.trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
-        if self._voting.step % every == 0 or not self._shares:
-            self._shares = self._voting.tally.shares()
-        figures = {**self._shares, **self._voting.bits_per_parameter()}
+        figures = {**self._voting.tally.shares(), **self._voting.bits_per_parameter()}
         figures["abstentions"] = float(self._voting.tally.abstentions)
         return {f"lion/{name}": figure for name, figure in figures.items()}
 
@@ -187,7 +183,6 @@ class DistributedLionStrategy(ResumableStrategy):
         if self._voting is not None:
             self._lion.leave()
             self._voting = None
-            self._shares = {}
         super().teardown()
 
     # -- checkpoints

@@ -28,7 +28,7 @@ from lightning_commfree.strategies._rank_states import Layout
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
 from lightning_commfree.strategies._start import START_TAG, check_ddp_kwargs, common_start
-from lightning_commfree.strategies._traffic import FitLog, Traffic, log_figures
+from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
 class DominoTPStrategy(ShardedStrategy):
@@ -150,8 +150,7 @@ class DominoTPStrategy(ShardedStrategy):
             # Lightning clips by the norm of what a rank holds
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
-            window: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-            self._fit_log = FitLog(self.ledger, float(ddp_bytes), window)
+            self._fit_log = FitLog(self._module, self.ledger, float(ddp_bytes))
             self._batch_checked = False
 
     @override
@@ -233,7 +232,7 @@ class DominoTPStrategy(ShardedStrategy):
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._fit_log is not None, "a fit has begun"
-        log_figures(self._module, self._fit_log.after_step())
+        self._fit_log.after_step()
         return output
 
     @override

@@ -98,18 +98,22 @@ class RunRecorder(pl.Callback):
         batch_idx: int,
     ) -> None:
         speed = self._speed()
-        if "device/items_per_sec" in speed:  # there is a whole window
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        steps = self.steps_done(trainer)
+        # where a row is due, and in the first step for the progress bar; `log` takes its time
+        due = every > 0 and (trainer.global_step % every == 0 or steps == 1)
+        if due and "device/items_per_sec" in speed:  # there is a whole window
             rate = speed["device/items_per_sec"] * self.num_shares(trainer)
             pl_module.log("tokens/s", rate, prog_bar=True)
-        if "device/mfu" in speed:
+        if due and "device/mfu" in speed:
             pl_module.log("mfu", speed["device/mfu"])
-        steps = self.steps_done(trainer)
-        if steps > 0:
+        if due and steps > 0:
             sent = self.meter.bytes_sent(steps)
             pl_module.log("comm/bytes_sent", float(sent))
             pl_module.log("kB/step", sent / steps / 1000, prog_bar=True, logger=False)
+        if steps > 0:
             loss = float(cast(dict[str, Tensor], outputs)["loss"])
-            self._remember(trainer.global_step, trainer.log_every_n_steps, loss)  # type: ignore[attr-defined]
+            self._remember(trainer.global_step, every, loss)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -158,7 +162,7 @@ class RunRecorder(pl.Callback):
         # a micro-batch that only accumulates ends without a new step; the first step opens the
         # curve
         is_new = not history.steps or step > history.steps[-1]
-        if is_new and (step % every == 0 or not history.steps):
+        if is_new and (not history.steps or (every > 0 and step % every == 0)):
             history.steps.append(step)
             history.seconds.append(time.monotonic() - self._train_start)
             history.seconds_waited.append(self.meter.seconds_waited())

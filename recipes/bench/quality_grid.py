@@ -21,7 +21,7 @@ COMMON = [
     "logger=none",
 ]
 MODELS = ("gpt2_tiny", "llama_tiny")
-FIRST_RUNGS = (-1, -2, 0)
+FIRST_RUNGS = (-1, -2, 0)  # of ours; DDP's lie one higher
 SYNC_EVERY = (30, 100)
 TARGETS = {2: 1.0, 4: 2.0}  # M to percent above DDP
 WIRE_TARGET = 0.3  # percent, fp4 above fp32
@@ -39,7 +39,7 @@ class Size:
 
     width: int = 32
     blocks_per_step: int = 128
-    steps: int = 2000
+    steps: int = 2500
 
     def model(self, name: str) -> list[str]:
         """Return the overrides that make a model."""
@@ -150,13 +150,18 @@ def lr_of(rung: int) -> float:
 
 def best_lr(losses: Losses, job: Run) -> float | None:
     """Return the best learning rate of a run's kind; None while a run of its sweep is missing."""
-    rung = best_rung(_loss_at(losses, job), FIRST_RUNGS)
+    rung = best_rung(_loss_at(losses, job), _first_rungs(job))
     return None if rung is None else lr_of(rung)
 
 
 def sweep(losses: Losses, job: Run) -> list[Run]:
     """Return the runs that tune a run's learning rate, as far as the results allow to know them."""
-    return [replace(job, lr=lr_of(r)) for r in rungs_to_run(_loss_at(losses, job), FIRST_RUNGS)]
+    rungs = rungs_to_run(_loss_at(losses, job), _first_rungs(job))
+    return [replace(job, lr=lr_of(rung)) for rung in rungs]
+
+
+def _first_rungs(job: Run) -> list[int]:
+    return [rung + (job.wire == "none") for rung in FIRST_RUNGS]
 
 
 def _loss_at(losses: Losses, job: Run) -> LossAt:

@@ -114,7 +114,7 @@ def test_no_time_left_begins_no_run(
     calls = played(loss_of)
     page = call(tmp_path, "--seconds", "0")
     assert (
-        "| llama_tiny | DDP | 0.008: missing, 0.0113: missing, 0.016: missing | missing |" in page
+        "| llama_tiny | DDP | 0.0113: missing, 0.016: missing, 0.0226: missing | missing |" in page
     )
     assert calls == []
 

@@ -191,9 +191,11 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
         if lr is not None:
             yield ddp(model, seed, lr)
-    for seed, wire in product(range(1, seeds + 1), ("fp4", "fp32")):
-        yield from cells(losses, wire, seed, TUNED)
+    for wire in ("fp4", "fp32"):
+        yield from cells(losses, wire, 1, TUNED)
     yield from cells(losses, "fp4", 1, DEFAULTS)
+    for wire, seed in product(("fp4", "fp32"), range(2, seeds + 1)):
+        yield from cells(losses, wire, seed, TUNED)
     for row in swept(losses):
         yield from row
     for seed in range(2, seeds + 1):

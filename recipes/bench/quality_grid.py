@@ -1,7 +1,8 @@
 """The runs of the quality bench as data: which there are, in which order, and what each is told.
 
-Learning rates are rungs of one ladder, two to an octave. DDP's is tuned for each model, ours at
-M = 2 and the longest H with the tuned outer settings; every other cell of that model takes it.
+Learning rates are rungs of one ladder, two to an octave. DDP's is tuned for each model, ours for
+each model and M, at the longest H with the tuned outer settings; every cell of that model and M
+takes it.
 """
 
 from __future__ import annotations
@@ -168,9 +169,9 @@ def _loss_at(losses: Losses, job: Run) -> LossAt:
     return lambda rung: losses.get(replace(job, lr=lr_of(rung)))
 
 
-def ours(model: str) -> Run:
-    """Return the run of ours whose learning rate is tuned."""
-    return Run(model, "fp4", 2, max(SYNC_EVERY), 1, 0.0).with_outer(TUNED[2])
+def ours(model: str, replicas: int) -> Run:
+    """Return the run of ours whose learning rate is tuned for a model and M."""
+    return Run(model, "fp4", replicas, max(SYNC_EVERY), 1, 0.0).with_outer(TUNED[replicas])
 
 
 def ddp(model: str, seed: int = 1, lr: float = 0.0) -> Run:
@@ -184,18 +185,21 @@ def ddp(model: str, seed: int = 1, lr: float = 0.0) -> Run:
 
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     """Yield the runs in their order, as far as the results allow to know them."""
-    for reference in (ddp, ours):
-        for model in MODELS:
-            yield from sweep(losses, reference(model))
+    for model in MODELS:
+        yield from sweep(losses, ddp(model))
+    for replicas, model in product(TARGETS, MODELS):
+        yield from sweep(losses, ours(model, replicas))
     theirs = {model: best_lr(losses, ddp(model)) for model in MODELS}
     for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
         if lr is not None:
             yield ddp(model, seed, lr)
     for wire in ("fp4", "fp32"):
         yield from cells(losses, wire, 1, TUNED)
+    for seed in range(2, seeds + 1):
+        yield from cells(losses, "fp4", seed, TUNED)
     yield from cells(losses, "fp4", 1, DEFAULTS)
-    for wire, seed in product(("fp4", "fp32"), range(2, seeds + 1)):
-        yield from cells(losses, wire, seed, TUNED)
+    for seed in range(2, seeds + 1):
+        yield from cells(losses, "fp32", seed, TUNED)
     for row in swept(losses):
         yield from row
     for seed in range(2, seeds + 1):
@@ -204,8 +208,8 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
 
 def cells(losses: Losses, wire: str, seed: int, outer: OuterByM) -> Iterator[Run]:
     """Yield a run for each M, H and model whose learning rate is known."""
-    lrs = {model: best_lr(losses, ours(model)) for model in MODELS}
-    for replicas, sync_every, (model, lr) in product(TARGETS, SYNC_EVERY, lrs.items()):
+    for replicas, sync_every, model in product(TARGETS, SYNC_EVERY, MODELS):
+        lr = best_lr(losses, ours(model, replicas))
         if lr is not None:
             yield Run(model, wire, replicas, sync_every, seed, lr).with_outer(outer[replicas])
 

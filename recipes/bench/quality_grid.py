@@ -193,13 +193,9 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
         if lr is not None:
             yield ddp(model, seed, lr)
-    for wire in ("fp4", "fp32"):
-        yield from cells(losses, wire, 1, TUNED)
-    for seed in range(2, seeds + 1):
-        yield from cells(losses, "fp4", seed, TUNED)
+    for wire, seed in product(("fp4", "fp32"), range(1, seeds + 1)):
+        yield from cells(losses, wire, seed, TUNED)
     yield from cells(losses, "fp4", 1, DEFAULTS)
-    for seed in range(2, seeds + 1):
-        yield from cells(losses, "fp32", seed, TUNED)
     for row in swept(losses):
         yield from row
     for seed in range(2, seeds + 1):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -74,6 +75,8 @@ class Channel:
         ledger: where bytes and waits are counted.
         group: the process group; None for a channel of one rank.
         device: where tensors must be that go in, and are that come out.
+        downward: a second group of the same ranks. Gathers and exchanges then take it for what goes
+            to lower ranks, and `group` for what goes to higher ones.
     """
 
     def __init__(
@@ -83,13 +86,14 @@ class Channel:
         ledger: Ledger,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        downward: dist.ProcessGroup | None = None,
     ) -> None:
         self.ranks = tuple(sorted(ranks))  # as `new_group` orders them, however they are written
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.ledger = ledger
         self.device = device or torch.device("cpu")
-        self._group = group
+        self._group, self._downward = group, downward
         self._watch: PeerWatch | None = None  # from `open` on, for several ranks
         assert (group is None) == (self.size == 1), (
             "a channel of several ranks needs a process group"
@@ -110,6 +114,7 @@ class Channel:
         timeout: timedelta | None = None,
         device: torch.device | None = None,
         wider: Channel | None = None,
+        full_duplex: bool = False,
     ) -> Channel:
         """Make the process groups and return this rank's channel.
 
@@ -120,16 +125,26 @@ class Channel:
         gone when an exchange fails (`comm.peers`); 64 bytes a rank travel here to agree on it. Its
         ranks may be some of an open channel's, `wider`: they find out then whose loss made a rank
         of their own leave.
+
+        `full_duplex` gives gloo a second group, for large gathers and exchanges over a slow link:
+
+        1. Rank 0 is ready to receive and says so. Rank 1 comes a moment later and begins to send.
+        2. Rank 1 is ready to receive too, but its word stands in the same socket, behind all that
+           it sends. Rank 0 waits for it: one direction of the link is idle, then the other.
+
+        With a group, and so a socket, for each direction, the words overtake the values, and an
+        exchange of two ranks takes half as long.
         """
         mine = None
         for ranks in groups:
-            handle = (
-                dist.new_group(list(ranks), timeout=timeout, backend=backend)
-                if len(ranks) > 1
-                else None
-            )
+            group = downward = None
+            if len(ranks) > 1:
+                make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
+                group = make()
+                downward = make() if full_duplex and backend == "gloo" else None
             if rank in ranks:
-                mine = cls(ranks, rank, ledger, handle, None if backend == "gloo" else device)
+                where = None if backend == "gloo" else device
+                mine = cls(ranks, rank, ledger, group, where, downward)
         assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
         above = None if wider is None else wider._watch
         mine._meet(timeout or dist.constants.default_pg_timeout, above)
@@ -142,21 +157,17 @@ class Channel:
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
         with self._launching(tag):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return self._pending(work, tensor, tag)
+        return self._pending([work], tensor, tag)
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Collect every rank's `tensor` (shape S, same on all ranks) as one of shape (size, *S)."""
         if self._group is None:
             return Pending(lambda: tensor.unsqueeze(0))
-        gathered = tensor.new_empty((self.size, *tensor.shape))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
-        copies = tensor.expand_as(gathered).contiguous()
-        with self._launching(tag):
-            # Not `dist.all_gather`: when a peer dies in the middle of it, gloo's version frees the
-            # memory that its other connections still send from, and the process aborts. The bytes
-            # are the same, and so is the memory: gloo gathers into a copy of its own.
-            work = dist.all_to_all_single(gathered, copies, group=self._group, async_op=True)
-        return self._pending(work, gathered, tag)
+        # Not `dist.all_gather`: when a peer dies in the middle of it, gloo's version frees the
+        # memory that its other connections still send from, and the process aborts. The bytes are
+        # the same, and so is the memory: gloo gathers into a copy of its own.
+        return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is rank j's."""
@@ -165,13 +176,8 @@ class Channel:
         )
         if self._group is None:
             return Pending(lambda: tensor)
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
-        with self._launching(tag):
-            work = dist.all_to_all_single(
-                received, tensor.contiguous(), group=self._group, async_op=True
-            )
-        return self._pending(work, received, tag)
+        return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
         """Overwrite `tensor` with that of the channel's rank `source`."""
@@ -180,7 +186,7 @@ class Channel:
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
         with self._launching(tag):
             work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
-        return self._pending(work, tensor, tag)
+        return self._pending([work], tensor, tag)
 
     def naming_lost(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
         """Return a context whose `RuntimeError` names the ranks of this channel that are gone.
@@ -199,8 +205,9 @@ class Channel:
         if self._watch is not None:
             # first, so that a peer whose connection breaks now finds that this rank has left
             self._watch.close()
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        for group in (self._group, self._downward):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
 
     def _meet(self, timeout: timedelta, wider: PeerWatch | None) -> None:
         if self._group is None:
@@ -214,14 +221,48 @@ class Channel:
     def _launching(self, tag: str) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.launching(tag)
 
-    def _pending(self, work: Any, result: Tensor, tag: str) -> Pending[Tensor]:
+    def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
+        """Send row i, which may be the same memory as others, to rank i; row j is rank j's."""
+        received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        place = self.rank
+        with self._launching(tag):
+            if self._downward is None:
+                works = [_all_to_all(received, rows, self._group)]
+            else:
+                # how many rows travel, by rank: its own does not
+                below = [int(rank < place) for rank in range(self.size)]
+                above = [int(rank > place) for rank in range(self.size)]
+                lower, higher = slice(None, place), slice(place + 1, None)
+                up, down = self._group, self._downward
+                works = [
+                    _all_to_all(received[lower], rows[higher], up, below, above),
+                    _all_to_all(received[higher], rows[lower], down, above, below),
+                ]
+                received[place].copy_(rows[place])
+        return self._pending(works, received, tag)
+
+    def _pending(self, works: Sequence[Any], result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
                 # nccl's `wait` orders streams and does not block: there is nothing to watch
                 if self._watch is None or self.device.type != "cpu":
-                    work.wait()
+                    for work in works:
+                        work.wait()
                 else:
-                    self._watch.wait(work, tag)
+                    self._watch.wait(works, tag)
             return result
 
         return Pending(resolve)
+
+
+def _all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup | None,
+    rows_from: list[int] | None = None,
+    rows_to: list[int] | None = None,
+) -> Any:
+    """Launch an exchange of a row, or of so many rows, from and to each rank of the group."""
+    return dist.all_to_all_single(
+        received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
+    )

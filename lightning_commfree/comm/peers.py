@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -151,11 +151,11 @@ class PeerWatch:
                     raise
             raise self._failure(tag, waited, str(error), answers) from error
 
-    def wait(self, work: Work, tag: str) -> None:
-        """Block until `work` is done.
+    def wait(self, works: Sequence[Work], tag: str) -> None:
+        """Block until all `works`, the parts of one exchange, are done.
 
         Raises:
-            RuntimeError: it failed, the timeout ran out, or a peer told that a rank is lost. The
+            RuntimeError: one failed, the timeout ran out, or a peer told that a rank is lost. The
                 message names the ranks.
         """
         start = time.monotonic()
@@ -163,7 +163,7 @@ class PeerWatch:
         last_s = self._timeout - self._patience
         next_s = min(ANSWER_SECONDS, last_s)
         try:
-            while not _done(work):
+            while not all(map(_done, works)):
                 waited = time.monotonic() - start
                 if self._lost:
                     raise RuntimeError("another rank found out")

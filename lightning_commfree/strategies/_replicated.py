@@ -91,7 +91,13 @@ class ReplicatedStrategy(NamingStrategy):
             everybody = [list(range(self.world_size))]
             # gloo and CPU buffers also for CUDA models: the slow link is Ethernet, and a second
             # nccl communicator on a device can deadlock with the first
-            world = Channel.open(everybody, self.global_rank, self.ledger, timeout=self._timeout)
+            world = Channel.open(
+                everybody,
+                self.global_rank,
+                self.ledger,
+                timeout=self._timeout,
+                full_duplex=self._group_size == 1,
+            )
             self._channel = self._world_channel = world
             if self._group_size > 1:
                 # the wider channel knows who is gone where a group only sees a member leave
@@ -101,6 +107,7 @@ class ReplicatedStrategy(NamingStrategy):
                     self.ledger,
                     timeout=self._timeout,
                     wider=world,
+                    full_duplex=True,
                 )
                 self._group_channel = Channel.open(
                     mesh.groups(DATA),

@@ -59,7 +59,7 @@ def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
         with socket.create_connection((host, int(port))):
             start = time.monotonic()
             with pytest.raises(RuntimeError, match="rank 1 gave up"):
-                other.wait(Broken(), "t")
+                other.wait([Broken()], "t")
             assert time.monotonic() - start < 2.0
 
 
@@ -79,7 +79,7 @@ def test_another_program_at_a_lost_ranks_address_is_not_taken_for_it(said: bytes
 
         threading.Thread(target=chat, daemon=True).start()
         with pytest.raises(RuntimeError, match="rank 1 is gone [(]another program"):
-            watch.wait(Broken(), "t")
+            watch.wait([Broken()], "t")
 
 
 def test_it_listens_where_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_a_rank_without_an_address_cannot_be_asked_and_is_not_blamed(
     watch = PeerWatch(0, LONG)
     watch.meet({0: watch.card, 1: silent.card})
     with pytest.raises(RuntimeError, match="rank 0 gave up .* ranks that could be asked answer"):
-        watch.wait(Broken(), "t")
+        watch.wait([Broken()], "t")
     silent.close()
     watch.close()
 
@@ -134,4 +134,4 @@ def test_it_holds_up_neither_the_end_of_a_process_nor_a_fork() -> None:
             process.kill()
             assert exit_code == 0
         with pytest.raises(RuntimeError, match="rank 1 gave up"):  # rank 0 goes on answering
-            other.wait(Broken(), "t")
+            other.wait([Broken()], "t")

@@ -28,8 +28,8 @@ def opened(*args: Any, **kwargs: Any) -> Channel:
     return channel
 
 
-def world_channel(rank: int, size: int) -> Channel:
-    return opened([list(range(size))], rank, Ledger())
+def world_channel(rank: int, size: int, full_duplex: bool = False) -> Channel:
+    return opened([list(range(size))], rank, Ledger(), full_duplex=full_duplex)
 
 
 def of_rank(rank: int, *shape: int) -> Tensor:
@@ -41,8 +41,8 @@ def of_rank(rank: int, *shape: int) -> Tensor:
 # Against arithmetic
 
 
-def exchange(rank: int, size: int) -> dict[str, Any]:
-    channel = world_channel(rank, size)
+def exchange(rank: int, size: int, full_duplex: bool) -> dict[str, Any]:
+    channel = world_channel(rank, size, full_duplex)
     reduced, overwritten = of_rank(rank, 4, 5), of_rank(rank, 3)
     transposed = of_rank(rank, 2, 5).T
     columns = of_rank(rank, 2, size).T
@@ -81,9 +81,12 @@ def expected_exchange(rank: int, size: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.parametrize("full_duplex", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_every_collective_is_what_arithmetic_says(size: int, tmp_path: Path) -> None:
-    for rank, results in enumerate(run_ranks(exchange, size, tmp_path)):
+def test_every_collective_is_what_arithmetic_says(
+    size: int, full_duplex: bool, tmp_path: Path
+) -> None:
+    for rank, results in enumerate(run_ranks(exchange, size, tmp_path, full_duplex)):
         expected = expected_exchange(rank, size)
         assert results.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -94,9 +97,11 @@ def test_every_collective_is_what_arithmetic_says(size: int, tmp_path: Path) -> 
 # Pendings
 
 
-def launch_all_then_wait(rank: int, size: int, order: list[int]) -> tuple[list[Tensor], Any]:
+def launch_all_then_wait(
+    rank: int, size: int, order: list[int], full_duplex: bool
+) -> tuple[list[Tensor], Any]:
     """Launch six collectives, wait in `order`; return the results in the order of the launches."""
-    channel = world_channel(rank, size)
+    channel = world_channel(rank, size, full_duplex)
     pendings = [
         channel.all_reduce(of_rank(rank, 100_000), "large"),
         channel.all_gather(of_rank(rank, 3), "small"),
@@ -112,11 +117,14 @@ def launch_all_then_wait(rank: int, size: int, order: list[int]) -> tuple[list[T
     return [by_launch[i] for i in range(len(pendings))], channel.ledger.seconds_by_tag
 
 
+@pytest.mark.parametrize("full_duplex", [False, True])
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 5, 0, 3, 1, 4]])
-def test_pendings_may_be_waited_for_in_any_order(order: list[int], tmp_path: Path) -> None:
+def test_pendings_may_be_waited_for_in_any_order(
+    order: list[int], full_duplex: bool, tmp_path: Path
+) -> None:
     size = 3
     for rank, (results, seconds) in enumerate(
-        run_ranks(launch_all_then_wait, size, tmp_path, order)
+        run_ranks(launch_all_then_wait, size, tmp_path, order, full_duplex)
     ):
         expected = [
             sum(of_rank(r, 100_000) for r in range(size)),
@@ -179,7 +187,7 @@ def test_a_second_wait_counts_no_second() -> None:
             time.sleep(0.01)
 
     channel = Channel([0], 0, ledger)
-    pending = channel._pending(Work(), torch.ones(1), "t")
+    pending = channel._pending([Work()], torch.ones(1), "t")
     pending.wait()
     first = ledger.seconds_waited
     assert first >= 0.01
@@ -206,7 +214,7 @@ def test_one_rank_gets_its_own_tensor_back_and_sends_nothing(name: str) -> None:
 def talk_along_two_axes(rank: int, size: int) -> dict[str, Any]:
     mesh = Mesh((REPLICA, DATA), (2, 2))
     ledger = Ledger()
-    replicas = opened(mesh.groups(REPLICA), rank, ledger)
+    replicas = opened(mesh.groups(REPLICA), rank, ledger, full_duplex=True)
     data = opened(mesh.groups(DATA), rank, ledger)
     mine = torch.tensor([float(rank)])
     in_flight = [replicas.all_gather(mine, REPLICA), data.all_gather(mine, DATA)]

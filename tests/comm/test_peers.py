@@ -236,17 +236,17 @@ class JustInTime:
 def test_a_success_that_comes_late_is_one() -> None:
     with watches(2) as (watch, _):
         work = JustInTime()
-        watch.wait(work, "t")
+        watch.wait([work], "t")
         assert work.waits == 2
 
 
 def test_without_a_culprit_the_error_says_that_all_answer() -> None:
     with watches(3) as (watch, other, _), pytest.raises(RuntimeError) as caught:
-        watch.wait(Broken(), "t")
+        watch.wait([Broken()], "t")
     assert "(Connection closed by peer): rank 0 gave up on the exchange 't'" in str(caught.value)
     assert "all other ranks that could be asked answer" in str(caught.value)
     with pytest.raises(RuntimeError, match="rank 0 gave up on the exchange 't'"):
-        other.wait(Endless(), "u")
+        other.wait([Endless()], "u")
 
 
 def test_the_first_finding_stays() -> None:
@@ -254,7 +254,7 @@ def test_the_first_finding_stays() -> None:
         third.close()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="rank 2 is gone"):
-                watch.wait(Broken(), "t")
+                watch.wait([Broken()], "t")
         watch.close()
         with (
             pytest.raises(RuntimeError, match="rank 2 is gone") as caught,
@@ -270,10 +270,10 @@ def test_a_death_that_gloo_overlooks_is_found(monkeypatch: pytest.MonkeyPatch) -
         other._listener.close()  # as a process that ends without a word
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 is gone"), watch.launching("t"):
-            watch.wait(Endless(), "t")
+            watch.wait([Endless()], "t")
         assert time.monotonic() - start < 3.0
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
-            third.wait(Endless(), "t")
+            third.wait([Endless()], "t")
 
 
 def test_a_rank_that_took_its_part_and_left_may_still_have_bytes_on_the_wire(
@@ -286,12 +286,12 @@ def test_a_rank_that_took_its_part_and_left_may_still_have_bytes_on_the_wire(
         other.close()
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="timed out"):
-            watch.wait(Endless(), "t")
+            watch.wait([Endless()], "t")
         assert time.monotonic() - start >= 2.0
     with watches(2, timedelta(seconds=20)) as (watch, other):
         with watch.launching("t"):
             other.close()  # before it took part
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="a rank is gone that it waits for"):
-            watch.wait(Endless(), "t")
+            watch.wait([Endless()], "t")
         assert time.monotonic() - start < 3.0

@@ -35,7 +35,7 @@ def test_an_error_of_a_computation_stays_what_it_is_unless_a_rank_is_lost() -> N
 
 def test_a_thread_that_still_waits_at_the_close_ends_and_blames_nobody() -> None:
     with watches(2) as (watch, other), ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(watch.wait, Endless(), "t")
+        waiting = thread.submit(watch.wait, [Endless()], "t")
         time.sleep(0.2)
         watch.close()
         with pytest.raises(RuntimeError, match="^the channel was closed on this rank"):

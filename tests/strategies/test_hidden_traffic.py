@@ -69,11 +69,13 @@ def test_a_run_sends_only_at_its_syncs(tmp_path: Path) -> None:
     """
     for calls in run_ranks(fit, 2, tmp_path):
         launches = [10, 15, 20, 25, 30, 35, 40, 45, 50]
-        # the channel gathers by an all-to-all of copies, which survives the death of a peer
-        expected = [(step, "all_to_all_single") for step in [*launches, 50, 50]]
+        # the channel gathers by an all-to-all of copies, which survives the death of a peer, and
+        # there is one for each direction
+        expected = [(step, "all_to_all_single") for step in [*launches, 50, 50] for _ in range(2)]
         assert calls["diloco"] == expected
         # the counter sees what Lightning's own strategy sends: at least a broadcast at every batch
         assert {step for step, _ in calls["ddp"]} >= set(range(2, STEPS + 1))
         assert sum(name == "broadcast" for _, name in calls["ddp"]) >= STEPS - 1
         # one bucket, gathered by two workers whose votes are all there: one exchange a step
-        assert calls["lion"] == [(step, "all_to_all_single") for step in range(1, STEPS + 1)]
+        steps = [step for step in range(1, STEPS + 1) for _ in range(2)]
+        assert calls["lion"] == [(step, "all_to_all_single") for step in steps]

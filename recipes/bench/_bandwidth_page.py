@@ -29,7 +29,7 @@ HEADLINE_RATE = "100mbit"
 class Cell:
     """One row of the table at one rate: medians over the rounds, of the slower node."""
 
-    rounds: int
+    ms_by_round: Mapping[int, float]  # a window's mean step
     step_ms: float
     wire_bytes: float  # per step and node
     ledger_bytes: float | None
@@ -42,8 +42,9 @@ def cells(
     """Return the cells of a rate by row, in the table's order; for a row that failed, its error."""
     found: dict[str, Cell | str] = {}
     for row in labels:
-        rounds = [r["nodes"] for r in records if r["rate"] == rate and r["row"] == row]
-        errors = [node["error"] for nodes in rounds for node in nodes if node["error"]]
+        mine = [r for r in records if r["rate"] == rate and r["row"] == row]
+        rounds = {r["round"]: r["nodes"] for r in mine}
+        errors = [node["error"] for nodes in rounds.values() for node in nodes if node["error"]]
         if errors:
             found[row] = errors[0]
         elif rounds:
@@ -51,16 +52,21 @@ def cells(
     return found
 
 
-def _cell(row: str, rounds: Sequence[Sequence[dict[str, Any]]]) -> Cell:
-    nodes = [node for round_ in rounds for node in round_]
-    step_s = [max(node["seconds"] / node["steps"] for node in round_) for round_ in rounds]
+def _cell(row: str, rounds: Mapping[int, Sequence[dict[str, Any]]]) -> Cell:
+    nodes = [node for round_ in rounds.values() for node in round_]
+    step_ms = {
+        number: max(1e3 * node["seconds"] / node["steps"] for node in round_)
+        for number, round_ in rounds.items()
+    }
     counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
     # DDP has no ledger: the formula that the ledger uses for this collective
     num_bytes = 4 * nodes[0]["parameters"]
-    computed = ring_all_reduce_bytes(num_bytes, len(rounds[0])) if row == "ddp" else None
+    computed = None
+    if row == "ddp":
+        computed = ring_all_reduce_bytes(num_bytes, len(next(iter(rounds.values()))))
     return Cell(
-        rounds=len(rounds),
-        step_ms=1e3 * statistics.median(step_s),
+        ms_by_round=step_ms,
+        step_ms=statistics.median(step_ms.values()),
         wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
         ledger_bytes=statistics.median(counted) if counted else computed,
         ledger_is_counted=bool(counted),
@@ -84,7 +90,7 @@ def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> l
             ledger += " (computed)"
         lines.append(
             f"| {labels[row]} | {cell.step_ms:.1f} | {share} | {cell.wire_bytes:,.0f}"
-            f" | {ledger} | {cell.rounds} |"
+            f" | {ledger} | {len(cell.ms_by_round)} |"
         )
     return lines
 
@@ -97,9 +103,12 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
         if isinstance(first, Cell) and isinstance(second, Cell):
             ratio = second.step_ms / first.step_ms
             verdict = "holds" if ratio <= 1 else "does not hold"
+            both = first.ms_by_round.keys() & second.ms_by_round.keys()
+            ratios = [second.ms_by_round[n] / first.ms_by_round[n] for n in both]
+            reach = f"{min(ratios):.4f} to {max(ratios):.4f}, " if len(ratios) > 1 else ""
             lines.append(
-                f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time; not slower"
-                f" {verdict}."
+                f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time ({reach}"
+                f"{len(ratios)} rounds); not slower {verdict}."
             )
     return lines
 

@@ -72,7 +72,15 @@ def test_every_step_of_the_chain_has_its_verdict_and_equal_is_not_slower() -> No
     assert len(lines) == 4
     assert all(line.endswith("not slower holds.") for line in lines[:3])
     assert "1.0000 of its time" in lines[1]
-    assert lines[3].endswith("1.0031 of its time; not slower does not hold.")
+    assert lines[3].endswith("1.0031 of its time (1 rounds); not slower does not hold.")
+
+
+def test_the_chain_takes_medians_and_says_how_far_the_rounds_reach() -> None:
+    """By round 300 and 303, 400 and 380, 310 and 248; medians 310 and 303."""
+    rounds = [record("overlap", ms, 0, round_=i) for i, ms in enumerate([300, 400, 310])]
+    rounds += [record("overlap_fp4", ms, 0, round_=i) for i, ms in enumerate([303, 380, 248])]
+    (line,) = chain(cells(rounds, "100mbit"))
+    assert line.endswith("0.9774 of its time (0.8000 to 1.0100, 3 rounds); not slower holds.")
 
 
 def test_a_cell_is_the_median_over_rounds_of_the_slower_node() -> None:

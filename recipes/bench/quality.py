@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -86,13 +86,13 @@ def page_lines(results: Results[Run], size: Size, seeds: int) -> list[str]:
         "",
         *(f"M = {replicas}: {outer}." for replicas, outer in TUNED.items()),
         "",
-        *_tuned_table(losses, seeds),
+        *_table(losses, seeds, TUNED),
         "",
         "## The defaults",
         "",
         f"{DEFAULT}.",
         "",
-        *_default_table(losses, seeds),
+        *_table(losses, seeds, DEFAULTS),
         "",
         "## From the defaults to the tuned settings, and past them",
         "",
@@ -111,42 +111,25 @@ def page_lines(results: Results[Run], size: Size, seeds: int) -> list[str]:
     ]
 
 
-def _tuned_table(losses: Losses, seeds: int) -> list[str]:
+def _table(losses: Losses, seeds: int, outer: OuterByM) -> list[str]:
     lines = [
         "| model | M | H | seeds | DDP | fp4 | against DDP | target | | fp32 wire |"
         " fp4 against fp32 | target | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for cell, words in _against_ddp(losses, seeds, TUNED):
-        fp4 = _seeds(cell, seeds)
+    for cell in cells(losses, "fp4", 1, outer):
+        fp4, theirs = _seeds(cell, seeds), _theirs(losses, cell, seeds)
         fp32 = [replace(job, wire="fp32") for job in fp4]
+        found, target = _percents(losses, fp4, theirs), TARGETS[cell.replicas]
         against_fp32 = _percents(losses, fp4, fp32)
         lines.append(
-            f"{words} {_loss(losses, fp32)} | {_percent(against_fp32)}"
+            f"| {cell.model} | {cell.replicas} | {cell.sync_every} | {len(found)} of {seeds}"
+            f" | {_loss(losses, theirs)} | {_loss(losses, fp4)}"
+            f" | {_percent(found)} | {target} % | {_verdict(found, target)}"
+            f" | {_loss(losses, fp32)} | {_percent(against_fp32)}"
             f" | {WIRE_TARGET} % | {_verdict(against_fp32, WIRE_TARGET)} |"
         )
     return lines
-
-
-def _default_table(losses: Losses, seeds: int) -> list[str]:
-    lines = [
-        "| model | M | H | seeds | DDP | fp4 | against DDP | target | |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    return [*lines, *(words for _, words in _against_ddp(losses, seeds, DEFAULTS))]
-
-
-def _against_ddp(losses: Losses, seeds: int, outer: OuterByM) -> Iterator[tuple[Run, str]]:
-    """Yield each cell with seed 1, and its row up to the verdict against DDP."""
-    for cell in cells(losses, "fp4", 1, outer):
-        fp4, theirs = _seeds(cell, seeds), _theirs(losses, cell, seeds)
-        found, target = _percents(losses, fp4, theirs), TARGETS[cell.replicas]
-        yield (
-            cell,
-            f"| {cell.model} | {cell.replicas} | {cell.sync_every} | {len(found)} of {seeds}"
-            f" | {_loss(losses, theirs)} | {_loss(losses, fp4)}"
-            f" | {_percent(found)} | {target} % | {_verdict(found, target)} |",
-        )
 
 
 def _swept_table(losses: Losses) -> list[str]:
@@ -211,6 +194,7 @@ def draw_page(losses: Losses, seeds: int, path: Path) -> None:
         ("fp4, tuned", "fp4", TUNED, "o"),
         ("fp32 wire, tuned", "fp32", TUNED, "x"),
         ("fp4, defaults", "fp4", DEFAULTS, "^"),
+        ("fp32 wire, defaults", "fp32", DEFAULTS, "+"),
     ]
     names: list[str] = []
     for shift, (label, wire, outer, marker) in enumerate(kinds):
@@ -219,7 +203,7 @@ def draw_page(losses: Losses, seeds: int, path: Path) -> None:
         points: list[tuple[float, float]] = []
         for place, cell in enumerate(row):
             above = _percents(losses, _seeds(cell, seeds), _theirs(losses, cell, seeds))
-            points += [(place + 0.2 * shift - 0.2, percent) for percent in above]
+            points += [(place + 0.2 * shift - 0.3, percent) for percent in above]
             target = TARGETS[cell.replicas]
             axes.hlines(target, place - 0.4, place + 0.4, color="0.3", linestyle="--")
         axes.plot([x for x, _ in points], [y for _, y in points], marker, label=label)

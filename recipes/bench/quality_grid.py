@@ -193,13 +193,10 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
         if lr is not None:
             yield ddp(model, seed, lr)
-    for wire, seed in product(("fp4", "fp32"), range(1, seeds + 1)):
-        yield from cells(losses, wire, seed, TUNED)
-    yield from cells(losses, "fp4", 1, DEFAULTS)
+    for outer, wire, seed in product((TUNED, DEFAULTS), ("fp4", "fp32"), range(1, seeds + 1)):
+        yield from cells(losses, wire, seed, outer)
     for row in swept(losses):
         yield from row
-    for seed in range(2, seeds + 1):
-        yield from cells(losses, "fp4", seed, DEFAULTS)
 
 
 def cells(losses: Losses, wire: str, seed: int, outer: OuterByM) -> Iterator[Run]:

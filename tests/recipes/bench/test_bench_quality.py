@@ -71,8 +71,8 @@ def test_the_grid_the_tuning_and_the_verdicts(
     command = "--width=32 --blocks-per-step=128 --steps=2500 --seeds=3"
     assert page.count(f"- command: `python -m recipes.bench.quality {command}`") == 1
     # 2 models x 3 rates of DDP and 2 x 3 of ours; 2 more seeds of DDP; 3 x 16 tuned, of which 4
-    # are known; 8 defaults; 2 x 7 settings, of which 2 are tuned and 2 defaults; 2 more seeds of 8
-    assert len(calls) == 18 + 4 + 44 + 8 + 10 + 16
+    # are known; 3 x 16 defaults; 2 x 7 settings, of which 2 are tuned and 2 defaults
+    assert len(calls) == 18 + 4 + 44 + 48 + 10
     ours = [words for words in calls[18:] if words["strategy"] == "streaming_diloco"]
     assert {words["optimizer.lr"] for words in ours} == {"0.0113"}
     assert (

@@ -56,7 +56,7 @@ wheel-test: $(STAMP)
 	$(PY) .ci/wheel
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
-BENCHES := bits wire sync_cost planner lion bandwidth lion_bandwidth overlap demo
+BENCHES := bits wire duplex sync_cost planner lion bandwidth lion_bandwidth overlap demo
 
 bench: $(STAMP)
 	@export OMP_NUM_THREADS=1; failed=; \

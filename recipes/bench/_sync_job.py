@@ -178,7 +178,7 @@ def _rank_of_replica(rank: int, job: MemoryJob, folder: Path) -> None:
 def _open(rank: int, size: int, ledger: Ledger, folder: Path) -> Channel:
     if size > 1:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
-    return Channel.open([list(range(size))], rank, ledger)
+    return Channel.open([list(range(size))], rank, ledger, full_duplex=True)
 
 
 def _leave() -> None:

@@ -193,8 +193,10 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
         if lr is not None:
             yield ddp(model, seed, lr)
-    for outer, wire, seed in product((TUNED, DEFAULTS), ("fp4", "fp32"), range(1, seeds + 1)):
-        yield from cells(losses, wire, seed, outer)
+    for outer, replicas in product((TUNED, DEFAULTS), TARGETS):
+        for wire, seed in product(("fp4", "fp32"), range(1, seeds + 1)):
+            row = cells(losses, wire, seed, outer)
+            yield from (job for job in row if job.replicas == replicas)
     for row in swept(losses):
         yield from row
 

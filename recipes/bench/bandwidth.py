@@ -34,14 +34,15 @@ class Results:
     Args:
         path: of the JSON file; may exist.
         settings: what every record was measured with.
+        block: the provenance of what is added.
 
     Raises:
         ValueError: the file was measured with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path = path
-        self.raw: dict[str, Any] = {"settings": settings, "records": []}
+    def __init__(self, path: Path, settings: dict[str, Any], block: Sequence[str] = ()) -> None:
+        self._path, self._block = path, list(block)
+        self.raw: dict[str, Any] = {"settings": settings, "made_by": [], "records": []}
         if path.exists():
             self.raw = json.loads(path.read_text())
             if self.raw["settings"] != settings:
@@ -49,6 +50,11 @@ class Results:
                     f"{path} was measured with {self.raw['settings']}, not with {settings}. Give"
                     " the same options, or another `--raw`."
                 )
+
+    @property
+    def provenance(self) -> list[str]:
+        """The blocks of all calls that have added something."""
+        return [line for block in self.raw["made_by"] for line in block]
 
     def has(self, rate: str, row: str, round_: int, nodes: int = NODES) -> bool:
         """Return whether a row was measured in this round; one that failed is tried again."""
@@ -67,6 +73,8 @@ class Results:
             if not (key.items() <= r.items() and len(r["nodes"]) == len(nodes))
         ]
         self.raw["records"] = [*others, {**key, "nodes": list(nodes)}]
+        if self._block not in self.raw["made_by"]:
+            self.raw["made_by"].append(self._block)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.raw, indent=1) + "\n")
 
@@ -191,16 +199,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     exit_on_sigterm()
     settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "recipes.bench.bandwidth", *words])
     try:
-        results = Results(options.raw, settings)
+        results = Results(options.raw, settings, provenance(command))
         if not options.page_only:
             measure(results, options)
     except (LaboratoryUnavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "recipes.bench.bandwidth", *words])
-    lines = ["# Bandwidth: every way to train, over slow links", "", *provenance(command), ""]
+    lines = ["# Bandwidth: every way to train, over slow links", "", *results.provenance, ""]
     write_page(options.page, [*lines, *page_lines(results.raw, options.rates)])
     return 0
 

@@ -65,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write the page."""
     options = parse(arguments)
     exit_on_sigterm()
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "recipes.bench.lion_bandwidth", *words])
     try:
-        results = Results(options.raw, {"steps": options.steps})
+        results = Results(options.raw, {"steps": options.steps}, provenance(command))
         if not options.page_only:
             for nodes in options.nodes:
                 print(f"{nodes} nodes", flush=True)
@@ -74,9 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LaboratoryUnavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "recipes.bench.lion_bandwidth", *words])
-    lines = ["# Distributed Lion over slow links", "", *provenance(command), ""]
+    lines = ["# Distributed Lion over slow links", "", *results.provenance, ""]
     lines += page_lines(results.raw, options.rates, options.nodes, os.cpu_count() or 1)
     write_page(options.page, lines)
     return 0

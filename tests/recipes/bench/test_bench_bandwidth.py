@@ -111,16 +111,18 @@ def test_the_order_rotates_and_torchft_has_jobs_of_its_own() -> None:
 
 def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
-    results = bandwidth.Results(path, SETTINGS)
+    results = bandwidth.Results(path, SETTINGS, ["- the first call"])
     results.add("100mbit", 0, record("ddp", 1, 1)["nodes"])
     results.add("100mbit", 0, bandwidth._failed("torchft", 1, "no"))
-    again = bandwidth.Results(path, SETTINGS)
+    again = bandwidth.Results(path, SETTINGS, ["- the second call"])
+    assert again.provenance == ["- the first call"]
     assert again.has("100mbit", "ddp", 0)
     assert not again.has("100mbit", "ddp", 1)
     assert not again.has("100mbit", "torchft", 0)
     again.add("100mbit", 0, record("torchft", 1, 1)["nodes"])
     assert again.has("100mbit", "torchft", 0)
     assert len(again.raw["records"]) == 2
+    assert again.provenance == ["- the first call", "- the second call"]
     with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
         bandwidth.Results(path, {**SETTINGS, "steps": 5})
 
@@ -178,3 +180,4 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
     for node in none:
         assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
     assert "| + fp4 |" in page.read_text()
+    assert page.read_text().count("- command: `python -m recipes.bench.bandwidth") == 1

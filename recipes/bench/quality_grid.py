@@ -197,8 +197,8 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
         for wire, seed in product(("fp4", "fp32"), range(1, seeds + 1)):
             row = cells(losses, wire, seed, outer)
             yield from (job for job in row if job.replicas == replicas)
-    for row in swept(losses):
-        yield from row
+    for jobs in swept(losses):
+        yield from jobs
 
 
 def cells(losses: Losses, wire: str, seed: int, outer: OuterByM) -> Iterator[Run]:

@@ -30,6 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typing_extensions import override
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.ledger import LedgerTotals
 from lightning_commfree.strategies import ReplicatedStrategy
 from recipes.bench._nodes import interface_counters
 
@@ -48,6 +49,8 @@ class Window:
         wire_bytes: this node's interface sent, with headers.
         ledger_bytes: the strategy's ledger counted; None where there is no ledger.
         formula_bytes: the strategy foretold for the window; None where it was not asked.
+        waited_s: seconds of the window in which this node stood still for others, as the
+            strategy's ledger has them; None where there is no ledger.
         parameters: of the model.
         error: why there is no measurement; None if there is one.
     """
@@ -58,6 +61,7 @@ class Window:
     wire_bytes: int = 0
     ledger_bytes: int | None = None
     formula_bytes: int | None = None
+    waited_s: float | None = None
     parameters: int = 0
     error: str | None = None
 
@@ -189,7 +193,7 @@ class Stopwatch(pl.Callback):
 
     def __init__(self, row: str, steps: int, sync_every: int) -> None:
         self._row, self._steps, self._sync_every = row, steps, sync_every
-        self._start = (0.0, 0, 0)
+        self._start = (0.0, 0, LedgerTotals(0, 0.0, 0))
         self.window: Window | None = None
 
     @override
@@ -211,7 +215,7 @@ class Stopwatch(pl.Callback):
         ledger = (
             trainer.strategy.ledger if isinstance(trainer.strategy, ReplicatedStrategy) else None
         )
-        counted = ledger.bytes_sent if ledger else 0
+        counted = ledger.totals() if ledger else LedgerTotals(0, 0.0, 0)
         if trainer.global_step == WARM_UP:
             dist.barrier()  # both begin with empty sockets and at one moment
             self._start = (time.perf_counter(), interface_counters().sent_bytes, counted)
@@ -224,7 +228,8 @@ class Stopwatch(pl.Callback):
                 steps=self._steps,
                 seconds=seconds,
                 wire_bytes=interface_counters().sent_bytes - wire,
-                ledger_bytes=counted - before if ledger else None,
+                ledger_bytes=counted.bytes_sent - before.bytes_sent if ledger else None,
+                waited_s=counted.seconds_waited - before.seconds_waited if ledger else None,
                 formula_bytes=self._formula_bytes(trainer),
                 parameters=sum(p.numel() for p in pl_module.parameters()),
             )

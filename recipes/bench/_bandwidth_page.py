@@ -101,16 +101,23 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
     for before, after in zip(CHAIN, CHAIN[1:], strict=False):
         first, second = found.get(before), found.get(after)
         if isinstance(first, Cell) and isinstance(second, Cell):
-            ratio = second.step_ms / first.step_ms
-            verdict = "holds" if ratio <= 1 else "does not hold"
             both = first.ms_by_round.keys() & second.ms_by_round.keys()
-            ratios = [second.ms_by_round[n] / first.ms_by_round[n] for n in both]
-            reach = f"{min(ratios):.4f} to {max(ratios):.4f}, " if len(ratios) > 1 else ""
+            ratios = sorted(second.ms_by_round[n] / first.ms_by_round[n] for n in both)
+            ratio = second.step_ms / first.step_ms
+            reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if len(both) > 1 else ""
             lines.append(
-                f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time ({reach}"
-                f"{len(ratios)} rounds); not slower {verdict}."
+                f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time{reach}; not"
+                f" slower {_verdict(ratio, ratios)}."
             )
     return lines
+
+
+def _verdict(ratio: float, by_round: Sequence[float]) -> str:
+    if ratio <= 1:
+        return "holds"
+    if any(one <= 1 for one in by_round):
+        return "is not told: the rounds lie on both sides"
+    return "does not hold"
 
 
 def headline(found: dict[str, Cell | str]) -> list[str]:

@@ -34,6 +34,7 @@ class Cell:
     wire_bytes: float  # per step and node
     ledger_bytes: float | None
     ledger_is_counted: bool
+    waited_ms: float | None  # per step, of the node that waited longer; None: nobody counted
 
 
 def cells(
@@ -58,6 +59,11 @@ def _cell(row: str, rounds: Mapping[int, Sequence[dict[str, Any]]]) -> Cell:
         number: max(1e3 * node["seconds"] / node["steps"] for node in round_)
         for number, round_ in rounds.items()
     }
+    waited_ms = [
+        max(1e3 * node["waited_s"] / node["steps"] for node in round_)
+        for round_ in rounds.values()
+        if all(node.get("waited_s") is not None for node in round_)
+    ]
     counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
     # DDP has no ledger: the formula that the ledger uses for this collective
     num_bytes = 4 * nodes[0]["parameters"]
@@ -70,26 +76,29 @@ def _cell(row: str, rounds: Mapping[int, Sequence[dict[str, Any]]]) -> Cell:
         wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
         ledger_bytes=statistics.median(counted) if counted else computed,
         ledger_is_counted=bool(counted),
+        waited_ms=statistics.median(waited_ms) if waited_ms else None,
     )
 
 
 def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> list[str]:
     """Return the table of one rate as lines of Markdown; `none` gives the utilization."""
     lines = [
-        "| | ms a step | utilization | bytes a step, interface | bytes a step, ledger | rounds |",
-        "|---|---|---|---|---|---|",
+        "| | ms a step | waited | utilization | bytes a step, interface | bytes a step, ledger"
+        " | rounds |",
+        "|---|---|---|---|---|---|---|",
     ]
     none = found.get("none")
     for row, cell in found.items():
         if isinstance(cell, str):
-            lines.append(f"| {labels[row]} | did not run: {cell} | | | | |")
+            lines.append(f"| {labels[row]} | did not run: {cell} | | | | | |")
             continue
         share = f"{100 * none.step_ms / cell.step_ms:.1f} %" if isinstance(none, Cell) else "-"
         ledger = "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes:,.0f}"
         if cell.ledger_bytes is not None and not cell.ledger_is_counted:
             ledger += " (computed)"
+        waited = "-" if cell.waited_ms is None else f"{cell.waited_ms:.1f}"
         lines.append(
-            f"| {labels[row]} | {cell.step_ms:.1f} | {share} | {cell.wire_bytes:,.0f}"
+            f"| {labels[row]} | {cell.step_ms:.1f} | {waited} | {share} | {cell.wire_bytes:,.0f}"
             f" | {ledger} | {len(cell.ms_by_round)} |"
         )
     return lines
@@ -175,7 +184,8 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
         " before H, so that the window begins with the first launch, and what is exchanged at the"
         f" end of a fit lies outside. The others' window is {settings['steps']} steps, of DDP's"
         " rows fewer on a slow link. No communication: a plain Trainer a node, both at once."
-        " Utilization: its step time over the row's. Lightning broadcasts a flag before every"
-        " batch, which is part of DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a subclass"
-        " registers the hook.",
+        " Utilization: its step time over the row's. Waited: milliseconds a step in which a rank"
+        " stood still for others, as the strategy's ledger has it, of the node that waited longer."
+        " Lightning broadcasts a flag before every batch, which is part of DDP's rows; it ignores"
+        " `ddp_comm_hook` on the CPU, so a subclass registers the hook.",
     ]

@@ -31,8 +31,10 @@ random ties, average and exact zeros, there for their bytes, run in the first ro
 is the median over the rounds of a window's mean step, of the slowest node; bytes are the median
 over nodes and rounds of what one node sent. No communication: a plain Trainer a node, all at once;
 with Lion it is `DistributedLion` alone. Utilization: the step time of no communication with AdamW
-over the row's. Lightning broadcasts a flag before every batch, which is part of DDP's rows; it
-ignores `ddp_comm_hook` on the CPU, so a subclass registers the hook."""
+over the row's. Waited: milliseconds a step in which a rank stood still for others, as the
+strategy's ledger has it, of the node that waited longest. Lightning broadcasts a flag before every
+batch, which is part of DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a subclass registers
+the hook."""
 
 ZEROS = """\
 Formula: `Voting.bytes_per_step`, which knows neither headers of TCP and IP nor exact zeros. Every

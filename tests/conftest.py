@@ -18,9 +18,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide CUDA devices from all tests but those that ask for them: `-m gpu`.
+
+    The others fork ranks, and a process that has touched a device, as a backward does where there
+    is one, cannot have children that use autograd or CUDA.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="no CUDA device on this machine")
+        skip = pytest.mark.skip(reason="no CUDA device here, or not asked for with `-m gpu`")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)

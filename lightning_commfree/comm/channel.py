@@ -13,8 +13,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -140,8 +140,9 @@ class Channel:
             group = downward = None
             if len(ranks) > 1:
                 make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
-                group = make()
-                downward = make() if full_duplex and backend == "gloo" else None
+                with nullcontext() if backend == "nccl" else _nothing_to_split():
+                    group = make()
+                    downward = make() if full_duplex and backend == "gloo" else None
             if rank in ranks:
                 where = None if backend == "gloo" else device
                 mine = cls(ranks, rank, ledger, group, where, downward)
@@ -266,3 +267,20 @@ def _all_to_all(
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )
+
+
+@contextmanager
+def _nothing_to_split() -> Iterator[None]:
+    """Let `new_group` make groups of sockets, and not try to split a CUDA communicator for them.
+
+    1. Lightning binds the default group to a device, on which torch opens it at once.
+    2. Ranks that are not in a new group then take part in a split of it, which only nccl can do:
+       with a default group of gloo on a CUDA device they fail.
+    """
+    everybody = dist.group.WORLD
+    assert everybody is not None, "the process group is initialized"
+    bound, everybody.bound_device_id = everybody.bound_device_id, None
+    try:
+        yield
+    finally:
+        everybody.bound_device_id = bound

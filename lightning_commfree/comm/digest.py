@@ -7,6 +7,7 @@ from torch import Tensor
 
 _PRIME = 0x9E3779B1
 _ROW = 1024  # words
+_PART = 2**14  # rows; a sum on a CUDA device first widens all that it is given: 128 MB here
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -27,7 +28,11 @@ def digest(tensor: Tensor) -> Tensor:
     table = words[:rows].view(-1, _ROW)
     # two plain sums run at memory speed; a change that neither sees would have to cancel out in
     # its row and in its column
-    sums = [table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)]
+    columns = torch.zeros(_ROW, dtype=torch.int64, device=raw.device)
+    sums = [columns]
+    for part in torch.split(table, _PART):
+        columns += part.sum(0, dtype=torch.int64)
+        sums.append(part.sum(1, dtype=torch.int64))
     return mix_digests(torch.cat([*sums, words[rows:].to(torch.int64), raw[whole:].long()]))
 
 

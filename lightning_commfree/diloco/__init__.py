@@ -20,8 +20,9 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 ======  ==================  ===============  ===============  =================================
 
 Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travels), `outer` (what
-one replica does with it), `exchange` (how the mean is formed), `streaming` (the algorithm), `eager`
-(the form that hides a whole cycle).
+one replica does with it), `letter` and `exchange` (how the mean is formed), `streaming` (the
+algorithm), `swap` (outer weights in the module for a while), `eager` (the form that hides a whole
+cycle).
 
 Departures from the paper:
 
@@ -30,8 +31,8 @@ Departures from the paper:
   up to H steps stale.
 - Section 2.2 writes the offset with the other sign than Algorithm 2; the algorithm is followed. It
   matters from P = 3 on and then only for the order of the fragments.
-- Floating-point buffers of a checkpoint (BatchNorm) are averaged with their module's fragment; the
-  paper's models have none.
+- Floating-point buffers of a checkpoint (BatchNorm) are averaged with their module's fragment, in
+  fp32 on every wire; the paper's models have none.
 """
 
 from lightning_commfree.diloco.eager import EagerDiLoCo

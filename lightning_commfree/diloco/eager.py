@@ -11,6 +11,9 @@ nothing of the others, d(t) / M. The outer gradients d are what was sent, as eve
 them. Every replica therefore steps a global copy of its own, and drift is not looked for. With one
 replica this is DiLoCo without delay.
 
+Averaged buffers are no gradients: their mean of one cycle ago becomes the global copy when it
+arrives, and until the first one the local buffers stay as they are.
+
 `finish` makes the copies equal: everybody's present outer gradient, what was taken in advance taken
 out again, then one fp32 average of the copies.
 """
@@ -48,10 +51,12 @@ class EagerDiLoCo(StreamingDiLoCo):
     def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
         stops = []
         for p in launches:
+            arrives = p in self._in_flight
             late, stopped = self._take_late(p)
             self._launch(p, stop)
-            self.fragments[p].outer_step(late + self._own(p) / self._channel.size)
-            self.fragments[p].merge(self._settings.mix)
+            late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
+            self.fragments[p].outer_step(late)
+            self.fragments[p].merge(self._settings.mix, buffers=arrives)
             stops.append(stopped)
         return stops
 
@@ -66,6 +71,7 @@ class EagerDiLoCo(StreamingDiLoCo):
             copies = fragment.global_copy.to(self._channel.device, copy=True)
             total = self._channel.all_reduce(copies, TAG).wait()
             fragment.global_copy.copy_(total / self._channel.size)
+            fragment.average_buffers(arrival.mean)
             fragment.merge(mix=0.0)
             stops.append(stopped or arrival.stop)
         return stops
@@ -73,17 +79,21 @@ class EagerDiLoCo(StreamingDiLoCo):
     def _take_late(self, p: int) -> tuple[Tensor, bool]:
         """Return the others' part of the mean that lands now, and whether somebody wants to stop.
 
-        Zeros before the first arrival.
+        Zeros before the first arrival. The buffers that arrive go into the global copy.
         """
+        fragment = self.fragments[p]
         if p not in self._in_flight:
-            return torch.zeros_like(self.fragments[p].global_copy), False
+            return torch.zeros_like(fragment.global_copy), False
         own = self._own(p)
         arrival = self._receive(p)
-        return arrival.mean - own / self._channel.size, arrival.stop
+        fragment.average_buffers(arrival.mean)
+        late = arrival.mean.clone()
+        late[: fragment.parameter_numel] -= own / self._channel.size
+        return late, arrival.stop
 
     @override
     def _launch(self, p: int, stop: bool) -> None:
-        gradient = self.fragments[p].outer_gradient()
+        gradient = self.fragments[p].outer_gradient()[: self.fragments[p].parameter_numel]
         size = self._wire.num_bytes(gradient.numel())
         sent = torch.empty(size, dtype=torch.uint8, device=gradient.device)
         self._wire.encode(gradient, out=sent)
@@ -91,8 +101,9 @@ class EagerDiLoCo(StreamingDiLoCo):
         super()._launch(p, stop)
 
     def _own(self, p: int) -> Tensor:
-        copy = self.fragments[p].global_copy
-        return self._wire.decode(self._sent[p].to(copy.device), copy.numel())
+        fragment = self.fragments[p]
+        sent = self._sent[p].to(fragment.global_copy.device)
+        return self._wire.decode(sent, fragment.parameter_numel)
 
     @override
     def _digest(self, p: int) -> int:

@@ -15,6 +15,10 @@ there on, except for small fragments. Either way everybody, the shard's owner to
 bytes and adds in the order of the replicas: the means are bit-identical everywhere. By shards, the
 mean is rounded to the wire format a second time.
 
+Averaged buffers come behind the values, in fp32 and in either way exactly once: statistics have to
+stay what they are (a rounded variance may be zero), and are few. Where all replicas hold the same
+number, that is the mean to the last bit. N counts the values in the wire format alone.
+
 A *header* of three int64 goes ahead of the values: whether the sender wants all to stop; its inner
 step; a digest of its global copy (0: none). The second message of the exchange by shards says what
 its sender saw in all headers, and carries its part of the gradients' inner products.
@@ -37,31 +41,18 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.comm.staging import Staging
+from lightning_commfree.diloco.letter import Header, Letter, compare_headers
 from lightning_commfree.diloco.outer import REPLICA_TAG
 from lightning_commfree.diloco.quantize import BLOCK
 from lightning_commfree.diloco.wire import WireFormat
 
 TAG = "outer_gradient"
-_HEADER_BYTES = 3 * 8
-
-
-class Header(NamedTuple):
-    """What travels ahead of a replica's values."""
-
-    stop: bool
-    step: int
-    digest: Tensor | int  # int64; as a tensor it is not waited for
-
-    def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return the values and, if it is a tensor beside them, the digest."""
-        beside = isinstance(self.digest, Tensor) and self.digest.device == values.device
-        return [values, self.digest] if beside else [values]  # type: ignore[list-item]
 
 
 class Arrival(NamedTuple):
     """What all replicas sent, put together; the same on all of them."""
 
-    mean: Tensor  # (N,), fp32
+    mean: Tensor  # (N + E,), fp32
     stop: bool  # somebody wants to stop
     drifted: bool  # the digests differ
     steps_differ: bool  # the messages are of different inner steps
@@ -95,42 +86,59 @@ class Arrival(NamedTuple):
 
 
 class Exchange(Protocol):
-    """A way for fragments of one size."""
+    """A way for fragments of one size: N values in the wire format, E buffer values behind them.
+
+    Attributes:
+        staging: where values on a CUDA device are encoded; exchanges may share it.
+    """
+
+    staging: Staging
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this replica sends for one fragment, by the ledger's formulas."""
 
     def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
-        """Send this replica's values, fp32 of shape (N,); what arrives can be kept and read."""
+        """Send this replica's values, fp32 of shape (N + E,); what arrives can be kept and read."""
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """Decode on `device` what arrived."""
 
 
 def cheaper_exchange(
-    channel: Channel, background: Background, wire: WireFormat, numel: int
+    channel: Channel, background: Background, wire: WireFormat, numel: int, exact: int = 0
 ) -> Exchange:
-    """Return the way that sends fewer bytes for fragments of `numel` values."""
-    gather = GatherExchange(channel, background, wire, numel)
-    shards = ShardExchange(channel, background, wire, numel)
+    """Return the way that sends fewer bytes.
+
+    Args:
+        channel: to the other replicas.
+        background: whose thread sends what the training shall not wait for.
+        wire: format of the values.
+        numel: N, how many of them a fragment has.
+        exact: E, how many values of buffers.
+    """
+    gather = GatherExchange(channel, background, wire, numel, exact)
+    shards = ShardExchange(channel, background, wire, numel, exact)
     return shards if shards.num_bytes < gather.num_bytes else gather
 
 
 def cheaper_exchanges(
-    channel: Channel, background: Background, wire: WireFormat, numels: Sequence[int]
+    channel: Channel, background: Background, wire: WireFormat, sizes: Sequence[tuple[int, int]]
 ) -> list[Exchange]:
     """Return the cheaper way for each of several fragments, which may be in flight together.
+
+    `sizes` are N and E of each. Why a gather may have to go through the thread:
 
     1. Fragment 0 goes by shards: the thread launches the second message when the first has come.
     2. Fragment 1, which is gathered, is launched meanwhile: before that on one rank, after it on
        another. So the thread launches this one too, in its turn.
     """
-    ways = [cheaper_exchange(channel, background, wire, numel) for numel in numels]
+    ways = [cheaper_exchange(channel, background, wire, *size) for size in sizes]
     thread_sends = any(isinstance(way, ShardExchange) for way in ways)
     for way in ways:
         if isinstance(way, GatherExchange):
             way.in_thread = thread_sends
+        way.staging = ways[0].staging  # one stream: what one fragment gave back serves the next
     return ways
 
 
@@ -142,10 +150,15 @@ class GatherExchange:
     """
 
     def __init__(
-        self, channel: Channel, background: Background, wire: WireFormat, numel: int
+        self,
+        channel: Channel,
+        background: Background,
+        wire: WireFormat,
+        numel: int,
+        exact: int = 0,
     ) -> None:
-        self._channel, self._background = channel, background
-        self._staging, self._letter = Staging(), _Letter(wire, numel)
+        self._channel, self._background, self._numel = channel, background, numel
+        self.staging, self._letter = Staging(), Letter(wire, numel, exact)
         self.in_thread = False
 
     @property
@@ -156,30 +169,41 @@ class GatherExchange:
     def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
         """See `Exchange`."""
         if values.device == self._channel.device and not self.in_thread:
-            return self._channel.all_gather(self._letter.write(values, header), TAG)
-        message = self._staging.stage(
-            lambda: self._letter.write(values, header), header.on_device(values)
-        )
+            return self._channel.all_gather(self._write(values, header), TAG)
+        message = self.staging.stage(lambda: self._write(values, header), header.on_device(values))
         return self._background.submit(lambda: self._channel.all_gather(message(), TAG).wait(), TAG)
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
         headers_M3 = self._letter.headers(arrived)
-        mean, gram_MM = self._letter.average(arrived.to(device))
-        return Arrival(mean, *_compare(headers_M3), gram_MM)
+        on_device = arrived.to(device)
+        mean, gram_MM = self._letter.average(on_device)
+        mean = _joined(mean, self._letter.average_exact(on_device))
+        return Arrival(mean, *compare_headers(headers_M3), gram_MM)
+
+    def _write(self, values: Tensor, header: Header) -> Tensor:
+        return self._letter.write(values[: self._numel], values[self._numel :], header)
 
 
 class ShardExchange:
     """Every replica averages one shard for all; shards are whole blocks, the last ones padded."""
 
     def __init__(
-        self, channel: Channel, background: Background, wire: WireFormat, numel: int
+        self,
+        channel: Channel,
+        background: Background,
+        wire: WireFormat,
+        numel: int,
+        exact: int = 0,
     ) -> None:
-        self._channel, self._background, self._numel = channel, background, numel
-        self._staging = Staging()
+        self._channel, self._background = channel, background
+        self._numel, self._exact = numel, exact
+        self.staging = Staging()
         self._shard = -(-numel // (channel.size * BLOCK)) * BLOCK
-        self._up = _Letter(wire, self._shard)
-        self._down = _Letter(wire, self._shard, extra_floats=channel.size**2)
+        self._exact_shard = -(-exact // channel.size)
+        self._up = Letter(wire, self._shard, self._exact_shard)
+        extra_floats = channel.size**2
+        self._down = Letter(wire, self._shard, self._exact_shard, extra_floats)
 
     @property
     def num_bytes(self) -> int:
@@ -190,80 +214,48 @@ class ShardExchange:
 
     def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
         """See `Exchange`."""
-        size = self._channel.size
 
         def write() -> Tensor:
-            padded_MS = pad(values, (0, size * self._shard - self._numel)).view(size, self._shard)
-            return torch.stack([self._up.write(shard, header) for shard in padded_MS])
+            values_MS = self._shards(values[: self._numel], self._shard)
+            exact_ME = self._shards(values[self._numel :], self._exact_shard)
+            shards = zip(values_MS, exact_ME, strict=True)
+            return torch.stack([self._up.write(*shard, header) for shard in shards])
 
         if values.device == self._channel.device:
             letters = write()
             return self._background.submit(self._carry(lambda: letters), TAG)
-        staged = self._staging.stage(write, header.on_device(values))
+        staged = self.staging.stage(write, header.on_device(values))
         return self._background.submit(self._carry(staged), TAG)
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
         headers_M3 = self._down.headers(arrived)
         on_device = arrived.to(device)
-        mean = torch.cat([self._down.values(row) for row in on_device])[: self._numel]
+        values = torch.cat([self._down.values(row) for row in on_device])[: self._numel]
+        exact = self._down.exact(on_device).flatten()[: self._exact]
+        mean = _joined(values, exact)
         size = self._channel.size
         gram_MM = self._down.extra(on_device).sum(0).view(size, size)
         stop, drifted, differ = (bool(column.any()) for column in headers_M3.unbind(1))
         return Arrival(mean, stop, drifted, differ, gram_MM)
 
+    def _shards(self, values: Tensor, numel: int) -> Tensor:
+        """Return `values` filled up with zeros, a row of `numel` for each replica."""
+        size = self._channel.size
+        return pad(values, (0, size * numel - len(values))).view(size, numel)
+
     def _carry(self, letters: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def carry() -> Tensor:
             received = self._channel.all_to_all(letters(), TAG).wait()
-            stop, drifted, differ = _compare(self._up.headers(received))
+            stop, drifted, differ = compare_headers(self._up.headers(received))
             mean, gram_MM = self._up.average(received)
             seen = Header(stop, int(drifted), int(differ))
-            message = self._down.write(mean, seen, extra=gram_MM.flatten())
+            exact = self._up.average_exact(received)
+            message = self._down.write(mean, exact, seen, extra=gram_MM.flatten())
             return self._channel.all_gather(message, TAG).wait()
 
         return carry
 
 
-class _Letter:
-    """Header, extra floats, payload: one message of a fixed size, a multiple of 8 bytes."""
-
-    def __init__(self, wire: WireFormat, numel: int, extra_floats: int = 0) -> None:
-        self._wire, self._numel = wire, numel
-        self._payload_at = _HEADER_BYTES + -(-4 * extra_floats // 8) * 8
-        self._extra_end = _HEADER_BYTES + 4 * extra_floats
-        self._payload_end = self._payload_at + wire.num_bytes(numel)
-        self.num_bytes = -(-self._payload_end // 8) * 8
-
-    def write(self, values: Tensor, header: Header, extra: Tensor | None = None) -> Tensor:
-        message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=values.device)
-        for word, value in zip(message[:_HEADER_BYTES].view(torch.int64), header, strict=True):
-            on_device = isinstance(value, Tensor) and value.device == values.device
-            word.copy_(value) if on_device else word.fill_(int(value))  # neither is waited for
-        if extra is not None:
-            message[_HEADER_BYTES : self._extra_end].view(torch.float32).copy_(extra)
-        self._wire.encode(values, out=message[self._payload_at : self._payload_end])
-        return message
-
-    def headers(self, messages: Tensor) -> Tensor:
-        return torch.stack([row[:_HEADER_BYTES].view(torch.int64) for row in messages]).cpu()
-
-    def extra(self, messages: Tensor) -> Tensor:
-        rows = [row[_HEADER_BYTES : self._extra_end].view(torch.float32) for row in messages]
-        return torch.stack(rows)
-
-    def values(self, message: Tensor) -> Tensor:
-        return self._wire.decode(message[self._payload_at : self._payload_end], self._numel)
-
-    def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and inner products; the sum runs in the order of the replicas."""
-        rows_MN = torch.stack([self.values(message) for message in messages])
-        mean = torch.zeros_like(rows_MN[0])
-        for row in rows_MN:
-            mean += row
-        return mean.div_(len(rows_MN)), rows_MN @ rows_MN.T
-
-
-def _compare(headers_M3: Tensor) -> tuple[bool, bool, bool]:
-    """Return: somebody wants to stop; the digests differ; the steps differ."""
-    stops, steps, digests = headers_M3.unbind(1)
-    return bool(stops.any()), bool((digests != digests[0]).any()), bool((steps != steps[0]).any())
+def _joined(values: Tensor, exact: Tensor) -> Tensor:
+    return torch.cat([values, exact]) if len(exact) else values

@@ -38,8 +38,11 @@ class OuterFragment:
             where there is a CUDA device. None: where the parameters are.
 
     Attributes:
+        fragment: as above.
         global_copy: fp32, shape (S,), S = ceil(N / k) for k ranks: this rank's shard of all tensors
             one after the other, parameters before buffers; filled up with zeros.
+        parameter_numel: how many of the S values come first and travel in the wire format; those
+            behind are buffers, which travel as they are. S in a fragment without buffers.
         optimizer: the outer optimizer.
         scheduler: of its learning rate, stepped after each outer step; None without one.
         landings: how many outer steps have been taken.
@@ -57,17 +60,22 @@ class OuterFragment:
         device: str | None = None,
     ) -> None:
         self._module = module
-        self._fragment = fragment
+        self.fragment = fragment
         self._replica = replica or Channel([0], 0, Ledger())
         self._sizes = [local.numel() for local in self.local]
         self.shard_numel = -(-sum(self._sizes) // self._replica.size)
-        start = self._own_shard(torch.cat([local.reshape(-1).float() for local in self.local]))
+        start = self._local_shard()
         self.global_copy = start if device is None else _moved(start, device)
         split = len(fragment.parameters)
         pieces = self._pieces(self.global_copy)
         self._outer_parameters = [nn.Parameter(piece) for i, piece in pieces if i < split]
         self._outer_buffers = [piece for i, piece in pieces if i >= split]
-        made = outer_optimizer(self._outer_parameters)
+        self.parameter_numel = self.shard_numel
+        if fragment.buffers:
+            self.parameter_numel = sum(piece.numel() for piece in self._outer_parameters)
+        # a shard may hold buffers alone, or nothing: optimizers refuse an empty list
+        nothing = [nn.Parameter(self.global_copy[:0])]
+        made = outer_optimizer(self._outer_parameters or nothing)
         self.optimizer: Optimizer
         self.scheduler: LRScheduler | None
         self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
@@ -86,60 +94,76 @@ class OuterFragment:
 
         A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
         """
-        parameters = [self._module.get_parameter(name) for name in self._fragment.parameters]
-        buffers = [self._module.get_buffer(name) for name in self._fragment.buffers]
+        parameters = [self._module.get_parameter(name) for name in self.fragment.parameters]
+        buffers = [self._module.get_buffer(name) for name in self.fragment.buffers]
         return [tensor.detach() for tensor in [*parameters, *buffers]]
 
     def outer_gradient(self) -> Tensor:
-        """Return global copy minus local copy, old minus new: fp32, shape (S,), a new tensor."""
-        local = self._own_shard(torch.cat([local.reshape(-1).float() for local in self.local]))
-        copy = self.global_copy.to(local.device, non_blocking=True)
-        gradient = copy - local
-        split = len(self._fragment.parameters)
-        for (i, out), (_, outer), (_, value) in zip(
-            self._pieces(gradient), self._pieces(copy), self._pieces(local), strict=True
-        ):
-            if i >= split:  # a mask of -inf does not differ from itself
-                out.masked_fill_(outer == value, 0.0)
+        """Return what leaves for the other replicas: fp32, shape (S,), a new tensor.
+
+        Of parameters global copy minus local copy, old minus new. Of buffers the local values
+        themselves: they are averaged and not stepped, and a rounded difference could make a
+        variance negative.
+        """
+        local = self._local_shard()
+        gradient = self.global_copy.to(local.device, non_blocking=True) - local
+        gradient[self.parameter_numel :] = local[self.parameter_numel :]
         return gradient
+
+    def is_local(self, buffers: bool = True) -> bool:
+        """Return whether the local copy is the global one, in its own dtype; buffers on demand."""
+        local = self.local[: None if buffers else len(self.fragment.parameters)]
+        here = self._pieces(self._local_shard().to(self.global_copy.device))
+        for (i, outer), (_, mine) in zip(self._pieces(self.global_copy), here, strict=True):
+            if i < len(local) and not torch.equal(outer.to(local[i].dtype).float(), mine):
+                return False
+        return True
+
+    def take_local(self) -> None:
+        """Make the local copy the global one, before anything has been exchanged."""
+        self.global_copy.copy_(self._local_shard())
 
     def digest(self) -> Tensor:
         """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
         return digest(self.global_copy)
 
     def outer_step(self, mean: Tensor) -> None:
-        """Step the outer optimizer on the global copy.
-
-        Buffers are averaged: their global copy minus the mean outer gradient is the mean of the
-        replicas' buffers.
+        """Step the outer optimizer on the global copy of the parameters.
 
         Args:
             mean: the replicas' mean outer gradient, fp32, shape (S,).
         """
         means = [piece for _, piece in self._pieces(mean)]
-        split = len(self._outer_parameters)
-        for outer, gradient in zip(self._outer_parameters, means[:split], strict=True):
+        for outer, gradient in zip(self._outer_parameters, means, strict=False):
             outer.grad = gradient
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for buffer, gradient in zip(self._outer_buffers, means[split:], strict=True):
-            buffer.sub_(gradient)
         self.landings += 1
 
-    def merge(self, mix: float) -> None:
+    def average_buffers(self, mean: Tensor) -> None:
+        """Put the replicas' mean of the buffers into the global copy; `mean` as in `outer_step`."""
+        means = [piece for _, piece in self._pieces(mean)]
+        for buffer, value in zip(
+            self._outer_buffers, means[len(self._outer_parameters) :], strict=True
+        ):
+            buffer.copy_(value)
+
+    def merge(self, mix: float, buffers: bool = True) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
         With `mix` 0 the global copy is taken and with 1 the local one, whatever the other holds,
         NaN included. A buffer's value that equals the global one in fp32 stays as it is, so that
-        constants keep their infinities and their precision.
+        constants keep their infinities and their precision; without `buffers` all of them do.
         """
         if mix == 1.0:
             return
-        split = len(self._fragment.parameters)
+        split = len(self.fragment.parameters)
         views = self._views(self._whole().to(self.local[0].device))
         for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
+            if i >= split and not buffers:
+                break
             merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
             if i >= split:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
@@ -170,8 +194,9 @@ class OuterFragment:
         shards = self._replica.all_gather(self.global_copy.to(self._replica.device), REPLICA_TAG)
         return shards.wait().to(self.global_copy.device).view(-1)[: sum(self._sizes)]
 
-    def _own_shard(self, flat: Tensor) -> Tensor:
-        """Cut this rank's shard out of all values; a new tensor, except in a replica of one."""
+    def _local_shard(self) -> Tensor:
+        """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""
+        flat = torch.cat([local.reshape(-1).float() for local in self.local])
         if self._replica.size == 1:
             return flat
         start = self._replica.rank * self.shard_numel

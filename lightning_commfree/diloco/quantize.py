@@ -173,7 +173,9 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     largest_B = _largest_bits(values, scratch).view(torch.float32)
     largest_B.masked_fill_(largest_B < _SMALLEST_LARGEST, 0.0)
     factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
-    scales.copy_((largest_B / 127).masked_fill_(largest_B.isinf(), torch.nan))
+    # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
+    limit = torch.full((), 127.0, device=values.device)
+    scales.copy_((largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan))
     for piece in pieces(values.numel(), values.device):
         scaled = scratch.fp32[: piece.numel]
         factor_B1 = factor_B[piece.blocks].unsqueeze(1)

@@ -15,8 +15,7 @@ fragment with mix 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,13 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.diloco.exchange import Arrival, Header, cheaper_exchanges
+from lightning_commfree.diloco.exchange import Arrival, cheaper_exchanges
 from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.swap import Swap
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 
 
@@ -67,6 +68,7 @@ class StreamingDiLoCo:
         fragments: one `OuterFragment` per fragment.
         schedule: when they launch and land.
         landings: the latest `Landing` by fragment.
+        swap: puts the outer weights into the module for a while.
     """
 
     def __init__(
@@ -93,10 +95,10 @@ class StreamingDiLoCo:
         self._wire = WIRE_FORMATS[settings.wire_dtype]
         self._settings = settings
         self._background = Background(channel.ledger)
-        numels = [fragment.global_copy.numel() for fragment in self.fragments]
-        self._exchanges = cheaper_exchanges(channel, self._background, self._wire, numels)
+        sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
+        self._exchanges = cheaper_exchanges(channel, self._background, self._wire, sizes)
         self._in_flight: dict[int, _Flight] = {}  # by fragment, in the order of launch
-        self._put_aside: list[Tensor] | None = None  # local copy while the module holds the outer
+        self.swap = Swap(self.fragments)
 
     @torch.no_grad()
     def after_inner_step(self, stop: bool = False) -> bool:
@@ -109,7 +111,7 @@ class StreamingDiLoCo:
             Whether any replica wanted to stop when it launched what landed now: the same on all
             replicas.
         """
-        assert self._put_aside is None, "an inner step has trained the outer weights"
+        assert not self.swap.is_in, "an inner step has trained the outer weights"
         self.step += 1
         launches = self.schedule.launched_at(self.step)
         if launches:
@@ -126,11 +128,12 @@ class StreamingDiLoCo:
         Returns:
             Whether any replica wants to stop, as `after_inner_step` does.
         """
-        swapped = self._put_aside is not None
-        self.swap_out()
+        self._check_trainable()
+        swapped = self.swap.is_in
+        self.swap.put_back()
         stops = self._finish_rounds(stop)
         if swapped:
-            self.swap_in()
+            self.swap.put_in()
         return any(stops)
 
     def close(self) -> None:
@@ -139,10 +142,11 @@ class StreamingDiLoCo:
 
     def outer_facts(self) -> dict[str, str]:
         """Return kind and settings of the outer optimizer, which all replicas must share."""
-        optimizer = self.fragments[0].optimizer
+        optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # others show an address when printed
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
-        return {"outer_optimizer": f"{type(optimizer).__name__} {defaults}"}
+        scheduled = "" if scheduler is None else f" with {type(scheduler).__name__}"
+        return {"outer_optimizer": f"{type(optimizer).__name__} {defaults}{scheduled}"}
 
     def wait_in_flight(self) -> None:
         """Take what is in flight off the wire; it still lands at its step."""
@@ -159,34 +163,16 @@ class StreamingDiLoCo:
         """Bytes that this replica sends in `sync_every` steps, in which every fragment leaves."""
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
-    @contextmanager
-    def outer_weights(self) -> Iterator[None]:
-        """Let the module hold outer weights and averaged buffers in the body; may be nested."""
-        if self._put_aside is not None:
-            yield
-            return
-        self.swap_in()
-        try:
-            yield
-        finally:
-            self.swap_out()
+    @torch.no_grad()
+    def differs_from_outer(self, buffers: bool = True) -> bool:
+        """Return whether some local parameter, or buffer, is another one than its global copy."""
+        return not all(fragment.is_local(buffers) for fragment in self.fragments)
 
     @torch.no_grad()
-    def swap_in(self) -> None:
-        """Put the outer weights into the module and keep the local copy aside."""
-        if self._put_aside is None:
-            self._put_aside = [local.clone() for f in self.fragments for local in f.local]
-            for fragment in self.fragments:
-                fragment.merge(mix=0.0)
-
-    @torch.no_grad()
-    def swap_out(self) -> None:
-        """Put the local copy back, bit for bit; nothing to do where it is in place."""
-        if self._put_aside is not None:
-            local = [local for fragment in self.fragments for local in fragment.local]
-            for tensor, kept in zip(local, self._put_aside, strict=True):
-                tensor.copy_(kept)
-            self._put_aside = None
+    def take_local(self) -> None:
+        """Make what the module holds the global copy, before the first step."""
+        for fragment in self.fragments:
+            fragment.take_local()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that this replica needs to go on bit for bit, with nothing on the wire.
@@ -194,10 +180,9 @@ class StreamingDiLoCo:
         What is in flight is waited for and stands in the state with its fragment; it lands at its
         step. The tensors are copies.
         """
-        local = [local for fragment in self.fragments for local in fragment.local]
         return {
             "step": self.step,
-            "local": [tensor.clone() for tensor in self._put_aside or local],
+            "local": [tensor.clone() for tensor in self.swap.local],
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "in_flight": {
                 p: flight.pending.wait().clone() for p, flight in self._in_flight.items()
@@ -208,12 +193,11 @@ class StreamingDiLoCo:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: same fragments, same settings, same replicas."""
         assert not self._in_flight, "a state is loaded before the first step"
-        assert self._put_aside is None, "a state is loaded into the local copy"
+        assert not self.swap.is_in, "a state is loaded into the local copy"
         self.step = state["step"]
         for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(fragment_state)
-        local = [local for fragment in self.fragments for local in fragment.local]
-        for tensor, saved in zip(local, state["local"], strict=True):
+        for tensor, saved in zip(self.swap.local, state["local"], strict=True):
             tensor.copy_(saved)
         self._in_flight = {
             p: _Flight(Pending.here(arrived), time.perf_counter())
@@ -245,6 +229,7 @@ class StreamingDiLoCo:
     def _land(self, p: int, mix: float) -> bool:
         arrival = self._receive(p)
         self.fragments[p].outer_step(arrival.mean)
+        self.fragments[p].average_buffers(arrival.mean)
         self.fragments[p].merge(mix)
         return arrival.stop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,8 +87,8 @@ class Poll:
         head = header_bytes(len(self.bucket))
         ballot = Ballot(raw[:head], *raw[head:].view(2, -1))
         job = partial(self._carry, ballot, arrived)
-        alone = self._channel.size == 1 and self._node is None  # there is nothing to wait for
-        pending = Pending.here(job()) if alone else background.submit(job, WAIT_TAG)
+        alone = self._channel.size == 1 and self._node is None  # nothing is sent
+        pending = Pending(job) if alone else background.submit(job, WAIT_TAG)
         return Flight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: Flight) -> None:
@@ -154,10 +154,17 @@ def _digest(bucket: Bucket) -> Tensor:
 
 def _to_host(buffer: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """Return the buffer in host memory, and what to call before reading it."""
-    if buffer.device.type == "cpu":
-        return buffer, lambda: None
+    if buffer.device.type != "cuda":
+        host = buffer.cpu()
+        return host, lambda: None
     host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
     host.copy_(buffer, non_blocking=True)
-    event: Any = torch.Event(buffer.device)
-    event.record()
-    return host, event.synchronize
+    # of the buffer's device, whichever the thread's is; blocking: the thread that waits sleeps
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(buffer.device))
+
+    def wait() -> None:
+        with torch.cuda.device(buffer.device):  # a new thread would start a context on device 0
+            event.synchronize()
+
+    return host, wait

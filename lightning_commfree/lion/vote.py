@@ -62,14 +62,18 @@ class Verdict(NamedTuple):
             elif weight > 1:
                 total.mul_(weight)
         out.copy_(total.view(torch.int8).sub_(self.offset))
-        return out if self.offset == 1 else out.div_(self.offset)
+        return out if self.offset == 1 else self._divide(out)
 
     def _read_wide(self, start: int, out: Tensor, bits: Tensor) -> Tensor:
         total = torch.zeros(out.shape, dtype=torch.int32, device=out.device)
         for plane, weight in zip(self.planes, self.weights, strict=True):
             unpack_bits_part(plane, start, bits)
             total.add_(bits, alpha=weight)
-        return out.copy_(total.sub_(self.offset)).div_(self.offset)
+        return self._divide(out.copy_(total.sub_(self.offset)))
+
+    def _divide(self, out: Tensor) -> Tensor:
+        # on a CUDA device a tensor over a Python number is a product with its rounded reciprocal
+        return out.div_(torch.full((), self.offset, dtype=out.dtype, device=out.device))
 
 
 class Shard(NamedTuple):

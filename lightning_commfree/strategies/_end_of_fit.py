@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import cast
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 
@@ -38,3 +39,29 @@ def fit_is_ending(trainer: pl.Trainer, in_optimizer_step: bool = False) -> bool:
     return epoch.ready >= loop.max_epochs and (
         epoch.processed >= loop.max_epochs or batches_reached
     )
+
+
+class EarlySaves:
+    """Checkpoints of a fit that were written before its weights were the final ones.
+
+    1. `ModelCheckpoint` saves at the end of a validation, after step 250.
+    2. The epoch ends; a callback sets `trainer.should_stop`. The last exchange changes the weights.
+    3. The file of step 250 is the last checkpoint and must validate like the model in memory.
+    """
+
+    def __init__(self) -> None:
+        self._saves: list[tuple[_PATH, int, bool]] = []
+
+    def note(self, filepath: _PATH, step: int, weights_only: bool) -> None:
+        """Keep in mind that a checkpoint is written, and after which inner step."""
+        self._saves.append((filepath, step, weights_only))
+
+    def forget(self, filepath: _PATH) -> None:
+        """A checkpoint is removed."""
+        self._saves = [save for save in self._saves if save[0] != filepath]
+
+    def repeat(self, trainer: pl.Trainer, step: int) -> None:
+        """Write those of the last `step` again."""
+        for filepath, saved_after, weights_only in list(self._saves):
+            if saved_after == step:
+                trainer.save_checkpoint(filepath, weights_only)

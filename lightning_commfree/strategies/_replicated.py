@@ -50,8 +50,7 @@ class ReplicatedStrategy(NamingStrategy):
     _group_argument = "replica_size"  # what a subclass calls `group_size`
 
     def __init__(self, group_size: int = 1, **ddp_kwargs: Any) -> None:
-        if group_size == 1:  # within a group there is DDP, which takes all of its own arguments
-            check_ddp_kwargs(type(self).__name__, ddp_kwargs)
+        check_ddp_kwargs(type(self).__name__, ddp_kwargs, with_ddp=group_size > 1)
         super().__init__(**ddp_kwargs)
         self.ledger = Ledger()
         self.group_ledger = Ledger()

@@ -12,7 +12,8 @@ ranks raise Lightning's own `SIGTERMException` after the same step:
    Lightning's loop raises at the end of this step, runs the `on_exception` hooks (which save what
    they would save) and tears down.
 
-The delay is at most a launch interval plus the overlap, so a scheduler's grace period must be
+The delay is at most a launch interval plus the overlap (of eager updates: a cycle), and before the
+first launch, in the first cycle, a whole cycle plus the overlap. A scheduler's grace period must be
 longer than that.
 """
 

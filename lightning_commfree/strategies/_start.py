@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
@@ -23,6 +26,8 @@ _DDP_KWARGS = (
     "timeout",
     "start_method",
 )
+# what Lightning or the strategy passes to DDP itself
+_NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "kwargs"}
 
 
 def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) -> None:
@@ -44,20 +49,31 @@ def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) 
             tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
 
 
-def check_ddp_kwargs(strategy: str, ddp_kwargs: Mapping[str, Any]) -> None:
-    """Refuse what means nothing where there is no gradient synchronization by DDP.
+def check_ddp_kwargs(strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: bool) -> None:
+    """Refuse what nobody knows, and without DDP in the groups what means nothing then.
+
+    Args:
+        strategy: its name.
+        ddp_kwargs: what it got besides its own arguments.
+        with_ddp: DDP synchronizes gradients within groups of ranks, and takes its arguments.
 
     Raises:
-        TypeError: an argument of that kind, or one that nobody knows.
+        TypeError: an argument of that kind.
     """
+    legal: tuple[str, ...] = _DDP_KWARGS
+    why = "It replaces DDP's gradient synchronization, so of `DDPStrategy` it"
+    if with_ddp:
+        taken = (inspect.signature(kind) for kind in (DDPStrategy, DistributedDataParallel))
+        known = dict.fromkeys(name for signature in taken for name in signature.parameters)
+        legal = tuple(known.keys() - _NOT_OF_THE_USER)
+        why = "Of `DDPStrategy` and `DistributedDataParallel` it"
     for name in ddp_kwargs:
-        if name not in _DDP_KWARGS:
-            near = difflib.get_close_matches(name, _DDP_KWARGS, n=1)
+        if name not in legal:
+            near = difflib.get_close_matches(name, legal, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
             raise TypeError(
-                f"`{strategy}` got the argument `{name}`. It replaces DDP's gradient"
-                " synchronization, so of `DDPStrategy` it takes only"
-                f" {', '.join(f'`{legal}`' for legal in _DDP_KWARGS)}.{hint}"
+                f"`{strategy}` got the argument `{name}`. {why} takes only"
+                f" {', '.join(f'`{one}`' for one in sorted(legal))}.{hint}"
             )
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -24,8 +24,11 @@ from lightning_commfree.diloco import (
     default_outer_optimizer,
     split_into_fragments,
 )
-from lightning_commfree.strategies._end_of_fit import fit_is_ending
+from lightning_commfree.diloco.swap import ADVICE
+from lightning_commfree.strategies._callbacks import refuse_callbacks
+from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending
 from lightning_commfree.strategies._resumable import ResumableStrategy
+from lightning_commfree.strategies._start import common_start
 
 
 class StreamingDiLoCoStrategy(ResumableStrategy):
@@ -38,9 +41,10 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     the result is mixed into the local parameters. Between exchanges a run sends nothing.
 
     Validation and the `state_dict` of checkpoints use the *outer* weights, on which all replicas
-    agree; `fit` ends with them on all ranks. Gradient clipping, weight decay and learning-rate
-    schedules act inside a replica. A metric that `training_step` logs per step with
-    `sync_dist=True` stays the replica's own; per epoch it means all ranks.
+    agree; `fit` ends with them on all ranks. Callbacks that average weights are refused. Gradient
+    clipping, weight decay and learning-rate schedules act inside a replica. A metric that
+    `training_step` logs per step with `sync_dist=True` stays the replica's own; per epoch it means
+    all ranks.
 
     Args:
         sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
@@ -115,8 +119,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._fragments: list[Fragment] = []
         self._unlanded_reported = False
         self._finished_at: int | None = None  # the inner step after which `finish` ran
-        # path, inner step, weights only: checkpoints of this fit, until it has finished
-        self._saved_before_finish: list[tuple[_PATH, int, bool]] = []
+        self._early_saves = EarlySaves()
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -128,12 +131,16 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         """Let the LightningModule hold the outer weights in the body, the local ones after it.
 
         Validation and checkpoints do this by themselves; a callback that looks at the model in
-        between may use it. Outside of a fit the module holds what it holds.
+        between may use it: on all ranks with `replica_size` above 1, whose ranks hold a part each.
+        Outside of a fit the module holds what it holds.
+
+        Raises:
+            RuntimeError: the body has written to parameters.
         """
         if self._diloco is None:
             yield
         else:
-            with self._diloco.outer_weights():
+            with self._diloco.swap.outer_weights():
                 yield
 
     # -- the life of a fit
@@ -141,6 +148,11 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     @override
     def _facts(self) -> dict[str, str]:
         return self.settings.facts()
+
+    @override
+    def _check_module(self, trainer: pl.Trainer) -> None:
+        super()._check_module(trainer)
+        refuse_callbacks(trainer, type(self).__name__)
 
     @override
     def _begin_fit(self, trainer: pl.Trainer) -> None:
@@ -156,7 +168,14 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         assert self._world_channel is not None, "it is open while a fit runs"
         check_agreement(self._world_channel, self._diloco.outer_facts())
         self._finished_at = None
-        self._saved_before_finish = []
+        self._early_saves = EarlySaves()
+        self._unlanded_reported = False
+
+    @override
+    def on_train_start(self) -> None:
+        if self._own is None:  # else the local weights differ from the outer ones for good reason
+            self._take_changed_weights()
+        super().on_train_start()
 
     @override
     def _cycle(self) -> tuple[int, int]:
@@ -192,25 +211,31 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._finish_if_ending()
             if not self._module.trainer.sanity_checking:
                 self._report_unlanded("validation")
-            self._diloco.swap_in()
+            if self._finished_at == self._diloco.step and self._diloco.differs_from_outer(False):
+                raise RuntimeError(
+                    f"Parameters were written to after the last step of the fit. {ADVICE}"
+                )
+            self._diloco.swap.put_in()
 
     @override
     def on_validation_end(self) -> None:
         if self._diloco is not None:
-            self._diloco.swap_out()
+            self._diloco.swap.put_back()
         super().on_validation_end()
 
     @override
     def on_train_end(self) -> None:
         if self._diloco is not None:
             self._finish(self._sigterm.requested)
-            self._save_again()
+            self._early_saves.repeat(self._module.trainer, self._running.step)
         super().on_train_end()
 
     @override
     def teardown(self) -> None:
         if self._diloco is not None:
-            self._diloco.swap_out()  # an exception may have come in the middle of a validation
+            # an exception may have come in the middle of a validation
+            self._diloco.swap.put_back(check=False)
+            self._end_without_training()
             self._diloco.close()
             self._diloco = None
         super().teardown()
@@ -221,15 +246,20 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with the outer weights, and nothing in flight.
 
-        The tensors are copies: the module goes on with the local weights.
+        What is exchanged is copied: the module goes on with the local weights.
         """
         if self._diloco is None:
             return super().lightning_module_state_dict()
         self._finish_if_ending()
         self._diloco.wait_in_flight()
-        with self._diloco.outer_weights():
+        exchanged = {local.untyped_storage().data_ptr() for local in self._diloco.swap.in_module}
+
+        def copied(tensor: Tensor) -> Tensor:  # what is frozen does not change when local is back
+            return tensor.clone() if tensor.untyped_storage().data_ptr() in exchanged else tensor
+
+        with self._diloco.swap.outer_weights():
             state = super().lightning_module_state_dict()
-            return {key: apply_to_collection(v, Tensor, torch.clone) for key, v in state.items()}
+            return {key: apply_to_collection(v, Tensor, copied) for key, v in state.items()}
 
     @override
     def save_checkpoint(
@@ -239,13 +269,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._report_unlanded("checkpoint")
             if self._finished_at != self._diloco.step:
                 weights_only = "optimizer_states" not in checkpoint
-                saved = (filepath, self._diloco.step, weights_only)
-                self._saved_before_finish.append(saved)
+                self._early_saves.note(filepath, self._diloco.step, weights_only)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        self._saved_before_finish = [s for s in self._saved_before_finish if s[0] != filepath]
+        self._early_saves.forget(filepath)
         super().remove_checkpoint(filepath)
 
     @override
@@ -258,8 +287,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _resume_facts(self) -> dict[str, str]:
-        outer = type(self._running.fragments[0].optimizer).__name__
-        return {"fragments": repr(self.fragments), "outer_optimizer": outer}
+        return {"fragments": repr(self.fragments), **self._running.outer_facts()}
 
     # -- inside
 
@@ -267,6 +295,23 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def _running(self) -> StreamingDiLoCo:
         assert self._diloco is not None, "the algorithm lives from `setup` to `teardown` of a fit"
         return self._diloco
+
+    def _take_changed_weights(self) -> None:
+        """Begin with what `on_fit_start` or `on_train_start` have made of the weights.
+
+        DDP would train them. Here the outer weights must be the same, and the same on all ranks:
+        rank 0's.
+        """
+        if any(self._all_flags(self._running.differs_from_outer())):
+            assert self._world_channel is not None, "it is open while a fit runs"
+            common_start(self._world_channel, self._module, self._facts())
+            self._running.take_local()
+
+    def _end_without_training(self) -> None:
+        """Leave outer weights in the module where a resumed fit had nothing left to train."""
+        status = self._module.trainer.state.status
+        if self._finished_at is None and status != TrainerStatus.INTERRUPTED:
+            self._running.swap.put_in()
 
     def _finish(self, stop: bool) -> bool:
         """Finish once per last step; return whether the ranks agreed to stop."""
@@ -281,17 +326,6 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if fit_is_ending(self._module.trainer) and self._finish(self._sigterm.requested):
             self._sigterm.agree()
 
-    def _save_again(self) -> None:
-        """Save the last step's checkpoints again that were written before `finish`.
-
-        1. `ModelCheckpoint` saves at the end of a validation, after step 250.
-        2. The epoch ends; a callback sets `trainer.should_stop`. `finish` changes the weights.
-        3. The file of step 250 is the last checkpoint and must validate like the model in memory.
-        """
-        for filepath, step, weights_only in list(self._saved_before_finish):
-            if step == self._running.step:
-                self._module.trainer.save_checkpoint(filepath, weights_only)
-
     def _report_unlanded(self, what: str) -> None:
         diloco = self._running
         unlanded = sum(not fragment.landings for fragment in diloco.fragments)
@@ -299,8 +333,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._unlanded_reported = True
             rank_zero_warn(
                 f"This {what} uses the outer weights, and after {diloco.step} inner steps those of"
-                f" {unlanded} of {len(diloco.fragments)} fragments are still the initial ones. With"
-                f" `sync_every={self.settings.sync_every}` and"
+                f" {unlanded} of {len(diloco.fragments)} fragments are still those with which the"
+                f" fit began. With `sync_every={self.settings.sync_every}` and"
                 f" `overlap_steps={self.settings.overlap_steps}` every fragment has landed once"
                 f" after step {diloco.schedule.complete_after}."
             )

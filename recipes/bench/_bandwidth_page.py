@@ -123,6 +123,18 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
     return lines
 
 
+def noise(found: dict[str, Cell | str]) -> list[str]:
+    """Return how far the rounds of one row lie apart, where nothing but the machine changes."""
+    none = found.get("none")
+    if not isinstance(none, Cell) or len(none.ms_by_round) < 2:
+        return []
+    steps = none.ms_by_round.values()
+    return [
+        f"- No communication itself took {min(steps):.1f} to {max(steps):.1f} ms by round: what"
+        " differs by less in single rounds says nothing."
+    ]
+
+
 def _compared(ours: Cell, other: Cell) -> tuple[float, list[float]]:
     """Return the ratio of the median steps, and the rounds' ratios in ascending order.
 
@@ -179,7 +191,7 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
     lines += headline(cells(raw["records"], HEADLINE_RATE))
     for rate in rates:
         found = cells(raw["records"], rate)
-        lines += ["", f"## {rate}", "", *table(found), "", *chain(found)]
+        lines += ["", f"## {rate}", "", *table(found), "", *chain(found), *noise(found)]
     return [
         *lines,
         "",

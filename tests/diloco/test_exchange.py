@@ -15,12 +15,12 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.exchange import (
     GatherExchange,
-    Header,
     ShardExchange,
     cheaper_exchange,
     cheaper_exchanges,
 )
 from lightning_commfree.diloco.fragments import split_into_fragments
+from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 from tests.diloco.training import NESTEROV, Net, after_some_steps, alone, start, world
@@ -98,7 +98,7 @@ def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
     channel = world(rank, size)
     background = Background(channel.ledger)
     sizes = (NUMEL, 100)
-    ways = cheaper_exchanges(channel, background, WIRE_FORMATS["fp32"], sizes)
+    ways = cheaper_exchanges(channel, background, WIRE_FORMATS["fp32"], [(n, 0) for n in sizes])
     assert [type(way) for way in ways] == [ShardExchange, GatherExchange]
     if rank == late:
         background.submit(lambda: time.sleep(0.3), "late")

@@ -46,12 +46,12 @@ def bits(tensor: Tensor) -> Tensor:
 def test_the_outer_gradient_is_old_minus_new() -> None:
     module = Weights()
     fragment = OuterFragment(module, WHOLE, AVERAGING)
-    assert fragment.outer_gradient().tolist() == [0.0] * 6
+    assert fragment.outer_gradient().tolist() == [0.0] * 4 + [6.0, 7.0]  # buffers as they are
     add(module.a, [0.5, -1.0])
     add(module.b, [[2.0], [0.0]])
     add(module.mean, [0.0, 3.0])
     add(module.other, 100.0)  # of another fragment
-    assert fragment.outer_gradient().tolist() == [-0.5, 1.0, -2.0, 0.0, 0.0, -3.0]
+    assert fragment.outer_gradient().tolist() == [-0.5, 1.0, -2.0, 0.0, 6.0, 10.0]
     assert fragment.global_copy.tolist() == [1.0, 2.0, 3.0, 4.0, 6.0, 7.0]
 
 
@@ -71,7 +71,7 @@ def test_the_outer_gradient_is_a_new_tensor() -> None:
     launched = fragment.outer_gradient()
     add(module.a, 1.0)
     fragment.outer_step(torch.ones(6))
-    assert launched.tolist() == [0.0] * 6
+    assert launched.tolist() == [0.0] * 4 + [6.0, 7.0]
 
 
 # The outer step
@@ -236,14 +236,14 @@ def test_buffers_are_averaged_and_not_stepped() -> None:
     """Two replicas hold 6 + 2 and 6 + 4: the mean is 9, whatever the outer optimizer is."""
     module = Weights()
     fragment = OuterFragment(module, WHOLE, default_outer_optimizer)
-    deltas = []
+    sent = []
     for drift in (2.0, 4.0):
         module.mean.copy_(torch.tensor([6.0 + drift, 7.0 + drift]))
-        deltas.append(fragment.outer_gradient())
+        sent.append(fragment.outer_gradient())
     for _ in range(2):  # the second time nothing has drifted, and no momentum moves it on
-        fragment.outer_step((deltas[0] + deltas[1]) / 2)
+        fragment.outer_step((sent[0] + sent[1]) / 2)
+        fragment.average_buffers((sent[0] + sent[1]) / 2)
         assert fragment.global_copy[4:].tolist() == [9.0, 10.0]
-        deltas = [torch.zeros(6), torch.zeros(6)]
     fragment.merge(0.0)
     assert module.mean.tolist() == [9.0, 10.0]
 
@@ -253,8 +253,8 @@ def test_a_buffer_that_the_module_replaces_is_the_one_that_is_averaged() -> None
     module = Weights()
     fragment = OuterFragment(module, WHOLE, AVERAGING)
     module.mean = module.mean + 2.0
-    assert fragment.outer_gradient()[4:].tolist() == [-2.0, -2.0]
-    fragment.outer_step(torch.tensor([0.0, 0.0, 0.0, 0.0, -1.0, -1.0]))
+    assert fragment.outer_gradient()[4:].tolist() == [8.0, 9.0]
+    fragment.average_buffers(torch.tensor([0.0, 0.0, 0.0, 0.0, 7.0, 8.0]))
     fragment.merge(0.0)
     assert module.mean.tolist() == [7.0, 8.0]
 
@@ -266,7 +266,7 @@ def test_a_constant_buffer_with_inf_stays_what_it_is(mix: float) -> None:
     mask = torch.full((2, 2), -math.inf).triu(1)
     module.register_buffer("mask", mask.clone())
     fragment = OuterFragment(module, Fragment(("weight", "bias"), ("mask",)), AVERAGING)
-    fragment.outer_step(fragment.outer_gradient())
+    fragment.average_buffers(fragment.outer_gradient())
     fragment.merge(mix)
     assert torch.equal(module.mask, mask)
     assert module.weight.isfinite().all()
@@ -279,6 +279,6 @@ def test_a_constant_float64_buffer_keeps_its_precision(mix: float) -> None:
     table = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
     module.register_buffer("table", table.clone())
     fragment = OuterFragment(module, Fragment(("weight", "bias"), ("table",)), AVERAGING)
-    fragment.outer_step(fragment.outer_gradient())
+    fragment.average_buffers(fragment.outer_gradient())
     fragment.merge(mix)
     assert torch.equal(module.table, table)

@@ -44,6 +44,12 @@ from tests.world import run_ranks
             "`StreamingDiLoCoStrategy` got the argument `find_unused_parameters`. It replaces",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
+        (
+            {"replica_size": 2, "overlap_step": 2},
+            TypeError,
+            "`StreamingDiLoCoStrategy` got the argument `overlap_step`. Of `DDPStrategy` and",
+        ),
+        ({"replica_size": 2, "bucket_cap_mbb": 2}, TypeError, "Did you mean `bucket_cap_mb`?"),
     ],
 )
 def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -33,6 +33,7 @@ def fit(rank: int, size: int, folder: Path) -> list[Any]:
     return [
         end_early(size, folder / "mid", step=10, max_steps=100),
         end_early(size, folder / "last", step=20, max_steps=20),
+        end_early(size, folder / "first", step=2, max_steps=100),  # nothing leaves before step 8
     ]
 
 
@@ -67,7 +68,10 @@ def end_early(size: int, folder: Path, step: int, max_steps: int) -> Any:
 
 def test_all_ranks_stop_after_the_same_step_and_save(tmp_path: Path) -> None:
     ranks = run_ranks(fit, 3, tmp_path, tmp_path / "checkpoints")
-    for (mid, mid_step, mid_clean, mid_files), (last, last_step, last_clean, _) in ranks:
+    for mid_outcome, last_outcome, first_outcome in ranks:
+        mid, mid_step, mid_clean, mid_files = mid_outcome
+        last, last_step, last_clean, _ = last_outcome
+        assert first_outcome[:2] == ("SIGTERMException", 8 + 3)
         assert (mid, mid_step) == ("SIGTERMException", 15)
         assert mid_files == ["on_exception.ckpt", "replicas"]
         assert mid_clean

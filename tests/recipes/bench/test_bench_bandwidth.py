@@ -117,6 +117,14 @@ def test_a_cell_is_the_median_over_rounds_of_the_slower_node() -> None:
     assert lines[3] == "| DDP | 600.0 | - | 50.0 % | 8,010,000 | 4,000,000 (computed) | 3 |"
 
 
+def test_the_page_says_how_far_rounds_of_one_row_lie_apart() -> None:
+    rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 270, 310])]
+    text = "\n".join(page_lines({"settings": SETTINGS, "records": rounds}, ["100mbit"]))
+    assert "No communication itself took 270.0 to 310.0 ms by round" in text
+    text = "\n".join(page_lines({"settings": SETTINGS, "records": rounds[:1]}, ["100mbit"]))
+    assert "No communication itself" not in text
+
+
 def test_a_row_that_failed_shows_its_error_and_no_figure() -> None:
     nodes = bandwidth._failed("ddp_bf16", 8, "gloo has no bf16")
     raw = {"settings": SETTINGS, "records": good()}

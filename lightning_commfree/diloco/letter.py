@@ -1,0 +1,107 @@
+"""One message of an exchange: what stands where in its bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_commfree.diloco.wire import WireFormat
+
+_HEADER_BYTES = 3 * 8
+
+
+class Header(NamedTuple):
+    """What travels ahead of a replica's values."""
+
+    stop: bool
+    step: int
+    digest: Tensor | int  # int64; as a tensor it is not waited for
+
+    def on_device(self, values: Tensor) -> list[Tensor]:
+        """Return the values and, if it is a tensor beside them, the digest."""
+        beside = isinstance(self.digest, Tensor) and self.digest.device == values.device
+        return [values, self.digest] if beside else [values]  # type: ignore[list-item]
+
+
+class Letter:
+    """Header, extra floats, payload, exact floats: one message of a fixed size, in 8-byte words.
+
+    Args:
+        wire: format of the payload.
+        numel: how many values the payload has.
+        exact_floats: how many fp32 numbers, buffers, come behind them as they are.
+        extra_floats: how many come ahead of them.
+
+    Attributes:
+        num_bytes: of the message.
+    """
+
+    def __init__(
+        self, wire: WireFormat, numel: int, exact_floats: int, extra_floats: int = 0
+    ) -> None:
+        self._wire, self._numel = wire, numel
+        self._payload_at = _HEADER_BYTES + -(-4 * extra_floats // 8) * 8
+        self._extra_end = _HEADER_BYTES + 4 * extra_floats
+        self._payload_end = self._payload_at + wire.num_bytes(numel)
+        self._exact_at = -(-self._payload_end // 8) * 8
+        self._exact_end = self._exact_at + 4 * exact_floats
+        self.num_bytes = -(-self._exact_end // 8) * 8
+
+    def write(
+        self, values: Tensor, exact: Tensor, header: Header, extra: Tensor | None = None
+    ) -> Tensor:
+        """Return a message: uint8, shape (num_bytes,), on the device of `values`."""
+        message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=values.device)
+        for word, value in zip(message[:_HEADER_BYTES].view(torch.int64), header, strict=True):
+            on_device = isinstance(value, Tensor) and value.device == values.device
+            word.copy_(value) if on_device else word.fill_(int(value))  # neither is waited for
+        if extra is not None:
+            message[_HEADER_BYTES : self._extra_end].view(torch.float32).copy_(extra)
+        self._wire.encode(values, out=message[self._payload_at : self._payload_end])
+        message[self._exact_at : self._exact_end].view(torch.float32).copy_(exact)
+        return message
+
+    def headers(self, messages: Tensor) -> Tensor:
+        """Return the headers of messages: int64, shape (M, 3), in host memory."""
+        return torch.stack([row[:_HEADER_BYTES].view(torch.int64) for row in messages]).cpu()
+
+    def extra(self, messages: Tensor) -> Tensor:
+        """Return the extra floats of messages: shape (M, extra_floats)."""
+        rows = [row[_HEADER_BYTES : self._extra_end].view(torch.float32) for row in messages]
+        return torch.stack(rows)
+
+    def exact(self, messages: Tensor) -> Tensor:
+        """Return the exact floats of messages: shape (M, exact_floats)."""
+        rows = [row[self._exact_at : self._exact_end].view(torch.float32) for row in messages]
+        return torch.stack(rows)
+
+    def values(self, message: Tensor) -> Tensor:
+        """Decode one message: fp32, shape (numel,)."""
+        return self._wire.decode(message[self._payload_at : self._payload_end], self._numel)
+
+    def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values' mean and inner products."""
+        rows_MN = torch.stack([self.values(message) for message in messages])
+        return _mean(rows_MN), rows_MN @ rows_MN.T
+
+    def average_exact(self, messages: Tensor) -> Tensor:
+        """Return the buffers' mean; what all hold, infinities included, stays what it is."""
+        rows_ME = self.exact(messages)
+        return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], _mean(rows_ME))
+
+
+def _mean(rows_MN: Tensor) -> Tensor:
+    """Return the mean over the replicas; the sum runs in their order."""
+    mean = torch.zeros_like(rows_MN[0])
+    for row in rows_MN:
+        mean += row
+    # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
+    return mean.div_(torch.full((), float(len(rows_MN)), device=mean.device))
+
+
+def compare_headers(headers_M3: Tensor) -> tuple[bool, bool, bool]:
+    """Return: somebody wants to stop; the digests differ; the steps differ."""
+    stops, steps, digests = headers_M3.unbind(1)
+    return bool(stops.any()), bool((digests != digests[0]).any()), bool((steps != steps[0]).any())

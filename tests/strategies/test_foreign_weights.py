@@ -1,0 +1,168 @@
+"""Weights that others write, callbacks and hooks before the first step; a fit without steps."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer
+from tests.world import run_ranks
+
+STEPS = 6
+
+
+class MovingAverage(pl.Callback):
+    """The usual way to validate with an average: put it in, and take it out again."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.kept = copy.deepcopy(pl_module.state_dict())
+        pl_module.load_state_dict({name: 0.5 * value for name, value in self.kept.items()})
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.load_state_dict(self.kept)
+
+
+class Pretrained(Tiny):
+    """Loads weights when the fit has begun, here even other ones on every rank."""
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.head.weight.fill_(5.0 + self.global_rank)
+
+
+class Thawing(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.head.requires_grad_(True)
+
+
+def fit(size: int, module: Tiny, *extra: pl.Callback, **kwargs: Any) -> tuple[Recorder, str]:
+    recorder = Recorder()
+    settings = {"sync_every": 4, "num_fragments": 1, "wire_dtype": "fp32"}
+    strategy = StreamingDiLoCoStrategy(**{**settings, **kwargs.pop("settings", {})})
+    path = kwargs.pop("ckpt_path", None)
+    trainer = quiet_trainer(
+        **{
+            "strategy": strategy,
+            "devices": size,
+            "max_steps": STEPS,
+            "callbacks": [recorder, *extra],
+            "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in extra),
+            "num_sanity_val_steps": 0,
+            **kwargs,
+        }
+    )
+    try:
+        trainer.fit(module, loader(2 * STEPS * size), loader(4 * size), ckpt_path=path)
+    except (ValueError, RuntimeError) as error:
+        return recorder, f"{type(error).__name__}: {error}"
+    return recorder, ""
+
+
+def weights(module: Tiny) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
+    outcomes["average"] = fit(size, Tiny(), MovingAverage(), val_check_interval=5)[1]
+    outcomes["average at the end"] = fit(size, Tiny(), MovingAverage())[1]
+    pretrained = Pretrained(lr=0.0)  # and no decay: AdamW multiplies it with the learning rate
+    outcomes["pretrained"] = fit(size, pretrained)[0].outer[0][0], weights(pretrained)
+    # shorter than a cycle: nothing is launched but in the end
+    outcomes["thawing"] = fit(size, Thawing(), settings={"sync_every": 50})[1]
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    fit(size, Tiny(), saving)
+    nothing_left = Tiny()
+    path = folder / "step=3.ckpt"
+    outcomes["error"] = fit(size, nothing_left, ckpt_path=path, max_steps=3)[1]
+    outcomes["nothing left"] = weights(nothing_left)
+    outcomes["saved"] = torch.load(path, weights_only=True)["state_dict"]
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+        slower = {"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}
+        fit(size, Tiny(), ckpt_path=path, settings=slower)
+    outcomes["said"] = said
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("foreign")
+    return run_ranks(play, 2, folder, folder / "checkpoints")
+
+
+def test_a_callback_that_validates_with_weights_of_its_own_is_refused(played: Any) -> None:
+    """Else training would go on from the average: the callback's last word is not ours."""
+    for rank in played:
+        assert rank["average"].startswith("RuntimeError: The parameters ['embed.weight'")
+        assert "average `outer_weights()` yourself" in rank["average"]
+        assert "written to after the last step of the fit" in rank["average at the end"]
+
+
+def test_what_on_fit_start_makes_of_the_weights_is_trained(played: Any) -> None:
+    """Rank 0's on all ranks; the outer weights of the first step are these too."""
+    for rank in played:
+        outer, final = rank["pretrained"]
+        assert torch.equal(final["head.weight"], torch.full((1, 6), 5.0))
+        assert (outer == 5.0).sum() == 6
+        assert torch.equal(final["embed.weight"], Tiny().embed.weight)
+
+
+def test_a_parameter_that_thaws_in_a_short_fit_is_found_at_its_end(played: Any) -> None:
+    for rank in played:
+        assert rank["thawing"].startswith("RuntimeError: The parameters ['head.weight'] became")
+
+
+def test_a_resumed_fit_without_steps_leaves_the_outer_weights(played: Any) -> None:
+    for rank in played:
+        assert rank["error"] == ""
+        for name, value in rank["nothing left"].items():
+            assert torch.equal(value, rank["saved"][name]), name
+
+
+def test_another_outer_learning_rate_is_said_at_resume(played: Any) -> None:
+    for rank in played:
+        (text,) = rank["said"]
+        assert "outer_optimizer was SGD {'lr': 0.4," in text
+        assert "and is SGD {'lr': 0.1," in text
+
+
+REFUSED = [
+    callbacks.StochasticWeightAveraging(swa_lrs=0.1),
+    callbacks.LearningRateFinder(),
+    *([callbacks.WeightAveraging()] if hasattr(callbacks, "WeightAveraging") else []),
+]
+
+
+@pytest.mark.parametrize("callback", REFUSED, ids=lambda c: type(c).__name__)
+def test_callbacks_that_cannot_work_are_refused(callback: pl.Callback, tmp_path: Path) -> None:
+    """Before anything is trained."""
+    ((steps, error),) = run_ranks(with_callback, 1, tmp_path, callback)
+    assert error.startswith(
+        "ValueError: `StreamingDiLoCoStrategy` does not support the callback"
+        f" `{type(callback).__name__}`"
+    )
+    assert steps == 0
+
+
+def with_callback(rank: int, size: int, callback: pl.Callback) -> tuple[int, str]:
+    recorder, error = fit(size, Tiny(), callback)
+    return len(recorder.local), error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,9 @@ class ParallelModel:
             self._schedule(model)
         else:
             apply_plan(self.sharded)
+        if isinstance(getattr(model, "save_pretrained", None), MethodType):
+            vars(model)["save_pretrained"] = _refuse_to_save
+            self.sharded.restore.append(lambda: vars(model).pop("save_pretrained"))
 
     def bytes_per_token(self) -> float:
         """Return the bytes that this rank sends for a token, forward and backward.
@@ -188,7 +192,7 @@ class ParallelModel:
             run = Play(
                 self.sharded.halves,
                 self.group,
-                self._split(hidden, block),
+                self._split(hidden, block, arguments),
                 _checkpointed(block),
                 self.trace,
                 self.done,
@@ -199,11 +203,11 @@ class ParallelModel:
 
         return stack
 
-    def _split(self, hidden: Tensor, block: Any) -> Split:
+    def _split(self, hidden: Tensor, block: Any, arguments: dict[str, Any]) -> Split:
         rows, tokens = hidden.shape[:2]
         parts, split = self.settings.num_micro_batches, self.settings.split
         if split == "batch" and rows < 2:
-            split = "token" if tokens >= 2 else "none"
+            split = "token" if tokens >= 2 and self._is_causal(arguments) else "none"
             self.fell_back(
                 f"A batch of {rows} cannot be split by rows (`split='batch'`); it is split by"
                 f" {'tokens' if split == 'token' else 'nothing'} instead."
@@ -217,14 +221,26 @@ class ParallelModel:
             return TokenSplit(min(parts, tokens), flash)
         return WeightSplit(parts) if split == "weight" else Whole()
 
+    def _is_causal(self, arguments: dict[str, Any]) -> bool:
+        """Return whether no token of a batch of one row sees a later one."""
+        config = getattr(self.sharded.halves[0].attention, "config", None)
+        if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
+            return False
+        mask = arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 4:
+            return True
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        return not bool(visible.triu(1).any())
+
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
         asked = any(
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
             for name in _NOT_SCHEDULED
         )
-        filled = cache is not None and cache.get_seq_length() > 0
-        active = torch.is_grad_enabled() and not asked and not filled
+        # what the model's config implies is put in later: here True was asked for
+        cached = cache is not None or kwargs.get("use_cache") is True
+        active = torch.is_grad_enabled() and not asked and not cached
         _blocks(base).active = active
         self.group.sums_flow = active and self.sharded.embedding_is_stream
 
@@ -244,6 +260,13 @@ class ParallelModel:
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "The model is divided: `save_pretrained` would write one rank's part of it. Call it after"
+        " `fit` has returned, or load a checkpoint, which is whole, into a model of your own."
+    )
 
 
 class _Played(nn.ModuleList):

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from lightning_commfree.comm.channel import Pending
@@ -255,7 +256,15 @@ class _Stack(torch.autograd.Function):
         return play.forward(hidden, arguments)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            # the inside would add to the gradients of all parameters, asked for or not
+            raise RuntimeError(
+                "A model that is divided and scheduled cannot be differentiated by"
+                " `torch.autograd.grad` or `backward(inputs=...)`: its blocks play their own"
+                " backward, for all parameters. Call `backward()`, or use another strategy."
+            )
         return ctx.play.backward(gradients[0]), None, None
 
 

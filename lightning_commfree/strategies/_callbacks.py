@@ -1,30 +1,39 @@
-"""Callbacks that cannot work where every replica trains weights of its own."""
+"""Callbacks that cannot work where ranks hold weights of their own, or parts of them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 
-_AVERAGES = (
+# by name: the first came with Lightning 2.6
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
+_OF_REPLICAS = (
     "it averages the local weights of each replica, and would leave different ones on every rank"
 )
-_REASONS = {
-    # by name: the first came with Lightning 2.6
-    "WeightAveraging": _AVERAGES,
-    "StochasticWeightAveraging": _AVERAGES,
+_OF_PARTS = "it copies the whole model before the ranks have divided it"
+REPLICAS = {
+    **dict.fromkeys(_AVERAGES, _OF_REPLICAS),
     "LearningRateFinder": (
         "it trains, then puts the module's weights back and leaves the strategy's copies of them"
     ),
 }
+PARTS = dict.fromkeys(_AVERAGES, _OF_PARTS)
 
 
-def refuse_callbacks(trainer: pl.Trainer, strategy: str) -> None:
+def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
     """Look at the Trainer's callbacks, `Tuner`'s own included.
+
+    Args:
+        trainer: has them.
+        strategy: its name.
+        reasons: why a callback of Lightning's cannot work, by class name.
 
     Raises:
         ValueError: one of them, or of a class derived from it, is there.
     """
-    for name, reason in _REASONS.items():
+    for name, reason in reasons.items():
         kind = getattr(callbacks, name, None)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if kind is not None and isinstance(callback, kind):

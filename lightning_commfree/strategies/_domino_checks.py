@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
@@ -35,11 +38,32 @@ def check_fit(strategy: str, module: pl.LightningModule, precision: Precision) -
     check_model(strategy, module)
 
 
-def check_batch(channel: Channel, batch: Any) -> None:
+def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[Parameter]) -> None:
+    """See that what is optimized is what this rank trains.
+
+    Args:
+        optimizers: of the fit.
+        lost: parameters that the module had before it was divided, and has no more.
+
+    Raises:
+        ValueError: one of them is in an optimizer.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    count = sum(parameter in lost for group in groups for parameter in group["params"])
+    if count:
+        raise ValueError(
+            f"The optimizer holds {count} parameters of the undivided model, which are trained no"
+            " more: it, or its list of parameters, was made before the fit. Make both in"
+            " `configure_optimizers`, from `self.parameters()`."
+        )
+
+
+def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     """See that all ranks of a tensor group have the same batch; collective.
 
     Args:
         channel: to the tensor group.
+        verb: what is done with it.
         batch: tensors in whatever.
 
     Raises:
@@ -51,7 +75,7 @@ def check_batch(channel: Channel, batch: Any) -> None:
         check_agreement(channel, {"the first batch": " ".join(found)})
     except ValueError as error:
         raise ValueError(
-            "The ranks of a tensor group must train on the same batch, and their first batches"
+            f"The ranks of a tensor group must {verb} on the same batch, and their first batches"
             f" differ: ranks {list(channel.ranks)}. Let Lightning put its own sampler in, or give"
             " your sampler `num_replicas` and `rank` of `trainer.distributed_sampler_kwargs`."
         ) from error

@@ -82,7 +82,8 @@ def averaged_buffers(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a module's floating-point buffers of a checkpoint with their means over the ranks.
 
-    The sums run in the order of the ranks, so the means are bit-identical on all of them.
+    The sums run in the order of the ranks, in fp32 at least, so the means are bit-identical on all
+    of them. What all ranks hold is its own mean, to the last bit and where a sum would overflow.
     """
     kept = module.state_dict(keep_vars=True)
     buffers = [
@@ -92,12 +93,14 @@ def averaged_buffers(
     ]
     if not buffers:
         return
-    flat = torch.cat([buffer.detach().reshape(-1).to(channel.device) for buffer in buffers])
+    least = torch.zeros(0, dtype=torch.float32, device=channel.device)
+    flat = torch.cat([least, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
     rows = channel.all_gather(flat, tag).wait()
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
     sizes = [buffer.numel() for buffer in buffers]
-    means = torch.split(total / channel.size, sizes)
+    same = (rows == rows[0]).all(dim=0)
+    means = torch.split(torch.where(same, rows[0], total / channel.size), sizes)
     for buffer, mean in zip(buffers, means, strict=True):
         yield buffer, mean.view(buffer.shape)

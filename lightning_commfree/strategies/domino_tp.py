@@ -23,7 +23,8 @@ from lightning_commfree.domino import (
     gradient_norm,
     sum_shared,
 )
-from lightning_commfree.strategies._domino_checks import check_batch, check_fit
+from lightning_commfree.strategies._callbacks import PARTS, refuse_callbacks
+from lightning_commfree.strategies._domino_checks import check_batch, check_fit, check_optimizers
 from lightning_commfree.strategies._rank_states import Layout
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
@@ -94,7 +95,7 @@ class DominoTPStrategy(ShardedStrategy):
         self._data_channel: Channel | None = None
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
-        self._batch_checked = False
+        self._checked: set[str] = set()  # kinds of batches
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -144,14 +145,18 @@ class DominoTPStrategy(ShardedStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             check_fit(type(self).__name__, self._module, self.precision_plugin)
-            numel = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+            if self.tensor_parallel_size > 1:
+                refuse_callbacks(trainer, type(self).__name__, PARTS)
+            undivided = set(self._module.parameters())
+            numel = sum(p.numel() for p in undivided if p.requires_grad)
         super().setup(trainer)
         if fitting:
+            check_optimizers(self.optimizers, undivided - set(self._module.parameters()))
             # Lightning clips by the norm of what a rank holds
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
             self._fit_log = FitLog(self._module, self.ledger, float(ddp_bytes))
-            self._batch_checked = False
+            self._checked = set()
 
     @override
     def configure_ddp(self) -> None:
@@ -197,11 +202,14 @@ class DominoTPStrategy(ShardedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._batch_checked:
-            self._batch_checked = True
-            assert self._tensor_channel is not None, "it is open while a fit runs"
-            check_batch(self._tensor_channel, (args, kwargs))
+        self._check_first("train", (args, kwargs))
         return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sharded is not None:
+            self._check_first("validate", (args, kwargs))
+        return super().validation_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -255,6 +263,12 @@ class DominoTPStrategy(ShardedStrategy):
     def _split_settings(self) -> dict[str, str]:
         facts = self.settings.facts()
         return {name: facts[name] for name in ("split", "num_micro_batches")}
+
+    def _check_first(self, kind: str, batch: Any) -> None:
+        if kind not in self._checked:
+            self._checked.add(kind)
+            assert self._tensor_channel is not None, "it is open while a fit runs"
+            check_batch(self._tensor_channel, kind, batch)
 
     def _say_once(self) -> Callable[[str], None]:
         said: set[str] = set()

@@ -25,7 +25,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.swap import ADVICE
-from lightning_commfree.strategies._callbacks import refuse_callbacks
+from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._start import common_start
@@ -152,7 +152,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     @override
     def _check_module(self, trainer: pl.Trainer) -> None:
         super()._check_module(trainer)
-        refuse_callbacks(trainer, type(self).__name__)
+        refuse_callbacks(trainer, type(self).__name__, REPLICAS)
 
     @override
     def _begin_fit(self, trainer: pl.Trainer) -> None:

@@ -31,12 +31,17 @@ class Voter(Tiny):
         return DistributedLion(self.parameters(), lr=0.02, weight_decay=0.3)
 
 
+CONSTANTS = torch.tensor([0.1, 0.7, torch.finfo(torch.float32).min, -torch.inf])
+
+
 class Normed(Voter):
     """Has running statistics, which differ from rank to rank while it trains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
+        # equal everywhere: a third of three times 0.1 is not 0.1, and a sum of the least overflows
+        self.register_buffer("table", CONSTANTS.clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
@@ -167,6 +172,7 @@ def test_running_statistics_are_averaged_when_they_are_used(ranks: list[Any]) ->
     for outcomes in ranks[1:]:
         for name, buffer in outcomes["batch norm"]["buffers"].items():
             assert torch.equal(buffer, first[name]), name
+    assert torch.equal(first["table"], CONSTANTS)
     assert ranks[0]["batch norm"]["bytes"]["buffers"] > 0
 
 

@@ -152,13 +152,19 @@ class DistributedLion(Optimizer):
                     self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
 
     def _vote(self) -> Voting:
+        own = [p for group in self.param_groups for p in group["params"]]
+        if self._voting is not None and self._voting.parameters != set(own):
+            # somebody has written to `param_groups`, or to the lists in them
+            if self._voting.channel.size > 1:
+                self._join_again = True
+            else:
+                self.leave()
         if self._join_again:
             raise RuntimeError(
-                "A parameter group was added to `DistributedLion` after it had joined other"
-                " workers, who must add it too. Call `join` again on all of them, or `leave`."
+                "The parameters of `DistributedLion` are others than when it joined other workers,"
+                " whose must change too. Call `join` again on all of them, or `leave`."
             )
         if self._voting is None:
-            own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
             alone = Channel([0], 0, Ledger())
             self._voting = Voting(named, self._members, alone, LionSettings(check_drift_every=0))

@@ -12,7 +12,7 @@ What travels is in CPU memory and crosses in a background thread (`exchange`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +73,11 @@ class Voting:
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
         self._begun = (self.step, self._sent())
+
+    @property
+    def parameters(self) -> Set[nn.Parameter]:
+        """What is voted on."""
+        return self._bucket_of.keys()
 
     def cycle(self) -> tuple[int, int]:
         """Return the bytes that this rank sends from one momentum sync to the next, and the steps.

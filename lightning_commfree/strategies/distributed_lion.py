@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -94,6 +95,7 @@ class DistributedLionStrategy(ResumableStrategy):
         self.overlap = overlap
         self._voting: Voting | None = None
         self._overlaps = False
+        self._averaged: set[str] = set()  # what DDP averages within a node, by name
 
     # -- the life of a fit
 
@@ -117,6 +119,7 @@ class DistributedLionStrategy(ResumableStrategy):
     @override
     def _begin_fit(self, trainer: pl.Trainer) -> None:
         self._join()
+        self._averaged = self._trainable()
         assert self._world_channel is not None, "it is open while a fit runs"
         agree_on_overflow(self.precision_plugin, self._world_channel)
         why = why_gradients_change(trainer, self._module, self.precision_plugin)
@@ -136,6 +139,11 @@ class DistributedLionStrategy(ResumableStrategy):
             )
 
     @override
+    def on_train_start(self) -> None:
+        self._take_written()
+        super().on_train_start()
+
+    @override
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -143,9 +151,13 @@ class DistributedLionStrategy(ResumableStrategy):
         model: pl.LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self._lion.voting is not self._voting:
+        own = {p for group in self._lion.param_groups for p in group["params"]}
+        changed = self._voting is None or self._voting.parameters != own
+        if changed or self._lion.voting is not self._voting:
             self._join()  # a callback has added parameters to the optimizer
         assert self._voting is not None, "`_join` has set it"
+        if self._group_size > 1:
+            self._check_thawed()
         with self._voting.during_backward() if self._overlaps else nullcontext():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -234,6 +246,30 @@ class DistributedLionStrategy(ResumableStrategy):
         (optimizer,) = self.optimizers
         assert isinstance(optimizer, DistributedLion), "`setup_optimizers` has looked"
         return optimizer
+
+    def _trainable(self) -> set[str]:
+        return {name for name, p in self._module.named_parameters() if p.requires_grad}
+
+    def _check_thawed(self) -> None:
+        """See that DDP averages within a node what is trained; it was told in the beginning."""
+        if late := sorted(self._trainable() - self._averaged):
+            raise RuntimeError(
+                f"The parameters {late} became trainable after the fit had begun, and with"
+                f" `node_size={self._group_size}` their gradients are not averaged over a node."
+                " Make them trainable before `fit`, or use `node_size=1`."
+            )
+
+    def _take_written(self) -> None:
+        """Let weights that hooks have written since the start count, not what they replaced.
+
+        A parameter in bf16 follows its master copy, which was made before.
+        """
+        for group in self._lion.param_groups:
+            for p in group["params"]:
+                master = self._lion.state[p].get("master")
+                if master is not None:
+                    now = p.detach().to(master.dtype)
+                    master.copy_(torch.where(master.to(p.dtype) == p, master, now))
 
     def _join(self) -> None:
         """Make the optimizer vote on all of its parameters, in the order of the module."""

@@ -225,3 +225,19 @@ def test_a_group_that_is_refused_is_not_kept() -> None:
     late.grad = torch.ones(2)
     train_alone(1, 2, lion, named=named)
     assert late.tolist() == [-0.5, -0.5]
+
+
+def test_parameters_put_into_the_groups_by_hand_are_voted_on() -> None:
+    """As a callback does at resume: it writes `param_groups`, and calls no method."""
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    lion = DistributedLion([first], lr=0.1, weight_decay=0.0)
+    first.grad, second.grad = torch.ones(3), -torch.ones(2)
+    lion.step()
+    lion.param_groups[0]["params"].append(second)
+    lion.step()
+    torch.testing.assert_close(first.detach(), torch.full((3,), 0.8))
+    torch.testing.assert_close(second.detach(), torch.full((2,), 1.1))
+    lion.param_groups = [{**lion.param_groups[0], "params": [second]}]
+    lion.step()
+    torch.testing.assert_close(first.detach(), torch.full((3,), 0.8))
+    torch.testing.assert_close(second.detach(), torch.full((2,), 1.2))

@@ -47,6 +47,20 @@ class Normed(Voter):
         return super().forward(self.norm(x))
 
 
+class Written(Voter):
+    """Loads weights when optimizer and master copies are there, and lists a parameter by hand."""
+
+    def configure_optimizers(self) -> Any:
+        some = [p for name, p in self.named_parameters() if name != "head.weight"]
+        return DistributedLion(some, lr=0.5, weight_decay=0.0)
+
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.embed.weight.fill_(100.0)
+            self.head.weight.fill_(200.0)
+        self.optimizers().param_groups[0]["params"].append(self.head.weight)
+
+
 class Metrics(pl.Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -99,6 +113,8 @@ def many(rank: int, size: int) -> dict[str, Any]:
         outcomes["bf16-mixed"] = fit(rank, size, precision="bf16-mixed")
         outcomes["bf16-true"] = fit(rank, size, precision="bf16-true")
         outcomes["momentum sync"] = fit(rank, size, settings={"momentum_sync_every": 4})
+        written = {"precision": "bf16-true", "settings": {"momentum_sync_every": 2}}
+        outcomes["written"] = fit(rank, size, Written(), **written)
         outcomes["batch norm"] = fit(rank, size, Normed(), validation=loader(6))
     return outcomes
 
@@ -164,6 +180,16 @@ def test_clipping_is_local_and_said_and_ends_overlap(ranks: list[Any]) -> None:
                 "clips every worker's gradient by its own norm" in t for t in clipped["said"]
             )
             assert any("`gradient_clip_val` is set" in t for t in clipped["said"])
+
+
+def test_what_hooks_write_at_the_start_is_trained(ranks: list[Any]) -> None:
+    """Weights under a master copy, and a parameter put into a group: a step of 0.5 moves all."""
+    for outcomes in ranks:
+        first = outcomes["written"]["local"][0]
+        assert (first["embed.weight"].float() - 100).abs().max() <= 1  # bf16 has steps of 0.5 here
+        assert (first["head.weight"].float() - 200).abs().max() <= 1
+        last = outcomes["written"]["local"][-1]
+        assert not torch.equal(last["head.weight"], first["head.weight"])
 
 
 def test_running_statistics_are_averaged_when_they_are_used(ranks: list[Any]) -> None:

@@ -24,6 +24,27 @@ class Voter(Tiny):
         return DistributedLion(self.parameters(), **SETTINGS)
 
 
+class Thawing(Voter):
+    """Unfreezes its head when DDP has been told what to average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.head.requires_grad_(True)
+
+
+def thaw(rank: int, size: int, node_size: int) -> str:
+    strategy = DistributedLionStrategy(node_size=node_size)
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=2)
+    try:
+        trainer.fit(Thawing(), rank_loader(2 * BATCH * size, BATCH, rank, size))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def fit(rank: int, size: int, node_size: int, **settings: Any) -> dict[str, Any]:
     recorder = Recorder()
     strategy = DistributedLionStrategy(node_size=node_size, **settings)
@@ -47,6 +68,8 @@ def many(rank: int, size: int) -> dict[str, Any]:
             "random": fit(rank, size, 2, ties="random", momentum_sync_every=STEPS),
             "one node": fit(rank, size, 4),
             "no nodes": fit(rank, size, 1),
+            "thawed": thaw(rank, size, 2),
+            "thawed without nodes": thaw(rank, size, 1),
         }
 
 
@@ -115,3 +138,10 @@ def test_ranks_agree_and_share_the_way_out(ranks: list[Any]) -> None:
     up = {size: ranks[0][size]["bytes"]["vote_up"] for size in ("majority", "no nodes")}
     assert up["majority"] < up["no nodes"], "each rank carries half of the ballot to one other node"
     assert ranks[0]["majority"]["inside"]["vote_node"] > 0
+
+
+def test_what_thaws_is_not_averaged_over_a_node_and_refused(ranks: list[Any]) -> None:
+    for outcomes in ranks:
+        assert outcomes["thawed"].startswith("The parameters ['head.weight'] became trainable")
+        assert "use `node_size=1`" in outcomes["thawed"]
+        assert outcomes["thawed without nodes"] == ""

@@ -34,7 +34,7 @@ Departures from the paper:
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.fill import on_meta
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
-from lightning_commfree.domino.group import TensorGroup, random_state, set_random_state
+from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.model import whole_tensor
 from lightning_commfree.domino.parallel import FAMILIES, ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
@@ -49,8 +49,6 @@ __all__ = [
     "check_divisible",
     "gradient_norm",
     "on_meta",
-    "random_state",
-    "set_random_state",
     "sum_shared",
     "whole_tensor",
 ]

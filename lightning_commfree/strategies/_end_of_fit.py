@@ -32,6 +32,8 @@ def fit_is_ending(trainer: pl.Trainer, in_optimizer_step: bool = False) -> bool:
     if loop.max_epochs is None or loop.max_epochs == -1:
         return False
     epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
+    if epoch.started < epoch.ready:  # it begins; the counter of batches is the last epoch's
+        return False
     batches_reached = loop.epoch_loop._num_ready_batches_reached()
     if in_optimizer_step:  # within an epoch, which is processed when it has run through
         return epoch.processed >= loop.max_epochs - 1 and batches_reached
@@ -60,8 +62,6 @@ class EarlySaves:
         """A checkpoint is removed."""
         self._saves = [save for save in self._saves if save[0] != filepath]
 
-    def repeat(self, trainer: pl.Trainer, step: int) -> None:
-        """Write those of the last `step` again."""
-        for filepath, saved_after, weights_only in list(self._saves):
-            if saved_after == step:
-                trainer.save_checkpoint(filepath, weights_only)
+    def of(self, step: int) -> list[tuple[_PATH, bool]]:
+        """Return path and whether without the trainer's state, of those written after `step`."""
+        return [(path, weights_only) for path, after, weights_only in self._saves if after == step]

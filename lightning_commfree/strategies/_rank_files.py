@@ -15,6 +15,8 @@ disk find their own part on their own.
 from __future__ import annotations
 
 import os
+import pickle
+import zipfile
 from contextlib import suppress
 from typing import Any
 
@@ -30,9 +32,11 @@ class RankFiles:
 
     Args:
         checkpoint_path: of the `.ckpt`; local or whatever fsspec opens.
+        weights_only: as `Trainer.fit` got it; None stands for True.
     """
 
-    def __init__(self, checkpoint_path: _PATH) -> None:
+    def __init__(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> None:
+        self._weights_only = weights_only is not False
         self._path = str(checkpoint_path)
         self._fs = get_filesystem(checkpoint_path)
         self._root = self._below(self._path, f"{_FOLDER}/{os.path.basename(self._path)}")
@@ -54,16 +58,23 @@ class RankFiles:
         for path in dict.fromkeys((self._path, os.path.realpath(self._path))):
             file = f"{self._below(path, place)}/rank_{rank}.pt"
             if self._fs.exists(file):
-                state: dict[str, Any] = read_checkpoint(file)
+                state: dict[str, Any] = read_checkpoint(file, self._weights_only)
                 return state
         return None
 
-    def keep_only(self, token: str) -> None:
-        """Remove the sets of earlier saves to this path; other ranks may do the same meanwhile."""
+    def keep_only(self, token: str, spare: int = 0) -> None:
+        """Remove the sets of earlier saves to this path; other ranks may do the same meanwhile.
+
+        Args:
+            token: of the latest save.
+            spare: so many of the sets before it stay.
+        """
         with suppress(FileNotFoundError):  # no earlier save, or another rank is quicker
-            for folder in self._fs.ls(self._root, detail=False):
-                if os.path.basename(str(folder).rstrip("/")) != token:
-                    self._remove(str(folder))
+            folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]
+            earlier = [folder for folder in folders if os.path.basename(folder) != token]
+            earlier.sort(key=lambda folder: folder.rpartition("-")[2])  # the time, in hexadecimals
+            for folder in earlier[: len(earlier) - spare]:
+                self._remove(folder)
 
     def remove(self) -> None:
         """Remove all sets of this checkpoint, and the common folder with the last one."""
@@ -80,16 +91,33 @@ class RankFiles:
         return f"{os.path.dirname(path) or '.'}/{place}"
 
 
-def read_checkpoint(path: _PATH) -> Any:
-    """Read what `torch.save` wrote, tensors on the CPU, without running code from the file.
+def read_checkpoint(path: _PATH, weights_only: bool = True) -> Any:
+    """Read what `torch.save` wrote, tensors on the CPU.
+
+    Args:
+        path: of the file.
+        weights_only: whether no code may be run from the file.
 
     Raises:
-        RuntimeError: the file is damaged, with its name and what to do.
+        RuntimeError: the file is damaged, or holds what only unpickling loads; with its name and
+            what to do.
     """
     try:
-        return load_file(path, map_location="cpu", weights_only=True)
+        return load_file(path, map_location="cpu", weights_only=weights_only)
     except Exception as error:
-        raise damaged(path, error) from error
+        if not isinstance(error, pickle.UnpicklingError) or not _is_whole(path):
+            raise damaged(path, error) from error
+        raise RuntimeError(
+            f"The checkpoint file {str(path)!r} holds more than tensors and plain values, and to"
+            " read that may run code from it. If you trust it, pass `weights_only=False` to"
+            f" `Trainer.fit`. What was found: {error}"
+        ) from error
+
+
+def _is_whole(path: _PATH) -> bool:
+    """Return whether the file ends as `torch.save` ends one: a cut file is no archive."""
+    with get_filesystem(path).open(str(path), "rb") as file:
+        return zipfile.is_zipfile(file)
 
 
 def damaged(path: _PATH, error: Exception) -> RuntimeError:

@@ -25,9 +25,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino import ParallelModel, random_state, set_random_state
-from lightning_commfree.strategies._resume import loop_state, restore_place
-from lightning_commfree.strategies._resume import random_state as all_random_states
+from lightning_commfree.domino import ParallelModel
+from lightning_commfree.strategies._loops import restore_loops
+from lightning_commfree.strategies._resume import Data, loop_state, random_state, restore_place
 
 KEY = "lightning_commfree_domino"  # of a checkpoint's entry
 TAG = "rank_states"
@@ -77,8 +77,7 @@ def rank_state(
         device: where the models are.
     """
     return {
-        "random": all_random_states(),
-        "device": random_state(device)[1],
+        "random": random_state(device),
         "own": [model.group.own_state() for model in models],
         "loaders": loop_state(checkpoint).get("combined_loader"),
     }
@@ -106,8 +105,8 @@ def find_state(checkpoint: Mapping[str, Any], layout: Layout, settings: Mapping[
     if entry is None:
         return Found(
             None,
-            "it holds no states of single ranks, as another strategy saves it: the epoch's data"
-            " begin again, with new random numbers",
+            "it holds no states of single ranks, as another strategy saves it or as it is saved"
+            " outside of a fit: the epoch's data begin again, with new random numbers",
         )
     was = Layout(entry["ranks"], entry["group_size"], 0)
     if was.groups != layout.groups:
@@ -139,16 +138,12 @@ def place_loaders(checkpoint: dict[str, Any], found: Found) -> None:
         loop_state(checkpoint)["combined_loader"] = found.state["loaders"]
 
 
-def restore(
-    found: Found, trainer: pl.Trainer, models: Sequence[ParallelModel], device: torch.device
-) -> None:
+def restore(found: Found, trainer: pl.Trainer, models: Sequence[ParallelModel]) -> None:
     """Bring data and random numbers to where they were; in `Strategy.on_train_start`."""
     if found.state is None:
+        restore_loops(trainer)
         return
-    restore_place(trainer, found.state["random"])
-    if found.state["device"] is not None and device.type == "cuda":
-        # the rank may have had another device of its machine
-        set_random_state(device, (torch.get_rng_state(), found.state["device"]))
+    restore_place(trainer, found.state["random"], Data(found.state["loaders"]))
     if found.exact:
         for model, state in zip(models, found.state["own"], strict=True):
             model.group.load_own_state(state)

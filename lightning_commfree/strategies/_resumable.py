@@ -18,13 +18,22 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.strategies._loops import restore_loops, restore_watched, watched_metrics
+from lightning_commfree.strategies._own_tensors import OwnTensors
 from lightning_commfree.strategies._rank_files import RankFiles, damaged
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._resume import loop_state, random_state, restore_place
+from lightning_commfree.strategies._resume import (
+    Data,
+    loop_state,
+    random_state,
+    read_ahead,
+    restore_place,
+)
 
 KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
 
@@ -34,6 +43,14 @@ class Adopted(NamedTuple):
 
     own: dict[str, Any]  # as `_whole_rank_state` returns it; "random": None for a fresh start
     said: str  # a clause that tells what is kept
+
+
+class _Resumed(NamedTuple):
+    """What `load_checkpoint` has read."""
+
+    path: _PATH
+    checkpoint: dict[str, Any]
+    weights_only: bool | None  # as `Trainer.fit` got it
 
 
 class ResumableStrategy(ReplicatedStrategy):
@@ -46,7 +63,10 @@ class ResumableStrategy(ReplicatedStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fit_runs = False
-        self._resume_from: tuple[_PATH, dict[str, Any]] | None = None  # and the checkpoint itself
+        self._resume_from: _Resumed | None = None
+        self._resumes = False
+        self._removed: list[_PATH] = []  # checkpoints, by rank 0, since the last save
+        self._own_tensors: OwnTensors | None = None
         self._own: dict[str, Any] | None = None  # this rank's state, until all of it is in place
 
     @abstractmethod
@@ -83,8 +103,11 @@ class ResumableStrategy(ReplicatedStrategy):
         if not self._fit_runs or "optimizer_states" not in checkpoint:  # weights only
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        # a file's name, and which one goes, may depend on a metric that is not the same everywhere
+        token = f"{self._module.trainer.global_step}-{time.time_ns():x}"
+        filepath, token, removed = self.broadcast((filepath, token, self._removed))
+        self._forget(removed)
         files = RankFiles(filepath)
-        token = self.broadcast(f"{self._module.trainer.global_step}-{time.time_ns():x}")
         place = files.save(token, self.global_rank, self._whole_rank_state(checkpoint))
         checkpoint[KEY] = {
             "place": place,
@@ -94,20 +117,42 @@ class ResumableStrategy(ReplicatedStrategy):
         self.barrier("every rank's file is written")
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self.barrier("the checkpoint is written")
-        files.keep_only(token)
+        # an asynchronous one may not be there yet, and its predecessor still needs the set before;
+        # by the next save it is taken to be there
+        files.keep_only(token, spare=int(_writes_later(self.checkpoint_io)))
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Remove what rank 0 removes; on disks of other nodes with the next save."""
         super().remove_checkpoint(filepath)
-        RankFiles(filepath).remove()
+        if self.is_global_zero:
+            RankFiles(filepath).remove()
+            self._removed.append(filepath)
+
+    def _forget(self, removed: list[_PATH]) -> None:
+        """Remove this node's files of checkpoints that rank 0 has removed."""
+        for path in removed:
+            RankFiles(path).remove()
+        self._removed = []
+
+    @override
+    def on_train_end(self) -> None:
+        if self._fit_runs:
+            self._forget(self.broadcast(self._removed))
+        super().on_train_end()
 
     def _whole_rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._own_tensors is not None, "a fit runs"
         return {
             "algorithm": self._rank_state(),
             "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
-            "random": random_state(),
+            "random": random_state(self.root_device),
             "loaders": _loadable(loop_state(checkpoint).get("combined_loader")),
+            "ahead": _loadable(read_ahead(self._module.trainer)),
+            "schedulers": _loadable(checkpoint.get("lr_schedulers")),
+            "watched": watched_metrics(self._module.trainer),
+            "tensors": self._own_tensors.state(self.broadcast),
         }
 
     # -- resuming, in the order in which the Trainer calls it
@@ -121,36 +166,56 @@ class ResumableStrategy(ReplicatedStrategy):
                 raise
             raise damaged(checkpoint_path, error) from error
         if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._resume_from = (checkpoint_path, checkpoint)
+            weights_only = kwargs.get("weights_only", args[0] if args else None)
+            self._resume_from = _Resumed(checkpoint_path, checkpoint, weights_only)
         return checkpoint
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self._fit_runs = trainer.state.fn == TrainerFn.FITTING
-        if self._fit_runs and self._resume_from is not None:
-            path, checkpoint = self._resume_from
-            entry = checkpoint.get(KEY, {})
-            self._resume_from = None
-            reason, own = self._find_own(path, entry)
-            if own is not None and own.get("loaders") is not None:
-                # Lightning, which restores the loaders later, has saved those of rank 0 only
+        if self._fit_runs:
+            self._own_tensors = OwnTensors(self._module, self.optimizers)
+            resumed, self._resume_from = self._resume_from, None
+            self._resumes = resumed is not None
+            if resumed is not None:
+                self._own = self._take_own(resumed)
+
+    def _take_own(self, resumed: _Resumed) -> dict[str, Any] | None:
+        """Put this rank's own weights and tensors in place, and the rest where Lightning finds it.
+
+        Returns:
+            What else is this rank's own; None where nothing is.
+        """
+        path, checkpoint, weights_only = resumed
+        entry = checkpoint.get(KEY, {})
+        files = RankFiles(path, weights_only)
+        reason, own = self._find_own(files, entry)
+        if own is not None:
+            # Lightning, which restores them later, has saved those of rank 0 only
+            if own.get("loaders") is not None:
                 loop_state(checkpoint)["combined_loader"] = own["loaders"]
-            if own is None:
-                adopted = self._adopt(RankFiles(path), entry) if entry else None
-                kept = (
-                    "with the optimizer state of rank 0 where it stands in the checkpoint; what"
-                    " else is the strategy's own begins anew"
-                )
-                if adopted is not None:
-                    own, kept = adopted
-                rank_zero_warn(
-                    f"The fit does not go on exactly where {str(path)!r} was saved: {reason}. Every"
-                    f" rank starts from the checkpoint's weights, {kept}."
-                )
-            if own is not None:
-                self._load_rank_state(own["algorithm"])
-            self._own = own
+            schedulers = own.get("schedulers") or ()
+            if len(schedulers) == len(checkpoint.get("lr_schedulers", ())):
+                checkpoint["lr_schedulers"] = schedulers
+        else:
+            adopted = self._adopt(files, entry) if entry else None
+            kept = (
+                "with the optimizer state of rank 0 where it stands in the checkpoint; what else is"
+                " the strategy's own begins anew"
+            )
+            if adopted is not None:
+                own, kept = adopted
+            rank_zero_warn(
+                f"The fit does not go on exactly where {str(path)!r} was saved: {reason}. Every"
+                f" rank starts from the checkpoint's weights, {kept}."
+            )
+        if own is not None:
+            assert self._own_tensors is not None, "`setup` has made it"
+            # first: what the algorithm exchanges is its own to restore
+            self._own_tensors.load(own.get("tensors", {}))
+            self._load_rank_state(own["algorithm"])
+        return own
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -159,26 +224,37 @@ class ResumableStrategy(ReplicatedStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         super().load_optimizer_state_dict({"optimizer_states": self._own["optimizers"]})
-        self.precision_plugin.load_state_dict(self._own["precision"])
+        if self._own["precision"]:  # nothing without a gradient scaler, which takes no nothing
+            self.precision_plugin.load_state_dict(self._own["precision"])
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._own is not None:
-            if self._own["random"] is not None:
-                restore_place(self._module.trainer, self._own["random"])
-            self._own = None
+        trainer, own = self._module.trainer, self._own
+        if own is not None and own["random"] is not None:
+            data = Data(own.get("loaders"), own.get("ahead", []))
+            moment = restore_place(trainer, own["random"], data)
+            restore_watched(trainer, own.get("watched", {}), moment)
+        elif self._resumes:
+            restore_loops(trainer)
+        self._own, self._resumes = None, False
 
     @override
     def teardown(self) -> None:
-        self._fit_runs = False
-        self._resume_from = self._own = None
+        self._fit_runs = self._resumes = False
+        self._resume_from = self._own = self._own_tensors = None
         super().teardown()
 
-    def _find_own(self, path: _PATH, entry: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    def _find_own(
+        self, files: RankFiles, entry: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any] | None]:
         """Return this rank's part if all ranks have theirs, else the reason why they go without."""
         if not entry:
-            return "it holds no state of single ranks, as another strategy saves it", None
+            reason = (
+                "it holds no state of single ranks, as another strategy saves it or as it is saved"
+                " outside of a fit"
+            )
+            return reason, None
         facts, saved = {**self._facts(), **self._resume_facts()}, entry["facts"]
         changed = [
             f"{name} was {saved.get(name, 'absent')} and is {facts.get(name, 'absent')}"
@@ -191,7 +267,7 @@ class ResumableStrategy(ReplicatedStrategy):
             )
         if changed:
             return "; ".join(changed), None
-        own = RankFiles(path).load(entry["place"], self.global_rank)
+        own = files.load(entry["place"], self.global_rank)
         found = self._all_flags(own is not None)
         missing = [str(rank) for rank, has in enumerate(found) if not has]
         if missing:
@@ -205,14 +281,20 @@ class ResumableStrategy(ReplicatedStrategy):
         return [bool(flag) for flag in total.tolist()]
 
 
-def _loadable(loaders: Any) -> Any:
-    """Return the states of this rank's loaders; None where they hold what only pickle can load.
+def _writes_later(checkpoint_io: Any) -> bool:
+    while checkpoint_io is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
+        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # of one that wraps another
+    return checkpoint_io is not None
 
-    A rank's file is read without running code from it. Rank 0's, in the checkpoint itself, are then
+
+def _loadable(state: Any) -> Any:
+    """Return what this rank's loaders or schedulers hold; None where only pickle can load it.
+
+    A rank's file is read without running code from it. Rank 0's, in the checkpoint itself, is then
     taken by all.
     """
     buffer = io.BytesIO()
-    torch.save(loaders, buffer)
+    torch.save(state, buffer)
     buffer.seek(0)
     try:
         return torch.load(buffer, weights_only=True)

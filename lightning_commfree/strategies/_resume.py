@@ -1,31 +1,43 @@
 """Going on in the middle of an epoch: random numbers and the place in the data.
 
-Lightning restores the loops, but neither the random number generators nor the position of a loader
-that has no `state_dict` of its own: it hands out the epoch's first batches again.
+Lightning restores the loops (with help from `_loops`), but neither the random number generators nor
+the position of a loader that has no `state_dict` of its own: it hands out the epoch's first batches
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch.loops.progress import _ProcessedTracker
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_commfree.strategies._loops import Moment, restore_loops
 
-def random_state() -> dict[str, Any]:
-    """Return the states of Python's, numpy's, torch's and CUDA's generators.
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's, numpy's, torch's and, on a CUDA device, its generator.
 
     Only tensors and plain values, which load with `weights_only=True`.
     """
-    states = _collect_rng_states()
+    states = _collect_rng_states(include_cuda=False)
+    if device.type == "cuda":  # not of all that the process sees: it may see others at the resume
+        states["device"] = torch.cuda.get_rng_state(device)
     if "numpy" in states:
         kind, keys, *rest = states["numpy"]
         states["numpy"] = (kind, [int(key) for key in keys], *rest)
     return states
+
+
+def _set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
+    _set_rng_states({name: state for name, state in states.items() if name != "device"})
+    if device.type == "cuda" and "device" in states:
+        torch.cuda.set_rng_state(states["device"].cpu(), device)
 
 
 def loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,43 +46,91 @@ def loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def restore_place(trainer: pl.Trainer, random: dict[str, Any]) -> None:
-    """Bring loader and random numbers to where they were; the last thing before the first batch.
+class Data(NamedTuple):
+    """Where the training data stood at a save.
+
+    Attributes:
+        loaders: the states of the loaders that have a `state_dict`; None: as Lightning has restored
+            them.
+        ahead: batches that Lightning had read and not handed out: one, of data without a length.
+            None: they cannot be read back.
+    """
+
+    loaders: list[dict[str, Any]] | None = None
+    ahead: Sequence[Any] | None = ()
+
+
+def read_ahead(trainer: pl.Trainer) -> list[Any]:
+    """Return the batches that Lightning has read and not handed out."""
+    return list(getattr(trainer.fit_loop._data_fetcher, "batches", []))
+
+
+def restore_place(trainer: pl.Trainer, random: dict[str, Any], data: Data | None = None) -> Moment:
+    """Bring loops, loader and random numbers to where they were; the last thing before the fit.
 
     1. A checkpoint of the middle of an epoch: the epoch's order is made again, the batches that
        were trained on are drawn and dropped, then the random numbers are set.
-    2. A checkpoint of the end of an epoch: the random numbers are set, then the next epoch's
-       iterator is made, which draws from them.
+    2. Of the end of an epoch, or of its last batch: the random numbers are set; Lightning makes the
+       next epoch's iterator, which draws from them, at its time.
 
-    A loader with a `state_dict` knows its own place: Lightning has restored it already.
+    A loader with a `state_dict` knows its own place.
 
     Args:
         trainer: in `Strategy.on_train_start` of a resumed fit.
         random: what `random_state` returned at the save.
+        data: where the data stood; None: all is as Lightning has restored it.
+
+    Returns:
+        Where the fit goes on.
     """
-    loop = trainer.fit_loop
-    fetcher, loaders = loop._data_fetcher, loop._combined_loader
+    loop, data = trainer.fit_loop, data or Data()
+    opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
+    moment = restore_loops(trainer)
+    assert loop._combined_loader is not None, "the loaders are set up before `on_train_start`"
+    if every := int(cast(Any, trainer).reload_dataloaders_every_n_epochs):
+        latest = moment.epoch if moment.begun or opened else max(moment.epoch - 1, 0)
+        loop._last_train_dl_reload_epoch = latest // every * every
+    for loader in loop._combined_loader.flattened:
+        _set_sampler_epoch(loader, moment.epoch)
+    _set_random_state(random, trainer.strategy.root_device)
+    # Lightning has not loaded them where it took the epoch for over
+    states = data.loaders or loop._combined_loader_states_to_load
+    loop._combined_loader._load_state_dicts(states)
+    loop._combined_loader_states_to_load = []
+    if (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0):
+        _restore_iterator(trainer, moment.batches, bool(states), data.ahead)
+        _set_random_state(random, trainer.strategy.root_device)
+    return moment
+
+
+def _restore_iterator(
+    trainer: pl.Trainer, batches: int, loaded: bool, ahead: Sequence[Any] | None
+) -> None:
+    """Make the iterator of an epoch of which so many batches have been trained on."""
+    fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     assert fetcher is not None, "the loaders are set up before `on_train_start`"
-    assert loaders is not None, "the loaders are set up before `on_train_start`"
-    progress = loop.epoch_loop.batch_progress
-    mid_epoch = loop.restarted_mid_epoch and not progress.is_last_batch
-    if any(hasattr(loader, "load_state_dict") for loader in loaders.flattened):
-        _set_rng_states(random)
-        return
-    if fetcher.length is None:
-        rank_zero_warn(
-            "The training data has neither a length nor a `state_dict`, so its place in the middle"
-            " of an epoch is unknown: the resumed fit begins with its first batch. Give the loader"
-            " `state_dict` and `load_state_dict` to resume exactly."
-        )
-        _set_rng_states(random)
-        return
-    for loader in loaders.flattened:
-        _set_sampler_epoch(loader, cast(_ProcessedTracker, loop.epoch_progress.current).processed)
-    _set_rng_states(random)
-    iter(fetcher)
-    if mid_epoch:
-        assert fetcher.iterator is not None, "`iter` has just made it"
-        for _ in range(progress.current.ready):
+    assert combined is not None, "the loaders are set up before `on_train_start`"
+    if any(hasattr(loader, "load_state_dict") for loader in combined.flattened):
+        if ahead is None:
+            rank_zero_warn(
+                "A batch that was read ahead when the checkpoint was written is left out: it holds"
+                " more than tensors and plain values, which is not read from a rank's file."
+            )
+        if ahead:
+            assert isinstance(fetcher, _PrefetchDataFetcher), "others read nothing ahead"
+            _DataFetcher.__iter__(fetcher)  # its own would read ahead
+            fetcher.batches = list(ahead)
+        elif loaded:
+            iter(fetcher)
+    elif fetcher.length is None:
+        if batches:
+            rank_zero_warn(
+                "The training data has neither a length nor a `state_dict`, so its place in the"
+                " middle of an epoch is unknown: the resumed fit begins with its first batch. Give"
+                " the loader `state_dict` and `load_state_dict` to resume exactly."
+            )
+    else:
+        iter(fetcher)
+        assert fetcher.iterator is not None, "`iter` has made it"
+        for _ in range(batches):
             next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself
-        _set_rng_states(random)

@@ -164,7 +164,7 @@ class ShardedStrategy(NamingStrategy):
     def _go_on(self) -> None:
         """Bring a resumed fit's data and random numbers to where they were; in `on_train_start`."""
         if self._found is not None:
-            restore(self._found, self._module.trainer, self.sharded.models, self.root_device)
+            restore(self._found, self._module.trainer, self.sharded.models)
             self._found = None
 
     def _on_meta(self) -> bool:

@@ -227,7 +227,9 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def on_train_end(self) -> None:
         if self._diloco is not None:
             self._finish(self._sigterm.requested)
-            self._early_saves.repeat(self._module.trainer, self._running.step)
+            # rank 0's: elsewhere the same checkpoint may have another name, and another one may go
+            for path, weights_only in self.broadcast(self._early_saves.of(self._running.step)):
+                self._module.trainer.save_checkpoint(path, weights_only)
         super().on_train_end()
 
     @override
@@ -279,11 +281,14 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _rank_state(self) -> dict[str, Any]:
-        return self._running.state_dict()
+        finished = self._finished_at == self._running.step
+        return {**self._running.state_dict(), "finished": finished}
 
     @override
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         self._running.load_state_dict(state)
+        if state["finished"]:  # a second time would move the weights again
+            self._finished_at = self._running.step
 
     @override
     def _resume_facts(self) -> dict[str, str]:

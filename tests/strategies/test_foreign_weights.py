@@ -1,4 +1,4 @@
-"""Weights that others write, callbacks and hooks before the first step; a fit without steps."""
+"""Weights that others write; fits without a step; checkpoints at the edges of a fit."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ class MovingAverage(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pl_module.load_state_dict(self.kept)
+
+
+class SavesAtStart(pl.Callback):
+    """Writes a checkpoint when an epoch begins, the last one too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
 
 
 class Pretrained(Tiny):
@@ -94,9 +104,19 @@ def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
     outcomes["error"] = fit(size, nothing_left, ckpt_path=path, max_steps=3)[1]
     outcomes["nothing left"] = weights(nothing_left)
     outcomes["saved"] = torch.load(path, weights_only=True)["state_dict"]
+    straight, recorded = Tiny(), fit(size, Tiny(), max_steps=-1, max_epochs=2)[0]
+    last = ModelCheckpoint(folder / "last", "{step}", every_n_train_steps=STEPS, save_top_k=-1)
+    fit(size, straight, last, max_steps=-1, max_epochs=1)
+    resumed = Tiny()
+    path = folder / "last" / f"step={STEPS}.ckpt"
+    fit(size, resumed, ckpt_path=path, max_steps=-1, max_epochs=1)
+    outcomes["straight"], outcomes["resumed at the end"] = weights(straight), weights(resumed)
+    saved = fit(size, Tiny(), SavesAtStart(folder / "early.ckpt"), max_steps=-1, max_epochs=2)[0]
+    outcomes["saved early"] = recorded.local, saved.local
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+        path = folder / "step=3.ckpt"
         slower = {"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}
         fit(size, Tiny(), ckpt_path=path, settings=slower)
     outcomes["said"] = said
@@ -136,6 +156,21 @@ def test_a_resumed_fit_without_steps_leaves_the_outer_weights(played: Any) -> No
         assert rank["error"] == ""
         for name, value in rank["nothing left"].items():
             assert torch.equal(value, rank["saved"][name]), name
+
+
+def test_a_checkpoint_of_the_last_step_is_not_finished_again(played: Any) -> None:
+    """Its validation is still to come, and the outer momentum would move the weights again."""
+    for rank in played:
+        for name, value in rank["resumed at the end"].items():
+            assert torch.equal(value, rank["straight"][name]), name
+
+
+def test_a_save_when_the_last_epoch_begins_changes_nothing(played: Any) -> None:
+    for rank in played:
+        plain, saved = rank["saved early"]
+        assert len(plain) == len(saved) == 2 * STEPS
+        for got, expected in zip(saved, plain, strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_another_outer_learning_rate_is_said_at_resume(played: Any) -> None:

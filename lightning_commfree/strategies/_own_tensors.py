@@ -1,0 +1,101 @@
+"""Tensors of the module that are neither trained nor averaged, and differ from rank to rank.
+
+Hooks move them: the weights of a mean teacher, counters, a queue, a cache. A checkpoint holds those
+of rank 0, and of non-persistent buffers none. Most models have none that differ; frozen weights of
+any size are the same everywhere. So a rank writes only what a resume could not find otherwise, told
+by hashes: a persistent tensor that is not equal to rank 0's, a non-persistent one that is not what
+it was when the fit began.
+
+At a save each of them is read once, at about the speed of memory, and 8 bytes and its name are
+broadcast; what differs is copied to the host. At the beginning of a fit only non-persistent buffers
+are read. What is trained is never read, nor floating-point buffers of a checkpoint: the strategy
+restores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_commfree.comm.digest import digest
+
+
+class OwnTensors:
+    """Those of one fit.
+
+    Args:
+        module: as every fit finds it, on all ranks alike; nothing has been restored into it that
+            only this rank knows.
+        optimizers: of this rank; what they train is left out.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._module = module
+        self._optimizers = optimizers
+        self._at_begin = _digests(self._split()[1])
+
+    def state(self, of_rank_0: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, Tensor]:
+        """Return copies, on the CPU, of what only this rank knows.
+
+        Args:
+            of_rank_0: broadcasts an object from rank 0; called once, on all ranks.
+        """
+        persistent, others = self._split()
+        mine = _digests(persistent)
+        common = of_rank_0(mine)
+        differing = [name for name in persistent if mine[name] != common.get(name)]
+        now = _digests(others)
+        changed = [name for name in others if now[name] != self._at_begin.get(name)]
+        tensors = {**persistent, **others}
+        return {name: tensors[name].detach().cpu().clone() for name in differing + changed}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` returned; a buffer that has another size now is replaced."""
+        tensors = {name: tensor for kind in self._split() for name, tensor in kind.items()}
+        for name, saved in state.items():
+            tensor = tensors.get(name)
+            if tensor is not None and tensor.shape == saved.shape:
+                tensor.copy_(saved)
+            elif not isinstance(tensor, nn.Parameter):
+                self._replace(name, saved if tensor is None else saved.to(tensor))
+
+    def _replace(self, name: str, buffer: Tensor) -> None:
+        owner, _, own_name = name.rpartition(".")
+        module = self._module.get_submodule(owner)
+        if own_name in module._buffers:
+            module._buffers[own_name] = buffer
+
+    def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what a checkpoint holds of rank 0, and what it does not hold."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = {p for group in groups for p in group["params"] if p.requires_grad}
+        kept = self._module.state_dict(keep_vars=True)
+        persistent: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            if parameter not in trained:
+                persistent[name] = parameter
+        for name, buffer in self._module.named_buffers():
+            if name not in kept:
+                others[name] = buffer
+            elif not buffer.is_floating_point():
+                persistent[name] = buffer
+        return _with_values(persistent), _with_values(others)
+
+
+def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
+    }
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    found = {name: digest(tensor.detach().contiguous()) for name, tensor in tensors.items()}
+    return {name: int(value) for name, value in found.items()}

@@ -1,0 +1,239 @@
+"""What a rank has of its own besides what is trained and drawn, in its file and back from it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor, nn
+
+from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.strategies._own_tensors import OwnTensors
+from lightning_commfree.strategies._rank_files import RankFiles
+from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
+from tests.world import run_ranks
+
+STEPS, EPOCH_STEPS = 8, 4
+SAID = "lightning_commfree.strategies._resumable.rank_zero_warn"
+
+
+class Moved(Noisy):
+    """Moves tensors on which the loss depends, on every rank in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 3)
+        self.teacher = nn.Linear(3, 3).requires_grad_(False)
+        self.base.requires_grad_(False)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.register_buffer("table", torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.base(x) + self.teacher(x) * self.table + self.cache[:3]
+        return super().forward(x + 0.1 * self.count)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.move()
+        return super().training_step(batch, index)
+
+    def move(self) -> None:
+        self.count += self.global_rank
+        self.cache = torch.cat([self.cache, torch.ones(1)]) * 1.1  # it grows
+        self.cache[0] += self.global_rank
+        for parameter in self.teacher.parameters():
+            parameter.data.mul_(0.9).add_(0.1 * self.global_rank)
+
+
+class Watching(Moved):
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.log("val", self.trainer.global_step * (-1.0) ** self.global_rank, batch_size=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", 0.5, patience=0)
+        scheduler = {"scheduler": plateau, "monitor": "val", "interval": "step", "strict": False}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Voter(Moved):
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return DistributedLion(trained, lr=0.02)
+
+
+def fit(folder: Path, module: pl.LightningModule, size: int = 1, **kwargs: Any) -> Any:
+    if isinstance(module, Voter):
+        strategy: Any = DistributedLionStrategy()
+    else:
+        strategy = StreamingDiLoCoStrategy(sync_every=3, num_fragments=3)
+    recorder = Recorder()
+    ckpt = {key: kwargs.pop(key) for key in kwargs.keys() & {"ckpt_path", "weights_only"}}
+    callbacks = [recorder, *kwargs.pop("callbacks", [])]
+    trainer = quiet_trainer(
+        strategy=strategy, devices=size, callbacks=callbacks, max_steps=STEPS, **kwargs
+    )
+    rows = 2 * EPOCH_STEPS * size
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[str] = []
+        patch.setattr(SAID, said.append)
+        trainer.fit(module, loader(rows), loader(2 * size), **ckpt)
+    return trainer, recorder.local, said
+
+
+def straight_and_resumed(rank: int, size: int, folder: Path, kind: type[Moved]) -> Any:
+    every = ModelCheckpoint(
+        folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
+    )
+    keep: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [every]}
+    twice = {"val_check_interval": 2}
+    trainer, straight, _ = fit(folder, kind(), size, **keep, **twice)
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    found = {}
+    for step in (2, 3, 6):
+        path = folder / f"step={step}.ckpt"
+        again, local, said = fit(folder, kind(), size, ckpt_path=path, **twice)
+        same_lr = again.optimizers[0].param_groups[0]["lr"] == lr
+        found[step] = local, straight[step:], same_lr and not said
+    (file,) = (folder / "replicas" / "step=3.ckpt").glob(f"*/rank_{rank}.pt")
+    return found, lr, sorted(torch.load(file, weights_only=True)["tensors"])
+
+
+@pytest.mark.parametrize("kind", [Watching, Voter])
+def test_tensors_and_schedulers_of_a_rank_come_back(tmp_path: Path, kind: type[Moved]) -> None:
+    ranks = run_ranks(straight_and_resumed, 2, tmp_path, tmp_path, kind)
+    for found, _, _ in ranks:
+        for step, (local, straight, rest) in found.items():
+            assert rest, f"resumed after step {step}"
+            assert len(local) == len(straight)
+            for got, expected in zip(local, straight, strict=True):
+                for name in expected:
+                    assert torch.equal(got[name], expected[name]), (step, name)
+    (_, lr, of_rank_0), (_, other_lr, of_rank_1) = ranks
+    assert (lr != other_lr) == (kind is Watching)
+    assert of_rank_0 == ["cache"], "the rest is in the checkpoint, or as it was"
+    assert of_rank_1 == ["cache", "count", "teacher.bias", "teacher.weight"], "`base` is equal"
+
+
+def test_tensors_without_values_or_elements_are_no_obstacle() -> None:
+    module = nn.Module()
+    module.register_buffer("none", torch.empty(0, dtype=torch.int64))
+    module.register_buffer("complex", torch.ones(3, dtype=torch.complex64))
+    module.register_buffer("turned", torch.ones(4, 3, dtype=torch.bool).T, persistent=False)
+    module.register_buffer("far", torch.ones(2, device="meta"), persistent=False)
+    module.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
+    own = OwnTensors(module, [])
+    assert own.state(lambda mine: mine) == {}
+    module.turned[0, 0] = False
+    module.complex[0] = 2
+    assert sorted(own.state(lambda _: {})) == ["complex", "none", "turned"]
+
+
+class Note:
+    """Only pickle can load it."""
+
+
+class Noted(Noisy):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.param_groups[0]["note"] = Note()
+        return optimizer
+
+
+def pickled(rank: int, size: int, folder: Path) -> Any:
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
+    _, straight, _ = fit(folder, Noted(), enable_checkpointing=True, callbacks=[save])
+    path = folder / "step=3.ckpt"
+    _, resumed, said = fit(folder, Noted(), ckpt_path=path, weights_only=False)
+    return straight[3:], resumed, said
+
+
+def test_weights_only_false_reaches_the_files_of_the_ranks(tmp_path: Path) -> None:
+    ((straight, resumed, said),) = run_ranks(pickled, 1, tmp_path, tmp_path)
+    assert not said
+    for got, expected in zip(resumed, straight, strict=True):
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:
+    files = RankFiles(tmp_path / "last.ckpt")
+    place = files.save("1-a", 0, {"note": Note(), "numbers": torch.arange(1000)})
+    with pytest.raises(RuntimeError, match=r"pass `weights_only=False` to `Trainer\.fit`"):
+        files.load(place, 0)
+    assert isinstance(RankFiles(tmp_path / "last.ckpt", False).load(place, 0)["note"], Note)
+    file = tmp_path / place / "rank_0.pt"
+    whole = file.read_bytes()
+    for cut in (0, 1, 2, 3, 5, 30, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        with pytest.raises(RuntimeError, match="probably cut short"):
+            files.load(place, 0)
+
+
+class Held(TorchCheckpointIO):
+    """Writes when it may."""
+
+    def __init__(self) -> None:
+        self.may, self.written = threading.Event(), threading.Semaphore(0)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        assert self.may.wait(30)
+        super().save_checkpoint(*args, **kwargs)
+        self.written.release()
+
+
+class Overwriting(pl.Callback):
+    """Saves to one path after steps 1, 2 and 3; the second save is written in step 3."""
+
+    def __init__(self, path: Path, writer: Held) -> None:
+        self.path, self.writer = path, writer
+        self.own: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if step > 3:
+            return
+        if step == 3:
+            self.writer.may.set()
+            assert self.writer.written.acquire(timeout=30)
+            self.writer.may.clear()
+        trainer.save_checkpoint(self.path)
+        if step == 1:
+            self.writer.may.set()
+            assert self.writer.written.acquire(timeout=30)
+            self.writer.may.clear()
+        on_disk = torch.load(self.path, weights_only=True)
+        place = on_disk["lightning_commfree"]["place"]
+        found = RankFiles(self.path).load(place, 0)
+        self.own.append(found and found["algorithm"]["step"])
+        if step == 3:
+            self.writer.may.set()
+
+
+def overwriting(rank: int, size: int, folder: Path) -> Any:
+    writer = Held()
+    callback = Overwriting(folder / "last.ckpt", writer)
+    fit(folder, Noisy(), callbacks=[callback], plugins=[AsyncCheckpointIO(writer)])
+    return callback.own, len(list((folder / "replicas" / "last.ckpt").iterdir()))
+
+
+def test_the_set_of_a_checkpoint_stays_until_the_next_one_is_written(tmp_path: Path) -> None:
+    ((own, sets),) = run_ranks(overwriting, 1, tmp_path, tmp_path)
+    assert own == [1, 1, 2], "on disk is the checkpoint of the step before"
+    assert sets == 2
+
+
+def saved_afterwards(rank: int, size: int, folder: Path) -> list[str]:
+    trainer, _, _ = fit(folder, Noisy())
+    trainer.save_checkpoint(folder / "late.ckpt")
+    return fit(folder, Noisy(), ckpt_path=folder / "late.ckpt")[2]
+
+
+def test_a_checkpoint_from_outside_of_a_fit_is_called_that(tmp_path: Path) -> None:
+    ((said,),) = run_ranks(saved_afterwards, 1, tmp_path, tmp_path)
+    assert "another strategy saves it or as it is saved outside of a fit" in said

@@ -56,7 +56,7 @@ class EagerDiLoCo(StreamingDiLoCo):
             self._launch(p, stop)
             late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
             self.fragments[p].outer_step(late)
-            self.fragments[p].merge(self._settings.mix, buffers=arrives)
+            self.fragments[p].merge(self.settings.mix, buffers=arrives)
             stops.append(stopped)
         return stops
 

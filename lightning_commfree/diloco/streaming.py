@@ -69,6 +69,7 @@ class StreamingDiLoCo:
         schedule: when they launch and land.
         landings: the latest `Landing` by fragment.
         swap: puts the outer weights into the module for a while.
+        settings: as above.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class StreamingDiLoCo:
         self.landings: dict[int, Landing] = {}
         self._channel = channel
         self._wire = WIRE_FORMATS[settings.wire_dtype]
-        self._settings = settings
+        self.settings = settings
         self._background = Background(channel.ledger)
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
         self._exchanges = cheaper_exchanges(channel, self._background, self._wire, sizes)
@@ -210,10 +211,10 @@ class StreamingDiLoCo:
             self._launch(p, stop)
         # what `finish` has landed ahead of its step does not land again
         landings = [p for p in self.schedule.landed_at(self.step) if p in self._in_flight]
-        return [self._land(p, self._settings.mix) for p in landings]
+        return [self._land(p, self.settings.mix) for p in landings]
 
     def _finish_rounds(self, stop: bool) -> list[bool]:
-        stops = [self._land(p, self._settings.mix) for p in list(self._in_flight)]
+        stops = [self._land(p, self.settings.mix) for p in list(self._in_flight)]
         for p in range(len(self.fragments)):
             self._launch(p, stop)
             stops.append(self._land(p, mix=0.0))
@@ -267,8 +268,8 @@ class StreamingDiLoCo:
 
     def _digest(self, p: int) -> Tensor | int:
         """Return what travels with this launch: the global copy's hash where it is due, else 0."""
-        every = self._settings.check_drift_every
-        cycle = (self.step - self.schedule.offset(p)) // self._settings.sync_every
+        every = self.settings.check_drift_every
+        cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
         if not every or cycle % every:
             return 0
         return self.fragments[p].digest()

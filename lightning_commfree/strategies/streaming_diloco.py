@@ -9,9 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
@@ -24,9 +22,9 @@ from lightning_commfree.diloco import (
     default_outer_optimizer,
     split_into_fragments,
 )
-from lightning_commfree.diloco.swap import ADVICE
 from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending
+from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._start import common_start
 
@@ -211,10 +209,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._finish_if_ending()
             if not self._module.trainer.sanity_checking:
                 self._report_unlanded("validation")
-            if self._finished_at == self._diloco.step and self._diloco.differs_from_outer(False):
-                raise RuntimeError(
-                    f"Parameters were written to after the last step of the fit. {ADVICE}"
-                )
+            if self._finished_at == self._diloco.step:
+                refuse_written(self._diloco)
             self._diloco.swap.put_in()
 
     @override
@@ -254,14 +250,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             return super().lightning_module_state_dict()
         self._finish_if_ending()
         self._diloco.wait_in_flight()
-        exchanged = {local.untyped_storage().data_ptr() for local in self._diloco.swap.in_module}
-
-        def copied(tensor: Tensor) -> Tensor:  # what is frozen does not change when local is back
-            return tensor.clone() if tensor.untyped_storage().data_ptr() in exchanged else tensor
-
         with self._diloco.swap.outer_weights():
-            state = super().lightning_module_state_dict()
-            return {key: apply_to_collection(v, Tensor, copied) for key, v in state.items()}
+            return copies(super().lightning_module_state_dict(), self._diloco)
 
     @override
     def save_checkpoint(
@@ -332,14 +322,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._sigterm.agree()
 
     def _report_unlanded(self, what: str) -> None:
-        diloco = self._running
-        unlanded = sum(not fragment.landings for fragment in diloco.fragments)
-        if unlanded and not self._unlanded_reported:
+        text = None if self._unlanded_reported else unlanded(self._running, what)
+        if text is not None:
             self._unlanded_reported = True
-            rank_zero_warn(
-                f"This {what} uses the outer weights, and after {diloco.step} inner steps those of"
-                f" {unlanded} of {len(diloco.fragments)} fragments are still those with which the"
-                f" fit began. With `sync_every={self.settings.sync_every}` and"
-                f" `overlap_steps={self.settings.overlap_steps}` every fragment has landed once"
-                f" after step {diloco.schedule.complete_after}."
-            )
+            rank_zero_warn(text)

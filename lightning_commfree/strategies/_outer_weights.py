@@ -1,0 +1,54 @@
+"""What `StreamingDiLoCoStrategy` does with outer weights, apart from its hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_commfree.diloco import StreamingDiLoCo
+from lightning_commfree.diloco.swap import ADVICE
+
+
+def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
+    """Return a module's state with copies of what is exchanged, which becomes local again.
+
+    What is frozen stays what it is: it may be large.
+    """
+    exchanged = {tensor.untyped_storage().data_ptr() for tensor in diloco.swap.in_module}
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in exchanged else tensor
+
+    return {key: apply_to_collection(value, Tensor, copied) for key, value in state.items()}
+
+
+def unlanded(diloco: StreamingDiLoCo, what: str) -> str | None:
+    """Return what to say of outer weights that nothing has moved yet; None if all have moved.
+
+    Args:
+        diloco: in its fit.
+        what: uses the outer weights.
+    """
+    count = sum(not fragment.landings for fragment in diloco.fragments)
+    if not count:
+        return None
+    schedule = diloco.schedule
+    return (
+        f"This {what} uses the outer weights, and after {diloco.step} inner steps those of {count}"
+        f" of {len(diloco.fragments)} fragments are still those with which the fit began. With"
+        f" `sync_every={diloco.settings.sync_every}` and"
+        f" `overlap_steps={diloco.settings.overlap_steps}` every fragment has landed once after"
+        f" step {schedule.complete_after}."
+    )
+
+
+def refuse_written(diloco: StreamingDiLoCo) -> None:
+    """See, when all has landed, that the parameters are still the outer weights.
+
+    Raises:
+        RuntimeError: somebody has written to one.
+    """
+    if diloco.differs_from_outer(buffers=False):
+        raise RuntimeError(f"Parameters were written to after the last step of the fit. {ADVICE}")

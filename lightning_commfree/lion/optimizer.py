@@ -161,8 +161,8 @@ class DistributedLion(Optimizer):
                 self.leave()
         if self._join_again:
             raise RuntimeError(
-                "The parameters of `DistributedLion` are others than when it joined other workers,"
-                " whose must change too. Call `join` again on all of them, or `leave`."
+                "The parameters of `DistributedLion` changed after it had joined other workers, who"
+                " must change theirs too. Call `join` again on all of them, or `leave`."
             )
         if self._voting is None:
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,12 +146,22 @@ def test_ctrl_c_ends_the_job_and_it_runs_again_next_time(tmp_path: Path) -> None
 
     before = signal.signal(signal.SIGALRM, press)
     job = script("a", tmp_path, HANGS + "; time.sleep(60)")
-    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    said, over = job.folder / "output.log", threading.Event()
+
+    def press_when_it_runs() -> None:
+        while not (said.exists() and said.read_text().endswith("\n")) and not over.wait(0.05):
+            pass
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    thread = threading.Thread(target=press_when_it_runs)
+    thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             run_all([job], plan(tmp_path), quiet())
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        over.set()
+        thread.join()
         signal.signal(signal.SIGALRM, before)
     [pid] = (job.folder / "output.log").read_text().split()
     assert_gone(int(pid))

@@ -27,7 +27,7 @@ import torch
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import ParallelModel
 from lightning_commfree.strategies._loops import restore_loops
-from lightning_commfree.strategies._resume import Data, loop_state, random_state, restore_place
+from lightning_commfree.strategies._resume import loop_state, random_state, restore_place
 
 KEY = "lightning_commfree_domino"  # of a checkpoint's entry
 TAG = "rank_states"
@@ -143,7 +143,7 @@ def restore(found: Found, trainer: pl.Trainer, models: Sequence[ParallelModel]) 
     if found.state is None:
         restore_loops(trainer)
         return
-    restore_place(trainer, found.state["random"], Data(found.state["loaders"]))
+    restore_place(trainer, found.state["random"])
     if found.exact:
         for model, state in zip(models, found.state["own"], strict=True):
             model.group.load_own_state(state)

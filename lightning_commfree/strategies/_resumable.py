@@ -106,7 +106,8 @@ class ResumableStrategy(ReplicatedStrategy):
         # a file's name, and which one goes, may depend on a metric that is not the same everywhere
         token = f"{self._module.trainer.global_step}-{time.time_ns():x}"
         filepath, token, removed = self.broadcast((filepath, token, self._removed))
-        self._forget(removed)
+        # a name that is free again may be this one, whose files another rank writes already
+        self._forget([path for path in removed if path != filepath])
         files = RankFiles(filepath)
         place = files.save(token, self.global_rank, self._whole_rank_state(checkpoint))
         checkpoint[KEY] = {

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class Window:
         waited_s: seconds of the window in which this node stood still for others, as the
             strategy's ledger has them; None where there is no ledger.
         parameters: of the model.
+        step_s: seconds of each step of the window, in order; their sum is `seconds`.
         error: why there is no measurement; None if there is one.
     """
 
@@ -63,6 +65,7 @@ class Window:
     formula_bytes: int | None = None
     waited_s: float | None = None
     parameters: int = 0
+    step_s: Sequence[float] = ()
     error: str | None = None
 
 
@@ -193,7 +196,8 @@ class Stopwatch(pl.Callback):
 
     def __init__(self, row: str, steps: int, sync_every: int) -> None:
         self._row, self._steps, self._sync_every = row, steps, sync_every
-        self._start = (0.0, 0, LedgerTotals(0, 0.0, 0))
+        self._start = (0, LedgerTotals(0, 0.0, 0))  # interface and ledger
+        self._ends: list[float] = []  # of the last warm-up step and those of the window
         self.window: Window | None = None
 
     @override
@@ -218,15 +222,17 @@ class Stopwatch(pl.Callback):
         counted = ledger.totals() if ledger else LedgerTotals(0, 0.0, 0)
         if trainer.global_step == WARM_UP:
             dist.barrier()  # both begin with empty sockets and at one moment
-            self._start = (time.perf_counter(), interface_counters().sent_bytes, counted)
-        elif trainer.global_step == WARM_UP + self._steps:
-            seconds, wire, before = self._start
-            seconds = time.perf_counter() - seconds
+            self._start = (interface_counters().sent_bytes, counted)
+        if WARM_UP <= trainer.global_step <= WARM_UP + self._steps:
+            self._ends.append(time.perf_counter())
+        if trainer.global_step == WARM_UP + self._steps:
+            wire, before = self._start
             dist.barrier()  # what the peer waits for has left our interface
             self.window = Window(
                 row=self._row,
                 steps=self._steps,
-                seconds=seconds,
+                seconds=self._ends[-1] - self._ends[0],
+                step_s=[end - start for start, end in pairwise(self._ends)],
                 wire_bytes=interface_counters().sent_bytes - wire,
                 ledger_bytes=counted.bytes_sent - before.bytes_sent if ledger else None,
                 waited_s=counted.seconds_waited - before.seconds_waited if ledger else None,

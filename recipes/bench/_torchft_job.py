@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,31 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
         # as for the other rows, not from the beginning of the silent time: the first sync, which
         # connects the replicas, falls into the warm-up
         diloco._local_step = period - delay - 1
-        start = (0.0, 0)
+        wire = 0
+        ends: list[float] = []  # of the last warm-up step and those of the window
         for step, batch in enumerate(DataLoader(Tokens(), batch_size=BATCH, shuffle=True), 1):
             inner.zero_grad()
             model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
             inner.step()
             if step == warm_up:
-                start = (time.perf_counter(), interface_counters().sent_bytes)
-            elif step == warm_up + steps:
+                wire = interface_counters().sent_bytes
+            if step >= warm_up:
+                ends.append(time.perf_counter())
+            if step == warm_up + steps:
                 break
-        seconds, wire = time.perf_counter() - start[0], interface_counters().sent_bytes - start[1]
+        wire = interface_counters().sent_bytes - wire
     synced = manager.current_step()
     expected = 1 + steps // period
     if synced != expected:
         raise RuntimeError(f"torchft committed {synced} syncs where {expected} were due")
-    parameters = sum(p.numel() for p in model.parameters())
-    return Window(row, steps, seconds, wire, None, parameters)
+    return Window(
+        row=row,
+        steps=steps,
+        seconds=ends[-1] - ends[0],
+        wire_bytes=wire,
+        parameters=sum(p.numel() for p in model.parameters()),
+        step_s=[end - start for start, end in pairwise(ends)],
+    )
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ COMPARE_ARGS :=
 .PHONY: help demo compare test check wheel-test bench bench-quality constraints clean
 
 help:
-	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=50')"
+	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"

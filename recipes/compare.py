@@ -28,9 +28,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from recipes.bench._nodes import LaboratoryUnavailable, exit_on_sigterm
+from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.comparison.figures import write_png
-from recipes.comparison.jobs import Plan, build_jobs
+from recipes.comparison.jobs import Plan, build_jobs, config_dir_flags
 from recipes.comparison.outcome import read_outcome
 from recipes.comparison.page import title, write_html
 from recipes.comparison.running import check_laboratory, run_all
@@ -67,8 +67,8 @@ def compare(plan: Plan, words: Sequence[str], command: str, console: Console) ->
     return sum(outcome.measured is None for outcome in outcomes)
 
 
-def read_plan(cfg: DictConfig, folder: Path) -> Plan:
-    """Return what `conf/compare.yaml` asks for.
+def read_plan(cfg: DictConfig, folder: Path, config_dir: str | None = None) -> Plan:
+    """Return what `conf/compare.yaml` asks for; see `Plan` for `folder` and `config_dir`.
 
     Raises:
         ValueError: a value has the wrong kind or lies outside its range.
@@ -96,6 +96,7 @@ def read_plan(cfg: DictConfig, folder: Path) -> Plan:
         timeout_s=None if minutes is None else 60.0 * minutes,
         overrides={name: settings or {} for name, settings in settings_by_name.items()},
         folder=folder,
+        config_dir=config_dir,
     )
 
 
@@ -103,10 +104,13 @@ def read_plan(cfg: DictConfig, folder: Path) -> Plan:
 def main(cfg: DictConfig) -> None:
     """Compare; leave with exit code 1 if a job failed, 2 without a laboratory."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # of Trainers that count ranks
-    exit_on_sigterm()  # so that the jobs and the laboratory end with us
+    exit_on_signals()  # so that the jobs and the laboratory end with us
     words = list(HydraConfig.get().overrides.task)
-    plan = read_plan(cfg, Path(HydraConfig.get().runtime.output_dir))
-    command = shlex.join(["python", "-m", "recipes.compare", *words])
+    runtime = HydraConfig.get().runtime
+    folders = [s.path for s in runtime.config_sources if s.provider == "command-line"]
+    plan = read_plan(cfg, Path(runtime.output_dir), folders[0] if folders else None)
+    flags = config_dir_flags(plan.config_dir)
+    command = shlex.join(["python", "-m", "recipes.compare", *flags, *words])
     try:
         failed = compare(plan, words, command, Console())
     except LaboratoryUnavailable as error:

@@ -66,6 +66,10 @@ class Work(Protocol):
         """
 
 
+class _GivenUpError(RuntimeError):
+    """An exchange is waited for no longer, by what was found out about the others."""
+
+
 class _Answers(NamedTuple):
     launched: dict[int, int]  # by rank, of those that answer
     gone: dict[int, str]  # reason by rank, of those that will never answer
@@ -166,20 +170,24 @@ class PeerWatch:
             while not all(map(_done, works)):
                 waited = time.monotonic() - start
                 if self._lost:
-                    raise RuntimeError("another rank found out")
+                    raise _GivenUpError("another rank found out")
                 if self._closed:
-                    raise RuntimeError("the channel was closed on this rank")
+                    raise _GivenUpError("the channel was closed on this rank")
                 if waited >= self._timeout:
-                    raise RuntimeError("timed out")
+                    raise _GivenUpError("timed out")
                 if waited >= next_s:
                     answers = self._ask()
                     next_s = min(next_s + ANSWER_SECONDS, last_s) if next_s < last_s else math.inf
                     if any(self._left.get(rank, -1) < self._launched for rank in answers.gone):
-                        raise RuntimeError("a rank is gone that it waits for")
+                        raise _GivenUpError("a rank is gone that it waits for")
         except RuntimeError as error:
             if self._closed and not self._lost:  # while a thread waited here: nobody is to blame
                 raise
             waited = time.monotonic() - start
+            # where an exchange broke, who answered before that may be gone now; at the end of the
+            # timeout there is no time to ask again
+            fresh = isinstance(error, _GivenUpError) or waited >= last_s
+            answers = answers if fresh else None
             raise self._failure(tag, waited, str(error), answers) from error
 
     def close(self) -> None:

@@ -17,8 +17,9 @@ b1, b2     `betas`                  --                 (0.9, 0.99)   Algorithm 1
 =========  =======================  =================  ============  ===============================
 
 Read in this order: `worker` (the three formulas), `vote` (what becomes of the votes), `count` (how
-they are counted without being unpacked), `exchange` (how they travel), `buckets`, `poll` and
-`voting` (when they leave and land), `optimizer` (all of it as a `torch.optim.Optimizer`).
+they are counted without being unpacked), `header` and `exchange` (how they travel), `buckets`,
+`poll` and `voting` (when they leave and land), `optimizer` (all of it as a
+`torch.optim.Optimizer`).
 
 Departures from the paper:
 

@@ -27,6 +27,14 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.lion.header import (
+    DIGEST_BYTES,
+    Roll,
+    differing,
+    digest_of,
+    header_bytes,
+    read_headers,
+)
 from lightning_commfree.lion.places import gather_places, places_bytes
 from lightning_commfree.lion.vote import Rule, Shard, Verdict
 
@@ -34,10 +42,6 @@ UP_TAG = "vote_up"
 DOWN_TAG = "vote_down"
 NODE_TAG = "vote_node"
 
-_STOP, _ABSTAINS = 1, 2  # bits of a header's first word, below the number of zeros
-_COUNT_FROM = 8
-HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
-_WORDS_BYTES = 16
 _FLAG_BYTES = 8
 
 
@@ -49,62 +53,11 @@ class Ballot(NamedTuple):
     nonzero: Tensor  # (B,), uint8: c != 0, padding 0
 
 
-class Roll(NamedTuple):
-    """What all headers say together; the same on all workers."""
-
-    stop: bool  # somebody wants to stop
-    zeros: int  # the most votes of 0 of a worker that does not abstain
-    abstaining: tuple[int, ...]  # workers
-    faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
-    with_gradient: tuple[bool, ...]  # per parameter: some worker has a gradient
-    drifted: bool  # the workers' parameters differ
-
-
 class Result(NamedTuple):
     """The outcome for one bucket."""
 
     roll: Roll
     verdict: Verdict | None  # None: the bucket is refused
-
-
-def header_bytes(parameters: int) -> int:
-    """Return the size of a header: two words, then a byte per parameter, in whole words."""
-    return _WORDS_BYTES + -(-parameters // 8) * 8
-
-
-def write_header(
-    out: Tensor, stop: bool, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
-) -> None:
-    """Fill a header without reading anything back from its device.
-
-    Args:
-        out: uint8, shape (header_bytes(parameters),).
-        stop: whether this worker wants to stop.
-        zeros: int64, no dimension: on how many places it votes 0.
-        abstains: bool, no dimension: it leaves the whole bucket to the others.
-        digest: of its parameters, int64; 0: not asked for.
-        marks: uint8, shape (parameters,): `HAS_GRADIENT` and `NONFINITE`.
-    """
-    words = out[:_WORDS_BYTES].view(torch.int64)
-    words[0] = int(stop) * _STOP + abstains * _ABSTAINS + (zeros << _COUNT_FROM)
-    words[1] = digest
-    out[_WORDS_BYTES:].zero_()
-    out[_WORDS_BYTES : _WORDS_BYTES + marks.numel()] = marks
-
-
-def read_headers(headers: Tensor, parameters: int) -> Roll:
-    """Put all workers' headers together; uint8, shape (workers, bytes)."""
-    words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
-    marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
-    abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
-    return Roll(
-        stop=any(flags & _STOP for flags, _ in words),
-        zeros=max([flags >> _COUNT_FROM for flags, _ in words if not flags & _ABSTAINS] or [0]),
-        abstaining=abstaining,
-        faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),
-        with_gradient=tuple((marks & HAS_GRADIENT).bool().any(0).tolist()),
-        drifted=len({digest for _, digest in words}) > 1,
-    )
 
 
 class Exchange(Protocol):
@@ -117,8 +70,8 @@ class Exchange(Protocol):
     def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
         """Exchange a bucket; blocks.
 
-        It is refused after the first message where the workers' parameters differ and, with
-        `refuse_faults`, where some worker has NaN or Inf.
+        It is refused after the first message where the workers' parameters or hyperparameters
+        differ and, with `refuse_faults`, where some worker has NaN or Inf.
         """
 
 
@@ -156,7 +109,7 @@ class GatherExchange:
         message = torch.cat([ballot.header, ballot.plus])
         received = self._channel.all_gather(message, UP_TAG).wait()
         roll, plus_WB = _open(received, ballot, parameters)
-        if roll.drifted or (roll.faults and refuse_faults):
+        if roll.refuses(refuse_faults):
             return Result(roll, None)
         nonzero_WB = None
         if roll.zeros and places_bytes(roll.zeros) < ballot.nonzero.numel():
@@ -201,7 +154,7 @@ class ShardExchange:
         messages = torch.cat([headers, ballot.plus.view(size, -1)], dim=1)
         received = self._channel.all_to_all(messages, UP_TAG).wait()
         roll, plus_WB = _open(received, ballot, parameters)
-        if roll.drifted or (roll.faults and refuse_faults):
+        if roll.refuses(refuse_faults):
             return Result(roll, None)
         nonzero_WB = None
         if roll.zeros and places_bytes(roll.zeros) < self._shard_bytes:
@@ -253,20 +206,24 @@ class NodeExchange:
         )
         weights = rule.weights(self._workers, bool(roll.zeros or roll.abstaining))
         part_bytes = ballot.plus.numel() // size
-        # what another rank of the node has seen and this one has not
-        flags = torch.tensor([roll.stop, roll.drifted, verdict is None], dtype=torch.uint8)
-        digest = ballot.header[:_WORDS_BYTES][8:]
         planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
         if verdict is not None:
             planes[: len(verdict.planes)] = verdict.planes
-        message = torch.cat([pad(flags, (0, _FLAG_BYTES - 3)), digest, planes.flatten()])
+        # what another rank of the node has seen and this one has not
+        seen = [roll.stop, roll.drifted, roll.mistuned, verdict is None]
+        flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
+        message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
-        stop, drifted, refused = gathered[:, :3].bool().any(0).tolist()
-        words, planes = gathered[:, :_WORDS_BYTES], gathered[:, _WORDS_BYTES:]
-        roll = roll._replace(stop=stop, drifted=drifted or bool((words[:, 8:] != digest).any()))
-        if refused or roll.drifted:
+        sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
+        flags, digests, planes = torch.split(gathered, sizes, dim=1)
+        stop, drifted, mistuned, refused = flags[:, : len(seen)].bool().any(0).tolist()
+        within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
+        roll = roll._replace(
+            stop=stop, drifted=drifted or within[0], mistuned=mistuned or within[1]
+        )
+        if refused or roll.refuses(faults=False):
             return Result(roll, None)
-        planes = planes.view(size, len(weights), part_bytes).transpose(0, 1)
+        planes = planes.reshape(size, len(weights), part_bytes).transpose(0, 1)
         whole = planes.reshape(len(weights), -1)
         return Result(roll, Verdict(whole, weights, rule.offset(self._workers)))
 

@@ -21,11 +21,11 @@ from lightning_commfree.lion.exchange import (
     NodeExchange,
     Result,
     cheaper_exchange,
-    header_bytes,
 )
+from lightning_commfree.lion.header import header_bytes, join_digests
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, Rule
-from lightning_commfree.lion.worker import Member, cast_ballot
+from lightning_commfree.lion.worker import Member, cast_ballot, hyperparameters
 
 WAIT_TAG = "vote"
 
@@ -82,7 +82,8 @@ class Poll:
         self._step = step
         every = self._settings.check_drift_every
         due = every and step % every == 0
-        value = _digest(self.bucket) if due else 0
+        tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
+        value = join_digests(tuning, _digest(self.bucket) if due else 0)
         raw, arrived = _to_host(cast_ballot(self.bucket, members, self._valid_there, stop, value))
         head = header_bytes(len(self.bucket))
         ballot = Ballot(raw[:head], *raw[head:].view(2, -1))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.lion.count import compare_to
-from lightning_commfree.lion.exchange import Ballot, Roll
+from lightning_commfree.lion.exchange import Ballot
+from lightning_commfree.lion.header import Roll
 from lightning_commfree.lion.vote import Verdict
 
 

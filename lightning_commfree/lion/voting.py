@@ -27,7 +27,7 @@ from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
 from lightning_commfree.lion.poll import Flight, Poll
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.tally import Tally
-from lightning_commfree.lion.worker import Member, take_step
+from lightning_commfree.lion.worker import Member, hyperparameters, take_step
 
 
 class Voting:
@@ -134,7 +134,7 @@ class Voting:
 
         Raises:
             RuntimeError: on all workers alike: a gradient is not finite and the setting is "raise",
-                or the workers' parameters differ. Nothing has been changed.
+                or the workers' parameters or hyperparameters differ. Nothing has been changed.
         """
         while len(self._flights) < len(self.buckets):
             self._launch(len(self._flights))
@@ -187,6 +187,15 @@ class Voting:
 
     def _refuse(self, results: Sequence[Result]) -> None:
         for bucket, (roll, _) in zip(self.buckets, results, strict=True):
+            if roll.mistuned:
+                here = "; ".join(hyperparameters(self._members(bucket.parameters)))
+                raise RuntimeError(
+                    "Learning rate, betas or weight decay differ between the workers before step"
+                    f" {self.step + 1}, for {bucket.names[0]!r} among others, and the same votes"
+                    f" would move their parameters apart; on this rank: {here}. No parameter was"
+                    " changed. Set them alike on all ranks: a scheduler on a metric has to watch"
+                    " one that is logged per epoch with `sync_dist=True`."
+                )
             if roll.drifted:
                 raise RuntimeError(
                     f"The workers' parameters differ before step {self.step + 1}, among them"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.lion.buckets import Bucket
-from lightning_commfree.lion.exchange import HAS_GRADIENT, NONFINITE, header_bytes, write_header
+from lightning_commfree.lion.header import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.vote import Verdict
 
 _PIECE = 1 << 18  # values: some buffers of it stay in a core's cache, and calls are few
@@ -34,6 +34,16 @@ class Member(NamedTuple):
     parameter: nn.Parameter
     state: State  # "momentum", and "master" where the parameter is of less than 32 bits
     group: dict[str, Any]  # "lr", "betas", "weight_decay": read when they are needed
+
+
+def hyperparameters(members: list[Member]) -> list[str]:
+    """Return what workers must have alike, in words, of every group once."""
+    groups = {id(member.group): member.group for member in members}.values()
+    return [
+        f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
+        f" weight_decay {float(group['weight_decay'])}"
+        for group in groups
+    ]
 
 
 def cast_ballot(

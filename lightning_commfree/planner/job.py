@@ -121,7 +121,11 @@ class Job:
         )
 
     def data_parallel(self) -> Exchange:
-        """Return what DDP sends."""
+        """Return what DDP sends between replicas, by a ring of one rank of each.
+
+        Where a replica has several ranks, that is an all-reduce that adds within replicas first; a
+        flat ring of all ranks sends up to twice as much between two of them.
+        """
         return build_exchange(self.model, self._gradient_bytes, by_layer=True)
 
     def _outer_bytes(self, wire_dtype: str, numel: int) -> float:

@@ -58,6 +58,33 @@ def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[Parameter]) -> N
         )
 
 
+def check_states(optimizers: Iterable[Optimizer], cut: Set[Parameter]) -> None:
+    """See that optimizers keep numbers for single elements, after their first step.
+
+    What is made of a whole row or column of a parameter would be made of a part of it here, and
+    could not be put together for a checkpoint.
+
+    Args:
+        optimizers: of the fit.
+        cut: parameters of which this rank holds a part.
+
+    Raises:
+        ValueError: the state of a parameter that is cut has another shape than the parameter.
+    """
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if parameter in cut else ():
+                other = isinstance(value, Tensor) and value.numel() > 1
+                if other and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"`{type(optimizer).__name__}` keeps a {key!r} of shape"
+                        f" {tuple(value.shape)} for a parameter of shape"
+                        f" {tuple(parameter.shape)}, which is a part of a divided one: it would"
+                        " train something else than on the whole one. Take an optimizer that treats"
+                        " elements one by one, such as AdamW, SGD or Lion."
+                    )
+
+
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     """See that all ranks of a tensor group have the same batch; collective.
 

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.strategies._signals import stopped_by_hand
 
 T = TypeVar("T")
 
@@ -20,11 +21,15 @@ class NamingStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._stopped_by_hand():
+            return
         with self._named("barrier"):
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._stopped_by_hand():
+            return obj
         with self._named("broadcast"):
             return super().broadcast(obj, src)
 
@@ -33,7 +38,13 @@ class NamingStrategy(DDPStrategy):
         with self._named("reduce"):
             return super().reduce(tensor, group, reduce_op)
 
+    def _stopped_by_hand(self) -> bool:
+        """Return whether this is after Ctrl-C, when the ranks no longer do the same."""
+        module = self.lightning_module
+        return module is not None and stopped_by_hand(module.trainer)
+
     def _named(self, what: str) -> AbstractContextManager[None]:
         """In the body, a collective of Lightning's that fails names the rank that is gone."""
         world = self._world_channel
-        return nullcontext() if world is None else world.naming_lost(what)
+        # a tensor on the wrong device fails here too, and is nobody's death
+        return nullcontext() if world is None else world.naming_lost(what, computing=True)

@@ -42,9 +42,23 @@ class RankFiles:
         self._root = self._below(self._path, f"{_FOLDER}/{os.path.basename(self._path)}")
 
     def save(self, token: str, rank: int, state: dict[str, Any]) -> str:
-        """Write this rank's part of the set `token`; return the set's place beside a checkpoint."""
-        self._fs.makedirs(f"{self._root}/{token}", exist_ok=True)
-        _atomic_save(state, f"{self._root}/{token}/rank_{rank}.pt")
+        """Write this rank's part of the set `token`; return the set's place beside a checkpoint.
+
+        Raises:
+            RuntimeError: it cannot be written there.
+        """
+        file = f"{self._root}/{token}/rank_{rank}.pt"
+        try:
+            self._fs.makedirs(f"{self._root}/{token}", exist_ok=True)
+            _atomic_save(state, file)
+        except OSError as error:
+            raise RuntimeError(
+                f"Rank {rank} cannot write its part of a checkpoint to {file!r}:"
+                f" {type(error).__name__}: {error}. Every rank writes beside the checkpoint, on its"
+                " machine's own disk where none is shared. Give `ModelCheckpoint(dirpath=...)`, or"
+                " the Trainer's `default_root_dir`, a folder that can be written by that path on"
+                " every machine."
+            ) from error
         return f"{_FOLDER}/{os.path.basename(self._path)}/{token}"
 
     def load(self, place: str, rank: int) -> dict[str, Any] | None:
@@ -69,7 +83,7 @@ class RankFiles:
             token: of the latest save.
             spare: so many of the sets before it stay.
         """
-        with suppress(FileNotFoundError):  # no earlier save, or another rank is quicker
+        with suppress(OSError):  # no earlier save, or another rank is quicker
             folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]
             earlier = [folder for folder in folders if os.path.basename(folder) != token]
             earlier.sort(key=lambda folder: folder.rpartition("-")[2])  # the time, in hexadecimals
@@ -83,7 +97,9 @@ class RankFiles:
             self._fs.rmdir(os.path.dirname(self._root))
 
     def _remove(self, folder: str) -> None:
-        with suppress(FileNotFoundError):  # another rank on this disk may be quicker
+        # another rank on this disk may be quicker, which every file system says in its own way;
+        # what stays is in nobody's way
+        with suppress(OSError):
             self._fs.rm(folder, recursive=True)
 
     @staticmethod

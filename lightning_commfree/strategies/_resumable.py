@@ -34,6 +34,7 @@ from lightning_commfree.strategies._resume import (
     read_ahead,
     restore_place,
 )
+from lightning_commfree.strategies._signals import stopped_by_hand, warn_unsaved
 
 KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
 
@@ -100,6 +101,9 @@ class ResumableStrategy(ReplicatedStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Write the ranks' files, then the checkpoint, then remove the files of its predecessor."""
+        if stopped_by_hand(self._module.trainer):
+            warn_unsaved()
+            return
         if not self._fit_runs or "optimizer_states" not in checkpoint:  # weights only
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

@@ -31,6 +31,7 @@ from lightning_commfree.strategies._rank_states import (
     restore,
 )
 from lightning_commfree.strategies._sharded import ShardedModule
+from lightning_commfree.strategies._signals import stopped_by_hand, warn_unsaved
 
 
 class ShardedStrategy(NamingStrategy):
@@ -97,6 +98,9 @@ class ShardedStrategy(NamingStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint, with what single ranks know in it."""
+        if stopped_by_hand(self._module.trainer):
+            warn_unsaved()
+            return
         if self._sharded is not None and "optimizer_states" in checkpoint:  # else weights only
             assert self._world_channel is not None, "it is open while a fit runs"
             state = rank_state(self._sharded.models, checkpoint, self.root_device)
@@ -126,6 +130,8 @@ class ShardedStrategy(NamingStrategy):
         """
         if self._sharded is None:
             return super().lightning_module_state_dict()
+        if stopped_by_hand(self._module.trainer):
+            return {}
         return self._sharded.state_dict(keep=self.is_global_zero)
 
     @override
@@ -133,6 +139,8 @@ class ShardedStrategy(NamingStrategy):
         """Return the whole optimizer state on rank 0; collective, empty on the other ranks."""
         if self._sharded is None:
             return super().optimizer_state(optimizer)
+        if stopped_by_hand(self._module.trainer):
+            return {}
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         return self._sharded.optimizer_state(optimizer, keep=self.is_global_zero)

@@ -12,6 +12,9 @@ ranks raise Lightning's own `SIGTERMException` after the same step:
    Lightning's loop raises at the end of this step, runs the `on_exception` hooks (which save what
    they would save) and tears down.
 
+Ctrl-C stops every rank where it is, each in another step, so that no checkpoint can be made of them
+any more (`stopped_by_hand`).
+
 The delay is at most a launch interval plus the overlap (of eager updates: a cycle), and before the
 first launch, in the first cycle, a whole cycle plus the overlap. A scheduler's grace period must be
 longer than that.
@@ -20,11 +23,34 @@ longer than that.
 from __future__ import annotations
 
 import logging
+import sys
 from types import FrameType
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 log = logging.getLogger(__name__)
+
+
+def stopped_by_hand(trainer: pl.Trainer) -> bool:
+    """Return whether a callback saves because of Ctrl-C, which came to each rank where it was.
+
+    What a rank waits for then may never be sent, and what it has is of another step than what the
+    others have.
+    """
+    interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
+    by_hand = interrupted and isinstance(sys.exc_info()[1], KeyboardInterrupt)
+    return by_hand and trainer.world_size > 1
+
+
+def warn_unsaved() -> None:
+    """Say that there is no checkpoint because of Ctrl-C."""
+    rank_zero_warn(
+        "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different steps."
+        " Earlier checkpoints are as they were. To stop with one, send SIGTERM, which all ranks"
+        " follow after the same step."
+    )
 
 
 class DeferredSigterm:

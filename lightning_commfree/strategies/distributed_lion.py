@@ -22,6 +22,7 @@ from lightning_commfree.strategies._gradients import (
 )
 from lightning_commfree.strategies._rank_files import RankFiles
 from lightning_commfree.strategies._resumable import Adopted, ResumableStrategy
+from lightning_commfree.strategies._signals import stopped_by_hand
 
 BUFFERS_TAG = "buffers"
 
@@ -202,7 +203,8 @@ class DistributedLionStrategy(ResumableStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, with floating-point buffers averaged over the ranks."""
-        self._average_buffers()
+        if not stopped_by_hand(self._module.trainer):
+            self._average_buffers()
         return super().lightning_module_state_dict()
 
     @override

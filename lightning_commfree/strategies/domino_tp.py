@@ -24,7 +24,12 @@ from lightning_commfree.domino import (
     sum_shared,
 )
 from lightning_commfree.strategies._callbacks import PARTS, refuse_callbacks
-from lightning_commfree.strategies._domino_checks import check_batch, check_fit, check_optimizers
+from lightning_commfree.strategies._domino_checks import (
+    check_batch,
+    check_fit,
+    check_optimizers,
+    check_states,
+)
 from lightning_commfree.strategies._rank_states import Layout
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
@@ -95,7 +100,7 @@ class DominoTPStrategy(ShardedStrategy):
         self._data_channel: Channel | None = None
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
-        self._checked: set[str] = set()  # kinds of batches
+        self._checked: set[str] = set()  # what has been looked at in this fit
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -239,6 +244,10 @@ class DominoTPStrategy(ShardedStrategy):
         **kwargs: Any,
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if "states" not in self._checked:
+            self._checked.add("states")
+            if self.tensor_parallel_size > 1:
+                check_states(self.optimizers, self.sharded.cuts.keys())
         assert self._fit_log is not None, "a fit has begun"
         self._fit_log.after_step()
         return output

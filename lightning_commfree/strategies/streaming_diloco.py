@@ -26,6 +26,7 @@ from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._resumable import ResumableStrategy
+from lightning_commfree.strategies._signals import stopped_by_hand
 from lightning_commfree.strategies._start import common_start
 
 
@@ -246,7 +247,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
         What is exchanged is copied: the module goes on with the local weights.
         """
-        if self._diloco is None:
+        if self._diloco is None or stopped_by_hand(self._module.trainer):
             return super().lightning_module_state_dict()
         self._finish_if_ending()
         self._diloco.wait_in_flight()
@@ -257,7 +258,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        if self._diloco is not None:
+        if self._diloco is not None and not stopped_by_hand(self._module.trainer):
             self._report_unlanded("checkpoint")
             if self._finished_at != self._diloco.step:
                 weights_only = "optimizer_states" not in checkpoint

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
+from recipes.bench.netlab import BURST_KIB
 
 LABELS = {
     "none": "no communication",
@@ -23,7 +28,7 @@ LABELS = {
 }
 CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each adds to the one before it
 HEADLINE_RATE = "100mbit"
-
+FEWEST_ROUNDS = 3  # of fewer a median does not leave an interruption out
 
 Turn = tuple[int | None, int]  # call and round: what has the same took turns
 
@@ -33,11 +38,31 @@ class Cell:
     """One row of the table at one rate: medians over the rounds, of the slower node."""
 
     ms_by_round: Mapping[Turn, float]  # a window's mean step
+    steps_by_round: Mapping[Turn, NDArray[np.float64]]  # ms, nodes x steps; where they were kept
+    added_ms: float | None  # per step, by the strategy itself; None: nobody measured it
     step_ms: float
     wire_bytes: float  # per step and node
     ledger_bytes: float | None
     ledger_is_counted: bool
     waited_ms: float | None  # per step, of the node that waited longer; None: nobody counted
+
+    def step_by_step_ms(self, turns: Iterable[Turn] | None = None) -> float | None:
+        """Return the mean over the window's steps of each step's median over the rounds.
+
+        Of the slower node. What interrupts the machine for seconds lies elsewhere in every round
+        and falls out; what a step costs in every round, a sync among them, stays.
+
+        Args:
+            turns: of which rounds; None means all.
+
+        Returns:
+            Milliseconds; None where fewer than `FEWEST_ROUNDS` rounds kept their steps.
+        """
+        chosen = self.steps_by_round if turns is None else turns
+        kept = [self.steps_by_round[turn] for turn in chosen if turn in self.steps_by_round]
+        if len(kept) < FEWEST_ROUNDS:
+            return None
+        return float(np.median(kept, axis=0).mean(axis=1).max())
 
 
 def cells(
@@ -76,6 +101,12 @@ def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
         computed = ring_all_reduce_bytes(num_bytes, len(next(iter(rounds.values()))))
     return Cell(
         ms_by_round=step_ms,
+        steps_by_round={
+            turn: 1e3 * np.array([node["step_s"] for node in round_])
+            for turn, round_ in rounds.items()
+            if all(node.get("step_s") for node in round_)
+        },
+        added_ms=_added_ms(list(rounds.values())),
         step_ms=statistics.median(step_ms.values()),
         wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
         ledger_bytes=statistics.median(counted) if counted else computed,
@@ -84,42 +115,81 @@ def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
     )
 
 
+def _added_ms(rounds: Sequence[Sequence[dict[str, Any]]]) -> float | None:
+    """Return what the strategy adds to a step, all included, but for waiting for a slower node.
+
+    Of what it took at the end of each step: of the node that took less, for the other one came
+    first and waited; of these the medians over the rounds, and their mean over the steps. And the
+    CPU time of threads beside the training one, which at worst takes as much of its core.
+    """
+    kept = [round_ for round_ in rounds if all(node.get("own_s") for node in round_)]
+    if not kept:
+        return None
+    own = [np.array([node["own_s"] for node in round_]).min(axis=0) for round_ in kept]
+    aside = [node["aside_s"] / node["steps"] for round_ in kept for node in round_]
+    return 1e3 * float(np.median(own, axis=0).mean() + np.median(aside))
+
+
 def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> list[str]:
-    """Return the table of one rate as lines of Markdown; `none` gives the utilization."""
-    lines = [
-        "| | ms a step | waited | utilization | bytes a step, interface | bytes a step, ledger"
-        " | rounds |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    """Return the table of one rate as lines of Markdown; `none` gives the utilization.
+
+    Times that no row has are left out.
+    """
+    columns: dict[str, Callable[[Cell], float | None]] = {
+        "ms a step": lambda cell: cell.step_ms,
+        "step by step": Cell.step_by_step_ms,
+        "waited": lambda cell: cell.waited_ms,
+        "added": lambda cell: cell.added_ms,
+    }
+    measured = [cell for cell in found.values() if isinstance(cell, Cell)]
+    times = {k: ms for k, ms in columns.items() if any(ms(cell) is not None for cell in measured)}
+    after = ["utilization", "bytes a step, interface", "bytes a step, ledger", "rounds"]
+    lines = [f"| | {' | '.join([*times, *after])} |", "|---" * (1 + len(times) + len(after)) + "|"]
     none = found.get("none")
     for row, cell in found.items():
         if isinstance(cell, str):
-            lines.append(f"| {labels[row]} | did not run: {cell} | | | | | |")
+            empty = " |" * (len(times) + len(after) - 1)
+            lines.append(f"| {labels[row]} | did not run: {cell} |{empty}")
             continue
+        shown = ["-" if (one := ms(cell)) is None else f"{one:.1f}" for ms in times.values()]
         share = f"{100 * none.step_ms / cell.step_ms:.1f} %" if isinstance(none, Cell) else "-"
         ledger = "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes:,.0f}"
         if cell.ledger_bytes is not None and not cell.ledger_is_counted:
             ledger += " (computed)"
-        waited = "-" if cell.waited_ms is None else f"{cell.waited_ms:.1f}"
-        lines.append(
-            f"| {labels[row]} | {cell.step_ms:.1f} | {waited} | {share} | {cell.wire_bytes:,.0f}"
-            f" | {ledger} | {len(cell.ms_by_round)} |"
-        )
+        shown += [share, f"{cell.wire_bytes:,.0f}", ledger, str(len(cell.ms_by_round))]
+        lines.append(f"| {labels[row]} | {' | '.join(shown)} |")
     return lines
 
 
 def chain(found: dict[str, Cell | str]) -> list[str]:
-    """Return for every row of `CHAIN` whether it is no slower than the one before it."""
+    """Return for every row of `CHAIN` whether it is no slower than the one before it.
+
+    Step by step where enough rounds kept their steps, else by the windows' means.
+    """
     lines = []
-    for before, after in zip(CHAIN, CHAIN[1:], strict=False):
+    for before, after in pairwise(CHAIN):
         first, second = found.get(before), found.get(after)
-        if isinstance(first, Cell) and isinstance(second, Cell):
-            ratio, ratios = _compared(second, first)
-            reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if ratios[1:] else ""
-            lines.append(
-                f"- {LABELS[after]}, against {LABELS[before]}: {ratio:.4f} of its time{reach}; not"
-                f" slower {_verdict(ratio, ratios)}."
+        if not (isinstance(first, Cell) and isinstance(second, Cell)):
+            continue
+        ratio, ratios = _compared(second, first)
+        reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if ratios[1:] else ""
+        verdict = _verdict(ratio, ratios)
+        steps = _compared_step_by_step(second, first)
+        if steps is not None:
+            by_step, without_one = steps
+            reach += f"; step by step {by_step:.4f}"
+            if without_one:
+                low, high = min(without_one), max(without_one)
+                reach += f" ({low:.4f} to {high:.4f} with any one round left out)"
+            verdict = _verdict_of_steps(by_step, without_one)
+        text = f"{ratio:.4f} of its time{reach}; not slower {verdict}"
+        if first.added_ms is not None and second.added_ms is not None:
+            more = "does not hold" if second.added_ms > first.added_ms else "holds"
+            text += (
+                f". It adds {second.added_ms:.2f} ms to a step, the other {first.added_ms:.2f}: by"
+                f" that it {more}"
             )
+        lines.append(f"- {LABELS[after]}, against {LABELS[before]}: {text}.")
     return lines
 
 
@@ -148,12 +218,36 @@ def _compared(ours: Cell, other: Cell) -> tuple[float, list[float]]:
     return medians[0] / medians[1], by_round
 
 
+def _compared_step_by_step(ours: Cell, other: Cell) -> tuple[float, list[float]] | None:
+    """Return the ratio of the steps' medians, and the same with each of the rounds left out.
+
+    Of the rounds in which both took turns and kept their steps; None where they are too few.
+    """
+    both = ours.steps_by_round.keys() & other.steps_by_round.keys()
+
+    def ratio(turns: Collection[Turn]) -> float | None:
+        mine, its = ours.step_by_step_ms(turns), other.step_by_step_ms(turns)
+        return None if mine is None or its is None else mine / its
+
+    of_all = ratio(both)
+    if of_all is None:
+        return None
+    without_one = [ratio(both - {turn}) for turn in both]
+    return of_all, [r for r in without_one if r is not None]
+
+
 def _verdict(ratio: float, by_round: Sequence[float]) -> str:
     if ratio <= 1:
         return "holds"
     if by_round and 2 * sum(one <= 1 for one in by_round) >= len(by_round):
         return "is not told: in half of the rounds or more it holds"
     return "does not hold"
+
+
+def _verdict_of_steps(ratio: float, without_one: Sequence[float]) -> str:
+    if without_one and min(without_one) <= 1 < max(without_one):
+        return "cannot be told: it turns with a round left out"
+    return "holds" if ratio <= 1 else "does not hold"
 
 
 def headline(found: dict[str, Cell | str]) -> list[str]:
@@ -198,14 +292,25 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
         "## How it was measured",
         "",
         "Two nodes of the network laboratory (`recipes/bench/netlab.py`), every link shaped to the"
-        " rate, delay not shaped. GPT-2 with 5.8 million parameters, random tokens, batch 4 x 128 a"
-        f" rank, one thread a rank, AdamW, H={settings['sync_every']}. In a round every row runs"
+        f" rate, delay not shaped; after a pause the first {BURST_KIB} KiB pass unshaped. GPT-2"
+        " with 5.8 million parameters, random tokens, batch 4 x 128 a rank, one thread a rank,"
+        " AdamW,"
+        f" H={settings['sync_every']}. In a round every row runs"
         " once, one `Trainer.fit` after the other in the same pair of processes (torchft, which is"
         " no Lightning strategy, with a loop of its own in processes of its own, in the first round"
         " only); the order rotates from round to round. Where several calls are named above, a"
         " ratio of two rows is of the rounds in which one call measured both. A figure is the"
         " median over the rounds of a window's mean step, of the slower node;"
-        " bytes are the median over nodes and rounds of what one node sent.",
+        " bytes are the median over nodes and rounds of what one node sent. Step by step: of every"
+        " step of the window the median over the rounds, and of these the mean, so that what stops"
+        " the machine for seconds, elsewhere in every round, falls out, and what a step costs in"
+        " every round stays; what a node waits for one that was stopped falls out too. Where"
+        f" {FEWEST_ROUNDS} rounds or more kept their steps, it decides whether a row is slower"
+        " than the one before it. What computes the same differs by several per cent from fit to"
+        " fit on this machine; so there is also what a row of DiLoCo itself adds to a step: the"
+        " time that the strategy takes at the end of each step, waiting for the link included, of"
+        " the node that took less (the other one had come first, and waited for it), and the CPU"
+        " time of the threads that send, which share the machine's two cores with training.",
         "",
         f"The window of a DiLoCo row is {settings['cycles']} whole cycle(s) in the steady state. A"
         " fit is silent for its first H steps; for the timing its step counter starts a few steps"

@@ -87,13 +87,18 @@ def kill_all_in(namespace: str) -> None:
             continue
 
 
-def exit_on_sigterm() -> None:
-    """Let SIGTERM end this process like an error, so that a laboratory is taken down on the way."""
+def exit_on_signals() -> None:
+    """Let SIGTERM, and SIGHUP of a terminal that is gone, end this process like an error.
+
+    So that a laboratory is taken down on the way. What `nohup` ignores stays ignored.
+    """
 
     def leave(signum: int, frame: FrameType | None) -> None:
         sys.exit(128 + signum)
 
-    signal.signal(signal.SIGTERM, leave)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, leave)
 
 
 def remove_namespace(namespace: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.bench._bandwidth_page import LABELS, page_lines
-from recipes.bench._nodes import LaboratoryUnavailable, exit_on_sigterm
+from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.bench.netlab import NetLab
 from recipes.bench.page import provenance, write_page
 
@@ -55,8 +55,12 @@ class Results:
 
     @property
     def provenance(self) -> list[str]:
-        """The blocks of all calls that have added something; equal ones once."""
-        return [line for block in dict.fromkeys(map(tuple, self.raw["made_by"])) for line in block]
+        """The blocks of the calls that have measured something that stands; equal ones once."""
+        blocks, records = self.raw["made_by"], self.raw["records"]
+        calls = {r.get("call") for r in records if not any(node["error"] for node in r["nodes"])}
+        # an older version did not keep which call had measured
+        made_by = blocks if None in calls else [blocks[call] for call in sorted(calls)]
+        return [line for block in dict.fromkeys(map(tuple, made_by)) for line in block]
 
     def has(self, rate: str, row: str, round_: int, nodes: int = NODES) -> bool:
         """Return whether a row was measured in this round; one that failed is tried again."""
@@ -131,6 +135,7 @@ def run_job(
     bad = [result for result in results if result.returncode]
     if bad:
         print(bad[0].output, file=sys.stderr)
+    if bad and len(measured) < len(rows):  # else all was measured before it failed
         row, steps = rows[len(measured)]
         error = _last_line(bad[0].output, bad[0].returncode)
         measured.append(_failed(row, steps, error, nodes))
@@ -200,7 +205,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write the page."""
     options = parse(arguments)
-    exit_on_sigterm()
+    exit_on_signals()
     settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "recipes.bench.bandwidth", *words])

@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipes.bench._nodes import LaboratoryUnavailable, exit_on_sigterm
-from recipes.bench.netlab import NetLab
+from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
+from recipes.bench.netlab import BURST_KIB, NetLab
 from recipes.bench.page import provenance, write_page
 
 PAGE = Path(__file__).parent / "results" / "duplex.md"
@@ -27,7 +27,8 @@ Every rank gathers so many bytes from every other one, through `Channel.all_gath
 group and with one for each direction, in turn, on links of {MEGABITS} Mbit/s in each direction
 (`recipes/bench/netlab.py`). In every round another rank launches 20 ms after the others, as ranks
 do that train; a figure is the median over the rounds of that rank's milliseconds. Bytes over the
-link's rate: a rank's own bytes to all others, sent and received at the same time."""
+link's rate: a rank's own bytes to all others, sent and received at the same time; no floor, for
+after a pause a link lets {BURST_KIB} KiB pass unshaped, and the others began earlier."""
 Seconds = Mapping[tuple[int, str, int], Sequence[float]]  # by nodes, kind and bytes
 
 
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         seconds = measure(options.nodes, options.sizes, options.rounds)
     except (LaboratoryUnavailable, ValueError) as error:

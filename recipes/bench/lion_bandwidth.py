@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.bench._lion_bandwidth_page import LABELS, page_lines
-from recipes.bench._nodes import LaboratoryUnavailable, exit_on_sigterm
+from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.bench.bandwidth import DDP_ROWS, RESULTS, Results, ddp_steps, measure
 from recipes.bench.page import provenance, write_page
 
@@ -64,7 +64,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write the page."""
     options = parse(arguments)
-    exit_on_sigterm()
+    exit_on_signals()
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "recipes.bench.lion_bandwidth", *words])
     try:

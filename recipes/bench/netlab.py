@@ -6,8 +6,9 @@ runs the command once in every node and prints what each node's interface sent. 
 network namespace with one interface, `eth0`, a host name of its own and no other way out. All nodes
 hang on one switch (a bridge in a namespace of its own), and both ends of every cable pass a token
 bucket, so a node sends and receives at the rate at once, as full-duplex Ethernet does. The rate is
-shaped, delay is not. It takes Linux, root and iproute2, and leaves nothing on the host: names carry
-the process id, and host names live in a mount of the job alone.
+shaped, delay is not; a bucket that was left alone is full, and lets 256 KiB pass before it shapes.
+It takes Linux, root and iproute2, and leaves nothing on the host: names carry the process id, and
+host names live in a mount of the job alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from recipes.bench._nodes import (
     Counters,
     LaboratoryUnavailable,
     command_output,
-    exit_on_sigterm,
+    exit_on_signals,
     kill_all_in,
     parse_counters,
     reaped,
@@ -45,6 +46,7 @@ from recipes.bench._nodes import (
 
 SUBNET = "10.77.0"  # seen inside of the laboratory only
 MAX_NODES = 200
+BURST_KIB = 256  # passes unshaped after a pause: 21 ms' worth at 100 Mbit/s
 PORT = 29500  # free in every new namespace
 _RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
 # What runs before the job in its node: its own host name, and a hosts file that only it sees.
@@ -160,7 +162,7 @@ class NetLab:
                 # fails where none was set, which is what is wanted
                 try_command("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
             else:
-                shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+                shape = ["tbf", "rate", rate, "burst", f"{BURST_KIB}kb", "latency", "50ms"]
                 command_output(
                     "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape
                 )
@@ -279,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds (%(default)s)")
     parser.add_argument("command", nargs="+", help="what every node runs, after `--`")
     options = parser.parse_args(argv)
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         with NetLab(options.nodes, options.rate) as lab:
             results = lab.run([options.command] * options.nodes, options.timeout)

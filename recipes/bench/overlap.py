@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lightning_commfree.comm.ledger import Ledger
-from recipes.bench._nodes import LaboratoryUnavailable, exit_on_sigterm
+from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.bench._overlap_job import TRACED
 from recipes.bench._overlap_link import NO_TIME, Link, SleepingChannel, link_for
 from recipes.bench._overlap_medians import median_ms
@@ -48,14 +48,20 @@ class Raw:
     Args:
         path: of the JSON file; may exist.
         settings: what everything was measured with.
+        block: the provenance of what is added.
 
     Raises:
         ValueError: the file was measured with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path = path
-        self.content: dict[str, Any] = {"settings": settings, "mechanism": None, "laboratory": {}}
+    def __init__(self, path: Path, settings: dict[str, Any], block: Sequence[str] = ()) -> None:
+        self._path, self._block = path, list(block)
+        self.content: dict[str, Any] = {
+            "settings": settings,
+            "made_by": [],
+            "mechanism": None,
+            "laboratory": {},
+        }
         if path.exists():
             self.content = json.loads(path.read_text())
             if self.content["settings"] != settings:
@@ -64,8 +70,19 @@ class Raw:
                     " Give the same options, or another `--raw`."
                 )
 
-    def save(self) -> None:
-        """Write what there is."""
+    @property
+    def provenance(self) -> list[str]:
+        """The blocks of all calls that have measured something."""
+        return [line for block in self.content["made_by"] for line in block]
+
+    def add(self, part: str, measured: Any, rate: str | None = None) -> None:
+        """Keep a part, or one rate of it, on disk."""
+        if rate is None:
+            self.content[part] = measured
+        else:
+            self.content[part][rate] = measured
+        if self._block not in self.content["made_by"]:
+            self.content["made_by"].append(self._block)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.content, indent=1) + "\n")
 
@@ -141,15 +158,12 @@ def measure(raw: Raw, options: argparse.Namespace) -> None:
     if "mechanism" in options.parts and raw.content["mechanism"] is None:
         model = model_of(options, options.mechanism_layers)
         latency_s = options.latency_us / 1e6
-        raw.content["mechanism"] = mechanism(
-            model, options.shape, options.rounds, latency_s, options.traces
-        )
-        raw.save()
+        measured = mechanism(model, options.shape, options.rounds, latency_s, options.traces)
+        raw.add("mechanism", measured)
         print("mechanism: measured", flush=True)
     for rate in options.rates if "laboratory" in options.parts else ():
         if rate not in raw.content["laboratory"]:
-            raw.content["laboratory"][rate] = laboratory(rate, options)
-            raw.save()
+            raw.add("laboratory", laboratory(rate, options), rate)
             print(f"{rate}: measured", flush=True)
 
 
@@ -223,17 +237,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-_SETTINGS = ("rounds", "hidden", "layers", "mechanism_layers", "vocabulary", "shape", "latency_us")
+_SETTINGS = (
+    *("rounds", "hidden", "layers", "mechanism_layers", "vocabulary", "shape", "latency_us"),
+    *("rows", "small"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write the page and its picture."""
     options = parse(arguments)
-    exit_on_sigterm()
+    exit_on_signals()
     torch.set_num_threads(1)
     words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "recipes.bench.overlap", *words])
+    settings = {name: getattr(options, name) for name in _SETTINGS}
     try:
-        raw = Raw(options.raw, {name: getattr(options, name) for name in _SETTINGS})
+        raw = Raw(options.raw, settings, provenance(command))
         if not options.page_only:
             measure(raw, options)
     except LaboratoryUnavailable as error:
@@ -243,9 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     caption = draw(raw.content, options)
-    command = shlex.join(["python", "-m", "recipes.bench.overlap", *words])
     lines = ["# Overlap: how much of tensor parallelism's communication is hidden", ""]
-    lines += [*provenance(command), "", *page_lines(raw.content, caption, options.page.stem)]
+    lines += [*raw.provenance, "", *page_lines(raw.content, caption, options.page.stem)]
     write_page(options.page, lines)
     return 0
 

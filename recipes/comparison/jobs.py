@@ -39,6 +39,7 @@ class Plan:
         timeout_s: of one job, seconds; None: no limit.
         overrides: of one strategy's job alone, key to value.
         folder: the page's; a job writes into the folder of its name in it.
+        config_dir: what `--config-dir` named; None: nothing.
     """
 
     strategies: tuple[str, ...]
@@ -47,6 +48,7 @@ class Plan:
     timeout_s: float | None
     overrides: dict[str, Config]
     folder: Path
+    config_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Job:
         folder: where the run writes.
         notes: what differs from the other jobs besides the strategy, as sentences for the page.
         tokens_per_step: of all ranks.
+        config_dir: a folder with more files of configuration; None: there is none.
     """
 
     name: str
@@ -66,11 +69,19 @@ class Job:
     folder: Path
     notes: tuple[str, ...]
     tokens_per_step: int
+    config_dir: str | None = None
 
     @property
     def arguments(self) -> list[str]:
         """What follows `python` on the command line."""
-        return ["-m", f"recipes.{RECIPE}", *self.words, _word("hydra.run.dir", str(self.folder))]
+        flags = config_dir_flags(self.config_dir)
+        words = [*self.words, _word("hydra.run.dir", str(self.folder))]
+        return ["-m", f"recipes.{RECIPE}", *flags, *words]
+
+
+def config_dir_flags(config_dir: str | None) -> list[str]:
+    """Return what names a folder of configuration on a command line; it is no override."""
+    return [] if config_dir is None else ["--config-dir", config_dir]
 
 
 def build_jobs(plan: Plan, words: Sequence[str]) -> list[Job]:
@@ -165,7 +176,14 @@ def _build_job(plan: Plan, name: str, common: Sequence[str]) -> Job:
     words += [*_with_group(config, name, plan.folder), *own]
     if own:
         notes.append(f"For it alone: {', '.join(f'`{word}`' for word in own)}.")
-    return Job(name, tuple(words), plan.folder / name, tuple(notes), tokens_per_step(config))
+    return Job(
+        name,
+        tuple(words),
+        plan.folder / name,
+        tuple(notes),
+        tokens_per_step(config),
+        plan.config_dir,
+    )
 
 
 def _check_shared(name: str, config: Config, plan: Plan) -> None:

@@ -18,9 +18,10 @@ class HubText:
 
     The stream is tokenized once, into the memory-mapped file that every corpus becomes
     (`token_blocks`), and not trained from: a file is read in a random order that is another one in
-    every epoch, is resumed exactly at any step by any number of ranks, and is there without a
-    network. The price is disk, two or four bytes a token, and that training begins when the last
-    document is through; `max_documents` bounds both.
+    every epoch, and is resumed exactly at any step by any number of ranks. With a `revision` that
+    is a commit it is there without a network, and stays the same data. The price is disk, two or
+    four bytes a token, and that training begins when the last document is through; `max_documents`
+    bounds both.
 
     Args:
         path: an id on the hub, a local folder, or "json", "text", "parquet" and what else the
@@ -33,7 +34,8 @@ class HubText:
         validation_documents: to validate on, at most.
         max_documents: to train on, at most; None: all.
         text_column: that holds the text.
-        revision: commit, branch or tag on the hub; None: its newest.
+        revision: commit, branch or tag on the hub; None: its newest. The hub is asked for the
+            commit at every start, but where this is one of 40 hexadecimal digits.
 
     Raises:
         ImportError: `datasets` is not installed.
@@ -127,7 +129,8 @@ class HubText:
         return ValueError(
             f"data.corpus.path='{self._path}' could not be read by `datasets`:"
             f" {type(error).__name__}: {error}. An id needs a network and HF_HUB_OFFLINE unset;"
-            " without one, give a folder, or json, text or parquet with data.corpus.data_files."
+            " without one, give the commit that was tokenized before as data.corpus.revision, all"
+            " 40 digits, or a folder, or json, text or parquet with data.corpus.data_files."
         )
 
 

@@ -77,12 +77,17 @@ class TokenBlocks(Dataset[Tensor]):
         self, path: Path, block_size: int, dtype: str | None = None, offset: int = 0
     ) -> None:
         self.block_size = block_size
+        self._made_of = (path, block_size, dtype, offset)
         width = np.dtype(dtype or path.suffix[1:]).newbyteorder("<")
         empty = path.stat().st_size == offset  # which cannot be mapped
         self.tokens: np.ndarray[Any, Any] = (
             np.empty(0, width) if empty else np.memmap(path, width, mode="r", offset=offset)
         )
         self.parts = [self]
+
+    def __reduce__(self) -> tuple[type[TokenBlocks], tuple[Any, ...]]:
+        # pickled, for a process that is spawned, a memory map would become all that it maps
+        return TokenBlocks, self._made_of
 
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.block_size

@@ -53,7 +53,8 @@ def generate_text(
     was_training = module.training
     module.eval()
     model: Any = module.model  # transformers types `generate` for its own mixins only
-    with isolate_rng():
+    # elsewhere CUDA is left alone: a process that was forked from one that uses it cannot have it
+    with isolate_rng(include_cuda=module.device.type == "cuda"):
         torch.manual_seed(seed)
         row = torch.tensor([tokens], device=module.device)
         output = model.generate(

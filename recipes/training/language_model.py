@@ -145,6 +145,14 @@ class LanguageModel(pl.LightningModule):
         self.log("train/loss", loss.detach(), prog_bar=True)
         return loss
 
+    def on_validation_epoch_start(self) -> None:
+        """Sum in fp32: `precision=bf16-true` casts the metric too, and counts of bf16 stop at 256.
+
+        torchmetrics guards its sums against `Module.bfloat16`, not against the `Module.to` that
+        Lightning calls.
+        """
+        self._validation_loss.set_dtype(torch.float32)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a batch to the epoch's mean; ranks exchange sums once, at the end of the epoch."""
         self._validation_loss.update(self.loss(batch), weight=num_targets(batch))

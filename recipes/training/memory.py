@@ -57,7 +57,8 @@ def check_memory(config: Mapping[str, Any], outline: Callable[[], LanguageModel]
     if not config["check_memory"]:
         return
     ranks = count_ranks(config["trainer"])
-    with isolate_rng():  # or the check would decide what the weights begin with
+    # or the check would decide what the weights begin with; to ask for CUDA's state is to touch it
+    with isolate_rng(include_cuda=False):
         with torch.device("meta"):
             module = outline()
         need = estimate(module, config, ranks)

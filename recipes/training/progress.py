@@ -112,8 +112,7 @@ class RunRecorder(pl.Callback):
             pl_module.log("comm/bytes_sent", float(sent))
             pl_module.log("kB/step", sent / steps / 1000, prog_bar=True, logger=False)
         if steps > 0:
-            loss = float(cast(dict[str, Tensor], outputs)["loss"])
-            self._remember(trainer.global_step, every, loss)
+            self._remember(trainer, every, cast(dict[str, Tensor], outputs)["loss"])
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -157,8 +156,9 @@ class RunRecorder(pl.Callback):
         )
         return self._throughput.compute()
 
-    def _remember(self, step: int, every: int, train_loss: float) -> None:
-        history = self.history
+    def _remember(self, trainer: pl.Trainer, every: int, share: Tensor) -> None:
+        """Add to the history where that is due; `share` is what Lightning calls backward on."""
+        history, step = self.history, trainer.global_step
         # a micro-batch that only accumulates ends without a new step; the first step opens the
         # curve
         is_new = not history.steps or step > history.steps[-1]
@@ -166,7 +166,7 @@ class RunRecorder(pl.Callback):
             history.steps.append(step)
             history.seconds.append(time.monotonic() - self._train_start)
             history.seconds_waited.append(self.meter.seconds_waited())
-            history.train_loss.append(train_loss)
+            history.train_loss.append(float(share) * trainer.accumulate_grad_batches)
             history.bytes_sent.append(self.meter.bytes_sent(step - history.first_step))
 
 

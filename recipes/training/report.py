@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import override
 
+from lightning_commfree import DominoTPStrategy
 from recipes.data.training_data import TrainingData
 from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.figures import draw_run
@@ -61,7 +62,9 @@ class RunReport(pl.Callback):
     All of it happens inside the processes that train: under fork and spawn the ledger, the history
     and the loggers exist only there. The summary is made in `on_fit_end`, not in `on_train_end`: a
     strategy may still change the weights in its own `on_train_end`, which comes after all
-    callbacks', and what is reported and exported must be the final weights.
+    callbacks', and what is reported and exported must be the final weights. The loss of a model
+    that is divided over the ranks is taken before it is put together, and its text is written by
+    the CPU.
 
     Args:
         data: the run's data.
@@ -91,6 +94,7 @@ class RunReport(pl.Callback):
         self._seed = seed
         self._evaluate_before = evaluate_before
         self._initial_loss: float | None = None
+        self._final_loss: float | None = None
         self._train_start = 0.0
 
     @override
@@ -107,15 +111,25 @@ class RunReport(pl.Callback):
         self._train_start = time.monotonic()
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
+        if isinstance(trainer.strategy, DominoTPStrategy):
+            # the weights are final, and put together they may be too large for one device
+            start = time.monotonic()
+            self._final_loss = token_loss(pl_module, self._data.val_dataloader())
+            self._train_start += time.monotonic() - start
+
+    @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         seconds = time.monotonic() - self._train_start
-        # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
-        # device of their group
-        pl_module.to(trainer.strategy.root_device)
-        validation_loss = token_loss(pl_module, self._data.val_dataloader())
+        if self._final_loss is None:
+            # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
+            # device of their group
+            pl_module.to(trainer.strategy.root_device)
+            self._final_loss = token_loss(pl_module, self._data.val_dataloader())
         if trainer.is_global_zero:
-            summary = self._summarize(trainer, pl_module, seconds, validation_loss)
+            summary = self._summarize(trainer, pl_module, seconds, self._final_loss)
             for name, content in ((SUMMARY_FILE, summary), (HISTORY_FILE, self._recorder.history)):
                 (self._run_dir / name).write_text(json.dumps(asdict(content), indent=2) + "\n")
             _print_panel("After training", summary_rows(summary))

@@ -147,8 +147,8 @@ def test_what_others_exchange_can_be_named_too(tmp_path: Path) -> None:
         assert blamed(end.error) == [1], end.error
         assert "The exchange 'barrier'" in end.error
     with (
+        pytest.raises(RuntimeError, match="^own$"),
         Channel([0], 0, Ledger()).naming_lost("barrier"),
-        pytest.raises(RuntimeError, match="^own"),
     ):
         raise RuntimeError("own")
 
@@ -185,7 +185,7 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
         text, seconds = after(end)
         assert blamed(text) == [1], text
         assert "rank 1 does not answer" in text
-        assert seconds < PATIENCE.total_seconds() + 0.7
+        assert seconds < PATIENCE.total_seconds() + 1.5
 
 
 def test_a_rank_that_is_merely_behind_is_told_from_a_lost_one(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_that_is_merely_behind_is_told_from_a_lost_one(tmp_path: Path) ->
         assert blamed(text) == [1], text
         speaker = 0 if "where rank 0" in text else 2
         assert f"launched 1 exchanges where rank {speaker} has launched 2" in text
-        limit = 0.5 if rank == 1 else PATIENCE.total_seconds() + 0.7
+        limit = 0.5 if rank == 1 else PATIENCE.total_seconds() + 1.5
         assert seconds < limit, "the late rank is told at its launch, the others at the timeout"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -44,3 +44,19 @@ class Endless:
     def wait(self, timeout: timedelta) -> None:
         time.sleep(timeout.total_seconds())
         raise RuntimeError("Operation timed out!")
+
+
+class FailsLater(Endless):
+    """A collective that fails after some seconds, as soon as something has happened."""
+
+    def __init__(self, after_s: float, happens: Callable[[], None]) -> None:
+        self._end, self._happens = time.monotonic() + after_s, happens
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self._end
+
+    def wait(self, timeout: timedelta) -> None:
+        if self.is_completed():
+            self._happens()
+            raise RuntimeError("Connection closed by peer")
+        super().wait(timeout)

@@ -19,6 +19,7 @@ from tests.diloco.training import (
     backward,
     start,
     state_of,
+    through,
     world,
 )
 from tests.world import run_ranks
@@ -34,11 +35,13 @@ def start_eager(module: Net, channel: Any, **changes: Any) -> EagerDiLoCo:
     return EagerDiLoCo(module, fragments, settings, channel)
 
 
-def train(rank: int, size: int, mix: float, stop_at: int | None = None) -> Any:
+def train(
+    rank: int, size: int, mix: float, stop_at: int | None = None, wire_dtype: str = "fp32"
+) -> Any:
     """Train; with `stop_at` go on from there with a new object and the state of the old one."""
     module = Net()
     channel = world(rank, size)
-    diloco = start_eager(module, channel, mix=mix)
+    diloco = start_eager(module, channel, mix=mix, wire_dtype=wire_dtype)
     optimizer = ADAMW(module.parameters())
     states = []
     for step in range(1, STEPS + 1):
@@ -48,7 +51,7 @@ def train(rank: int, size: int, mix: float, stop_at: int | None = None) -> Any:
         states.append(state_of(module))
         if step == stop_at:
             state = diloco.state_dict()
-            diloco = start_eager(module, channel, mix=mix)
+            diloco = start_eager(module, channel, mix=mix, wire_dtype=wire_dtype)
             diloco.load_state_dict(state)
     diloco.finish()
     states.append(state_of(module))
@@ -56,7 +59,7 @@ def train(rank: int, size: int, mix: float, stop_at: int | None = None) -> Any:
 
 
 def twin(  # noqa: C901 - a twin reads top to bottom
-    size: int, mix: float, fragments: list[list[str]]
+    size: int, mix: float, fragments: list[list[str]], wire_dtype: str = "fp32"
 ) -> list[list[dict[str, Tensor]]]:
     modules = [Net() for _ in range(size)]
     inner = [ADAMW(module.parameters()) for module in modules]
@@ -67,8 +70,18 @@ def twin(  # noqa: C901 - a twin reads top to bottom
     before: dict[tuple[int, str], Tensor] = {}  # by replica and name: what it sent last
     states: list[list[dict[str, Tensor]]] = [[] for _ in modules]
 
-    def deltas(name: str) -> list[Tensor]:
-        return [(outer[m][name] - modules[m].get_parameter(name)).detach() for m in range(size)]
+    def deltas(names: list[str]) -> dict[str, list[Tensor]]:
+        return {
+            n: [(outer[m][n] - modules[m].get_parameter(n)).detach() for m in range(size)]
+            for n in names
+        }
+
+    def received(now: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """What everybody decodes: a fragment is encoded as one vector."""
+        flat = [torch.cat([now[n][m].flatten() for n in now]) for m in range(size)]
+        sizes = [now[n][0].numel() for n in now]
+        parts = [through(wire_dtype)(values).split(sizes) for values in flat]
+        return {n: [parts[m][i].view_as(now[n][m]) for m in range(size)] for i, n in enumerate(now)}
 
     @torch.no_grad()
     def step_outer(m: int, p: int, gradients: dict[str, Tensor], weight: float) -> None:
@@ -90,7 +103,7 @@ def twin(  # noqa: C901 - a twin reads top to bottom
         for p, names in enumerate(fragments):
             since = step - p * H // 2
             if since >= H and since % H == 0:
-                now = {name: deltas(name) for name in names}
+                now = received(deltas(names))  # one's own part, too, is what others decode
                 for m in range(size):
                     step_outer(
                         m, p, {n: now[n][m] / size + others_before(m, n) for n in names}, mix
@@ -99,7 +112,7 @@ def twin(  # noqa: C901 - a twin reads top to bottom
         for m in range(size):
             states[m].append(state_of(modules[m]))
     for p, names in enumerate(fragments):
-        now = {name: deltas(name) for name in names}
+        now = received(deltas(names))
         for m in range(size):
             step_outer(m, p, {n: sum(now[n]) / size + others_before(m, n) for n in names}, 0.0)
         for name in names:
@@ -112,20 +125,24 @@ def twin(  # noqa: C901 - a twin reads top to bottom
     return states
 
 
-@pytest.mark.parametrize("mix", [0.0, 0.5])
-@pytest.mark.parametrize("size", [2, 3])
-def test_equals_the_twin(size: int, mix: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "mix", "wire_dtype"),
+    [(2, 0.0, "fp32"), (2, 0.5, "fp4"), (3, 0.0, "int8"), (3, 0.5, "fp32")],
+)
+def test_equals_the_twin(size: int, mix: float, wire_dtype: str, tmp_path: Path) -> None:
     """To rounding: the others' part is a mean minus one's own here, a sum without it there."""
-    ranks = run_ranks(train, size, tmp_path, mix)
+    ranks = run_ranks(train, size, tmp_path, mix, None, wire_dtype)
     fragments = ranks[0][1]
-    expected = twin(size, mix, fragments)
+    expected = twin(size, mix, fragments, wire_dtype)
     for rank in range(size):
         for got, state in zip(ranks[rank][0], expected[rank], strict=True):
             for name in state:
                 torch.testing.assert_close(got[name], state[name], rtol=2e-4, atol=2e-5)
         for name, tensor in ranks[0][0][-1].items():
             assert torch.equal(ranks[rank][0][-1][name], tensor), "all ranks end with the same"
-    other = twin(size, 1.0, fragments)  # the likely mistake, a wrong mix, is far outside
+    other = twin(
+        size, 1.0, fragments, wire_dtype
+    )  # the likely mistake, a wrong mix, is far outside
     assert (other[0][-2]["head.weight"] - expected[0][-2]["head.weight"]).abs().max() > 2e-3
 
 

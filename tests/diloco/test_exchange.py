@@ -23,7 +23,15 @@ from lightning_commfree.diloco.fragments import split_into_fragments
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.wire import WIRE_FORMATS
-from tests.diloco.training import NESTEROV, Net, after_some_steps, alone, start, world
+from tests.diloco.training import (
+    NESTEROV,
+    Net,
+    after_some_steps,
+    alone,
+    start,
+    through,
+    world,
+)
 from tests.world import run_ranks
 
 NUMEL = 5000  # no multiple of a block times the ranks
@@ -32,13 +40,6 @@ NUMEL = 5000  # no multiple of a block times the ranks
 def gradient(rank: int) -> Tensor:
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
     return values * (1.0 + rank)
-
-
-def through(wire_dtype: str, values: Tensor) -> Tensor:
-    wire = WIRE_FORMATS[wire_dtype]
-    payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
-    wire.encode(values, out=payload)
-    return wire.decode(payload, values.numel()).clone()
 
 
 def exchange_both(rank: int, size: int, from_device: bool) -> Any:
@@ -60,9 +61,10 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
             arrival = way.read(arrived, torch.device("cpu"))
             outcomes[name, type(way)] = arrival, arrival.cosine, arrival.norm, sent, way.num_bytes
     outcomes["cheaper"] = type(cheaper_exchange(channel, background, wire, NUMEL))
-    other_step = GatherExchange(channel, background, wire, NUMEL)
-    late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
-    outcomes["late"] = other_step.read(late, torch.device("cpu")).steps_differ
+    for other_step in ways:
+        late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
+        read = other_step.read(late, torch.device("cpu"))
+        outcomes["late", type(other_step)] = read.stop, read.drifted, read.steps_differ
     background.close()
     channel.close()
     return outcomes
@@ -72,14 +74,14 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
 def test_means_flags_and_bytes(size: int, from_device: bool, tmp_path: Path) -> None:
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in WIRE_FORMATS:
-        sent = torch.stack([through(name, gradient(rank)) for rank in range(size)])
+        sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])
         mean = torch.zeros(NUMEL)
         for row in sent:
             mean += row
         mean /= size
         units = sent / sent.norm(dim=1, keepdim=True)
         similar = ((units @ units.T).sum() - size) / (size * (size - 1))
-        for way, expected in ((GatherExchange, mean), (ShardExchange, through(name, mean))):
+        for way, expected in ((GatherExchange, mean), (ShardExchange, through(name)(mean))):
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
                 assert torch.equal(arrival.mean, expected), (name, way)
@@ -90,7 +92,8 @@ def test_means_flags_and_bytes(size: int, from_device: bool, tmp_path: Path) -> 
                 assert norm == pytest.approx(float(mean.norm()), rel=1e-5)
                 assert num_bytes == foretold
     for outcomes in ranks:
-        assert outcomes["late"] is True
+        for way in (GatherExchange, ShardExchange):
+            assert outcomes["late", way] == (False, False, True)
         assert outcomes["cheaper"] is (GatherExchange if size == 2 else ShardExchange)
 
 

@@ -150,9 +150,12 @@ def test_a_parameter_that_becomes_trainable_later_is_refused_at_the_next_launch(
 def test_a_parameter_that_is_frozen_later_goes_on_being_exchanged() -> None:
     module, diloco = after_some_steps(3)
     module.embed.requires_grad_(False)
+    moved = module.embed.weight.detach() + 1.0
+    module.embed.weight.data.copy_(moved)
     for _ in range(6):
         diloco.after_inner_step()
     assert all(fragment.landings for fragment in diloco.fragments)
+    assert not torch.equal(module.embed.weight, moved), "a landing has merged it"
 
 
 def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:

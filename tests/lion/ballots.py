@@ -14,10 +14,9 @@ from lightning_commfree.lion.exchange import (
     Ballot,
     GatherExchange,
     Result,
-    Roll,
     ShardExchange,
-    header_bytes,
 )
+from lightning_commfree.lion.header import Roll, header_bytes
 from lightning_commfree.lion.vote import Average, Majority, Rule
 from lightning_commfree.lion.worker import Member, cast_ballot
 from tests.lion import serial

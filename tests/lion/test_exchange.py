@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG
+from lightning_commfree.lion.header import join_digests
 from lightning_commfree.lion.vote import Majority
 from tests.lion.ballots import RULES, Outcome, formula, play
 
@@ -139,12 +140,38 @@ def test_faults_are_refused_on_all_workers_after_one_message(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_different_digests_are_refused_and_equal_ones_are_not(way: str) -> None:
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
-    for outcome in play(way, Majority(), [70], gradients, digests=(5, 5, -(2**63))):
+    for outcome in play(way, Majority(), [70], gradients, digests=(5, 5, -(2**63) + 1)):
         assert outcome.roll.drifted
         assert outcome.delta is None
     for outcome in play(way, Majority(), [70], gradients, digests=(-(2**63),) * 3):
         assert not outcome.roll.drifted
         assert outcome.delta is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("hyperparameters", "parameters", "expected"),
+    [
+        ((3, 3, 3), (-1, -1, -1), (False, False)),
+        ((3, 3, 3), (-1, -1, -2), (True, False)),
+        ((3, 2**32 - 1, 3), (-1, -1, -1), (False, True)),
+        ((3, 4, 3), (0, 2**40 + 1, 0), (True, True)),
+    ],
+)
+def test_hyperparameters_and_parameters_are_told_apart(
+    way: str,
+    hyperparameters: tuple[int, ...],
+    parameters: tuple[int, ...],
+    expected: tuple[bool, bool],
+) -> None:
+    digests = [
+        int(join_digests(tuned, torch.tensor(drifted)))
+        for tuned, drifted in zip(hyperparameters, parameters, strict=True)
+    ]
+    gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
+    for outcome in play(way, Majority(), [70], gradients, digests=digests):
+        assert (outcome.roll.drifted, outcome.roll.mistuned) == expected
+        assert (outcome.delta is None) == any(expected)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -156,6 +156,26 @@ def test_drift_is_found_by_all_wherever_it_is(flipped: list[tuple[int, int]]) ->
     in_nodes(3, 2, rank)
 
 
+@pytest.mark.parametrize(
+    "slower", [[(0, 1)], [(1, 0), (1, 1)], [(0, 1), (1, 1), (2, 1)]], ids=["rank", "node", "place"]
+)
+def test_learning_rates_that_differ_stop_all_wherever_they_are(
+    slower: list[tuple[int, int]],
+) -> None:
+    def rank(channel: Any, node: Any) -> None:
+        one = Worker(channel, LionSettings(node_size=2), node)
+        before, momenta = one.step(training.gradients(0, channel.rank)), one.momenta()
+        if (channel.rank, node.rank) in slower:
+            one.lion.param_groups[0]["lr"] *= 0.5
+        with pytest.raises(RuntimeError, match="Learning rate, betas or weight decay differ"):
+            one.step(training.gradients(1, channel.rank))
+        training.assert_same(training.snapshot(one.named), before)
+        training.assert_same(one.momenta(), momenta)
+        one.lion.leave()
+
+    in_nodes(3, 2, rank)
+
+
 def test_ties_are_drawn_alike_on_all_ranks_and_apart_for_their_parts() -> None:
     """Every place is drawn, half of them by either rank of a node."""
     first, *others = train(2, 2, 3, opposed, ties="random")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -157,6 +158,50 @@ def test_a_flipped_bit_is_found_by_all_within_so_many_steps(
         one.lion.leave()
 
     in_threads(3, worker)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("lr", 0.005), ("betas", (0.9, 0.98)), ("weight_decay", 0.0)]
+)
+@pytest.mark.parametrize("group", [0, -1])
+def test_hyperparameters_that_differ_stop_all_before_anything_has_drifted(
+    key: str, value: Any, group: int
+) -> None:
+    """As a scheduler does that watches a rank's own metric; also where nobody looks for drift."""
+
+    def worker(channel: Any) -> dict[str, Any]:
+        one = Worker(channel, LionSettings(check_drift_every=0))
+        before = one.step(training.gradients(0, channel.rank))
+        momenta, tuned = one.momenta(), one.lion.param_groups[group][key]
+        if channel.rank == 1:
+            one.lion.param_groups[group][key] = value
+        shown = re.escape(f"{key} {one.lion.param_groups[group][key]}")
+        with pytest.raises(RuntimeError, match=rf"differ between .* before step 2, .*{shown}"):
+            one.step(training.gradients(1, channel.rank))
+        training.assert_same(training.snapshot(one.named), before)
+        training.assert_same(one.momenta(), momenta)
+        one.lion.param_groups[group][key] = tuned
+        after = one.step(training.gradients(1, channel.rank))
+        one.lion.leave()
+        return after
+
+    twin = play(3, 2)
+    for after in in_threads(3, worker):
+        training.assert_same(after, twin.seen[-1])
+
+
+def test_learning_rates_may_be_tensors() -> None:
+    def worker(channel: Any) -> dict[str, Any]:
+        one = Worker(channel, LionSettings())
+        for group in one.lion.param_groups:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        after = one.step(training.gradients(0, channel.rank))
+        one.lion.leave()
+        return after
+
+    twin = play(2, 1)
+    for after in in_threads(2, worker):
+        training.assert_same(after, twin.seen[-1])
 
 
 def test_nobody_looks_for_drift_if_that_is_said() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.exchange import header_bytes, read_headers
+from lightning_commfree.lion.header import header_bytes, read_headers
 from lightning_commfree.lion.vote import Verdict
 from lightning_commfree.lion.worker import _PIECE, Member, cast_ballot, take_step
 from tests.lion.ballots import valid_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,23 @@ def test_a_job_that_fails_makes_the_exit_code_1(monkeypatch, tmp_path, capsys) -
     assert "ddp failed" in text
     assert "out of luck" in text
     assert "It ended with exit code 9. All that it printed: " in capsys.readouterr().out
+
+
+def test_strategies_of_ones_own_reach_the_jobs(monkeypatch, tmp_path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "strategy").mkdir(parents=True)
+    shutil.copy(CONF / "strategy" / "ddp.yaml", mine / "strategy" / "fast.yaml")
+    started = []
+
+    def note(job: Job, plan: Plan) -> Record:
+        started.append(job.arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "run", note)
+    words = ("--config-dir", str(mine), "strategies=[fast]", f"run_dir={tmp_path}/run")
+    assert run_main(monkeypatch, *words) == 130
+    [arguments] = started
+    assert arguments[2:5] == ["--config-dir", str(mine), "strategy=fast"]
 
 
 def test_without_the_laboratory_the_exit_code_is_2(monkeypatch, tmp_path, capsys) -> None:

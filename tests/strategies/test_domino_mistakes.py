@@ -26,6 +26,13 @@ class Early(CausalLM):
         return self.early
 
 
+class Rows(CausalLM):
+    """Its optimizer keeps a number for a row and one for a column."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters())
+
+
 def fit(rank: int, size: int, module: CausalLM, apart: bool = False, *extra: Any) -> str:
     """Train on the same rows on all ranks; `apart`: validate on other ones on each."""
     trainer = quiet_trainer(
@@ -53,6 +60,7 @@ def play(rank: int, size: int) -> dict[str, str]:
         "good": fit(rank, size, CausalLM()),
         "early": fit(rank, size, Early()),
         "apart": fit(rank, size, CausalLM(), True),
+        "rows": fit(rank, size, Rows()),
         **{type(one).__name__: fit(rank, size, CausalLM(), False, one) for one in averages},
         "good again": fit(rank, size, CausalLM()),
     }
@@ -67,6 +75,12 @@ def test_an_optimizer_made_before_the_fit_is_refused(said: list[dict[str, str]])
     for texts in said:
         assert texts["early"].startswith("The optimizer holds ")
         assert "Make both in `configure_optimizers`" in texts["early"]
+
+
+def test_an_optimizer_that_looks_at_whole_rows_is_refused(said: list[dict[str, str]]) -> None:
+    for texts in said:
+        assert texts["rows"].startswith("`Adafactor` keeps a '")
+        assert "Take an optimizer that treats elements one by one" in texts["rows"]
 
 
 def test_validation_batches_of_a_group_must_be_the_same(said: list[dict[str, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,6 +126,15 @@ def test_twenty_steps_equal_a_plain_trainer(
         assert outcomes[case]["classes"] == ["tests", "torch", "transformers"], "restored"
     unclipped = apart(references["gpt2"]["weights"], references["clipped"]["weights"])
     assert unclipped > 50 * TOLERANCE, "a missing clip would be seen"
+
+
+def test_by_default_the_ranks_of_a_node_share_a_model_and_nodes_share_the_data() -> None:
+    strategy = DominoTPStrategy()
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    # rank 3 of 4; Lightning's own environments would tell the whole process so
+    strategy.cluster_environment = SimpleNamespace(world_size=lambda: 4, global_rank=lambda: 3)
+    assert strategy.tensor_parallel_size == 2
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
 
 
 def resume(rank: int, size: int, checkpoint: Path, kind: str) -> Any:

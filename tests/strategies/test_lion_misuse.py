@@ -95,6 +95,20 @@ class Drifting(Voter):
                 self.blocks[2].bias[0] += 1e-7
 
 
+class Plateau(Voter):
+    """A scheduler watches what is a rank's own; rank 1's gets worse."""
+
+    def training_step(self, batch: Any, i: int) -> Tensor:
+        self.log("own", float(self.trainer.global_step * (1 if self.global_rank else -1)))
+        return super().training_step(batch, i)
+
+    def configure_optimizers(self) -> Any:
+        lion = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(lion, factor=0.5, patience=0)
+        watching = {"scheduler": plateau, "monitor": "own", "interval": "step"}
+        return {"optimizer": lion, "lr_scheduler": watching}
+
+
 class Poisoned(Voter):
     """Rank 1's gradient of one parameter is NaN in step 4."""
 
@@ -132,6 +146,12 @@ CASES = [
         "The gradient of 'head.weight' changed after its vote had begun",
     ),
     (Drifting, {"check_drift_every": 2}, "RuntimeError", "parameters differ before step 5"),
+    (
+        Plateau,
+        {},
+        "RuntimeError",
+        "Learning rate, betas or weight decay differ between the workers",
+    ),
     (Poisoned, {}, "RuntimeError", "The gradient of 'blocks.1.weight' on rank 1 holds NaN or Inf"),
     (PoisonedEarly, {}, "RuntimeError", "on rank 1 holds NaN or Inf (and"),
     (Voter, {"node_size": 3}, "ValueError", "`node_size=3` does not divide the 2 ranks"),
@@ -148,12 +168,15 @@ def misuse(rank: int, size: int) -> list[Any]:
             max_steps=8,
             callbacks=[recorder],
         )
+        made = module()
         try:
-            trainer.fit(module(), loader(64))
+            trainer.fit(made, loader(64))
         except Exception as error:  # noqa: BLE001 - the test looks at it
-            said.append((type(error).__name__, str(error), recorder.local))
+            kind, text = type(error).__name__, str(error)
         else:
-            said.append(("", "", recorder.local))
+            kind, text = "", ""
+        left = {name: p.detach().clone() for name, p in made.named_parameters()}
+        said.append((kind, text, recorder.local, left))
     said.append(abstain(rank, size))
     return said
 
@@ -178,15 +201,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 def test_all_ranks_are_told(ranks: list[Any], case: int) -> None:
     _, _, error, text = CASES[case]
     for outcomes in ranks:
-        kind, message, _ = outcomes[case]
+        kind, message, *_ = outcomes[case]
         assert kind == error, message
         assert text in message
 
 
 def test_nothing_is_changed_by_the_step_that_stops(ranks: list[Any]) -> None:
-    case = [module for module, *_ in CASES].index(Poisoned)
+    modules = [module for module, *_ in CASES]
     for outcomes in ranks:
-        assert len(outcomes[case][2]) == 3, "the fourth step did not happen"
+        for stopping in (Poisoned, PoisonedEarly, Plateau):
+            _, _, local, left = outcomes[modules.index(stopping)]
+            assert len(local) == (2 if stopping is Plateau else 3), "the next step did not happen"
+            assert all(torch.equal(left[name], tensor) for name, tensor in local[-1].items())
 
 
 def test_a_worker_with_nan_abstains_and_goes_on_clean(ranks: list[Any]) -> None:

@@ -33,6 +33,7 @@ class Logging(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[str, float] = {}
+        self.landings: dict[int, tuple[float, float]] = {}
 
     def training_step(self, batch: Any, i: int) -> Tensor:
         self.log("rank", float(self.global_rank), on_step=True, sync_dist=True)
@@ -44,6 +45,18 @@ class Logging(Tiny):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen["rank"] = float(self.trainer.callback_metrics["rank"])
+        if isinstance(self.trainer.strategy, StreamingDiLoCoStrategy):
+            landings = self.trainer.strategy._running.landings
+            self.landings = {p: (one.gradient_norm, one.cosine) for p, one in landings.items()}
+
+
+class Drifting(Logging):
+    """One value of the outer weights that rank 3 holds changes; rank 1 alone holds the same."""
+
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        if i == 4 and self.global_rank == 3:
+            with torch.no_grad():
+                self.trainer.strategy._running.fragments[1].global_copy[0] += 1e-6
 
 
 def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> Any:
@@ -59,6 +72,7 @@ def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> 
         "local": recorder.local,
         "final": {name: p.detach().clone() for name, p in module.named_parameters()},
         "seen": module.seen,
+        "landings": module.landings,
         "val_rank": float(trainer.callback_metrics["val_rank"]),
         "bytes": strategy.ledger.bytes_by_tag["outer_gradient"],
         "shard": numel,
@@ -83,7 +97,18 @@ def compare(rank: int, size: int) -> Any:
     )
     trainer.fit(module, rank_loader(STEPS * BATCH * size, BATCH, rank, size))
     outcomes["ddp"] = {"local": recorder.local}
+    outcomes["drift"] = drift(rank, size)
     return outcomes
+
+
+def drift(rank: int, size: int) -> str:
+    strategy = StreamingDiLoCoStrategy(**SETTINGS, replica_size=2)
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
+    try:
+        trainer.fit(Drifting(), rank_loader(STEPS * BATCH * size, BATCH, rank, size))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
 
 
 def two_replicas(rank: int, size: int) -> Any:
@@ -102,8 +127,9 @@ def two_replicas(rank: int, size: int) -> Any:
         callbacks=[recorder],
         use_distributed_sampler=False,
     )
-    trainer.fit(Tiny(), batches)
-    return recorder.local
+    module = Logging()
+    trainer.fit(module, batches)
+    return recorder.local, module.landings
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +143,30 @@ def test_two_replicas_of_two_ranks_are_two_replicas_with_their_batches(played: A
     """To rounding: DDP adds the ranks' mean gradients, one rank averages over all samples."""
     four, two = played
     for rank in range(4):
-        for got, expected in zip(four[rank]["k2"]["local"], two[rank // 2], strict=True):
+        for got, expected in zip(four[rank]["k2"]["local"], two[rank // 2][0], strict=True):
             for name in expected:
                 torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
         for got, twin in zip(four[rank]["k2"]["local"], four[rank ^ 1]["k2"]["local"], strict=True):
             assert all(torch.equal(got[name], twin[name]) for name in got), "one replica, one copy"
         final = four[rank]["k2"]["final"]
         assert all(torch.equal(final[n], t) for n, t in four[0]["k2"]["final"].items())
-    one, other = two[0][2], two[1][2]  # the replicas themselves differ by far more
+    one, other = two[0][0][2], two[1][0][2]  # the replicas themselves differ by far more
     assert max((one[name] - other[name]).abs().max() for name in one) > 1e-3
+
+
+def test_figures_are_of_whole_fragments_on_every_rank(played: Any) -> None:
+    """A rank exchanges half of each: norm and cosine are put together within the replica."""
+    four, two = played
+    assert len(two[0][1]) == SETTINGS["num_fragments"]
+    for rank in four:
+        assert rank["k2"]["landings"] == four[0]["k2"]["landings"]
+        for p, figures in two[0][1].items():
+            assert rank["k2"]["landings"][p] == pytest.approx(figures, rel=1e-3, abs=1e-4)
+
+
+def test_drift_of_one_shard_ends_the_fit_on_all_ranks(played: Any) -> None:
+    for rank in played[0]:
+        assert "global copies of fragment 1 differ" in rank["drift"]
 
 
 def test_one_replica_of_all_ranks_is_ddp_until_its_first_landing(played: Any) -> None:

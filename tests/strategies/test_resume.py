@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.strategies._rank_files import RankFiles
 from tests.strategies.models import (
     Drawn,
     Noisy,
@@ -42,6 +45,28 @@ class Scheduled(Noisy):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Begun(pl.Callback):
+    """Keeps what the first batch of a fit is trained with."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self.outer: dict[str, Tensor] = {}
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if not self.weights:
+            self.weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+            with trainer.strategy.outer_weights():
+                self.outer = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def with_outer_weights_of(self, path: Path) -> bool:
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        return all(
+            torch.equal(weights[name], saved[name])
+            for weights in (self.weights, self.outer)
+            for name in saved
+        )
 
 
 def fit(folder: Path, size: int, module: Tiny | None = None, **kwargs: Any) -> Any:
@@ -90,6 +115,30 @@ def test_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
                 assert all(map(torch.equal, got_copies, copies)), (rank, step)
 
 
+def eager(rank: int, size: int, folder: Path) -> Any:
+    settings = {"overlap_steps": "eager"}
+    trainer, module, straight, data = fit(folder / "straight", size, settings=settings)
+    trainer.fit(module, data)
+    path = folder / "straight" / "step=13.ckpt"
+    again, module, resumed, data = fit(folder / "resumed", size, settings=settings)
+    again.fit(module, data, ckpt_path=path)
+    plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
+    last = folder / "resumed" / f"step={STEPS}.ckpt"
+    saved = plain.validate(Noisy(), loader(8), ckpt_path=last, verbose=False)
+    return straight.local[13:], resumed.local, saved, again.validate(module, loader(8))
+
+
+def test_eager_updates_resume_bit_for_bit_and_end_alike(tmp_path: Path) -> None:
+    ranks = run_ranks(eager, 2, tmp_path, tmp_path)
+    for straight, resumed, saved, ours in ranks:
+        assert len(resumed) == STEPS - 13
+        for got, expected in zip(resumed, straight, strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert saved == ours
+    one, other = (local[0]["head.weight"] for local, *_ in ranks)
+    assert not torch.equal(one, other)
+
+
 def draw(random: torch.Generator) -> list[Tensor]:
     return [torch.randn(BATCH, width, generator=random) for width in (3, 1)]
 
@@ -129,11 +178,12 @@ def other_worlds(rank: int, size: int, folder: Path) -> Any:
         ("moved", folder / "moved" / "other.ckpt", {}),
     ):
         again, module, recorder, data = fit(folder / name, size, settings=settings)
+        again.callbacks.append(begun := Begun())
         with pytest.MonkeyPatch.context() as patch:
             said: list[str] = []
             patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
             again.fit(module, data, ckpt_path=path)
-        texts[name] = said, recorder.local[-1]
+        texts[name] = said, recorder.local[-1], begun.with_outer_weights_of(path)
     return texts
 
 
@@ -143,13 +193,16 @@ def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
         assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]
         assert not texts["link"][0]
         assert not texts["moved"][0]
+        from_outer = {name: outer for name, (*_, outer) in texts.items()}
+        assert from_outer == {"gone": True, "settings": True, "link": False, "moved": False}
         for name, tensor in texts["link"][1].items():
             assert torch.equal(tensor, texts["moved"][1][name])
 
 
 def alone(rank: int, size: int, folder: Path) -> Any:
     path = folder / "step=13.ckpt"
-    again, module, recorder, data = fit(folder / "alone", size)
+    again, module, _, data = fit(folder / "alone", size)
+    again.callbacks.append(begun := Begun())
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
@@ -158,7 +211,8 @@ def alone(rank: int, size: int, folder: Path) -> Any:
     plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
     validated = plain.validate(Noisy(), loader(8), ckpt_path=path, verbose=False)
     loaded = Noisy.load_from_checkpoint(path).state_dict()
-    return said, validated, all(torch.equal(loaded[k], v) for k, v in state["state_dict"].items())
+    same = all(torch.equal(loaded[k], v) for k, v in state["state_dict"].items())
+    return said, validated, same, begun.with_outer_weights_of(path)
 
 
 def first_fit(rank: int, size: int, folder: Path) -> None:
@@ -168,10 +222,11 @@ def first_fit(rank: int, size: int, folder: Path) -> None:
 
 def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path: Path) -> None:
     run_ranks(first_fit, 2, tmp_path, tmp_path)
-    ((said, validated, same),) = run_ranks(alone, 1, tmp_path, tmp_path)
+    ((said, validated, same, from_outer),) = run_ranks(alone, 1, tmp_path, tmp_path)
     assert "it was saved by 2 ranks, these are 1" in said[0]
     assert validated[0]["val_loss"] > 0
     assert same
+    assert from_outer
 
 
 def truncated(rank: int, size: int, folder: Path) -> list[str]:
@@ -201,6 +256,31 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     for text in texts:
         assert "cannot be read" in text
         assert "resume from an earlier checkpoint" in text
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(RuntimeError, match=r"Rank 3 cannot write its part .* `default_root_dir`"):
+        RankFiles(tmp_path / "file" / "a.ckpt").save("1-a", 3, {})
+
+
+def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines on a network disk remove the same folder: what the slower one gets varies."""
+    files = RankFiles(tmp_path / "a.ckpt")
+    places = [files.save(token, 0, {"of": token}) for token in ("1-a", "2-b")]
+
+    def stale(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(files._fs, "rm", stale)
+    files.keep_only("2-b")
+    files.remove()
+    assert files.load(places[1], 0) == {"of": "2-b"}
+    monkeypatch.undo()
+    files.keep_only("2-b")
+    assert files.load(places[0], 0) is None
 
 
 def overwriting(rank: int, size: int, folder: Path) -> list[str]:

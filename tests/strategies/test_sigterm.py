@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_commfree import StreamingDiLoCoStrategy
@@ -37,9 +40,13 @@ def fit(rank: int, size: int, folder: Path) -> list[Any]:
     ]
 
 
-def end_early(size: int, folder: Path, step: int, max_steps: int) -> Any:
+def end_early(size: int, folder: Path, step: int, max_steps: int, replica_size: int = 1) -> Any:
     strategy = StreamingDiLoCoStrategy(
-        sync_every=8, num_fragments=2, overlap_steps=3, wire_dtype="fp32"
+        sync_every=8,
+        num_fragments=2,
+        overlap_steps=3,
+        wire_dtype="fp32",
+        replica_size=replica_size,
     )
     saving = OnExceptionCheckpoint(folder)
     trainer = quiet_trainer(
@@ -82,3 +89,50 @@ def test_all_ranks_stop_after_the_same_step_and_save(tmp_path: Path) -> None:
     module = Tiny()
     module.load_state_dict(saved["state_dict"])
     assert saved["global_step"] == 15
+
+
+class CtrlC(pl.Callback):
+    """Comes to rank 1 two steps earlier."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 9 - 2 * trainer.global_rank:
+            raise KeyboardInterrupt
+
+
+def interrupt(rank: int, size: int, folder: Path) -> Any:
+    """A fragment leaves after step 8, on rank 0 alone, and goes on being waited for."""
+    trainer = quiet_trainer(
+        strategy=StreamingDiLoCoStrategy(sync_every=8, num_fragments=2, overlap_steps=3),
+        devices=size,
+        max_steps=30,
+        enable_checkpointing=True,
+        callbacks=[
+            CtrlC(),
+            ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_on_exception=True),
+            OnExceptionCheckpoint(folder),
+        ],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(SystemExit):
+            trainer.fit(Tiny(), loader(100 * size))
+    return [str(w.message) for w in caught if "Ctrl-C" in str(w.message)]
+
+
+def test_after_ctrl_c_nothing_is_saved_and_nobody_waits(tmp_path: Path) -> None:
+    start = time.monotonic()
+    said = run_ranks(interrupt, 2, tmp_path, tmp_path / "checkpoints")
+    assert said[0][0].startswith("No checkpoint is saved: Ctrl-C has stopped the ranks")
+    files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert files == ["replicas", "step=5.ckpt"]
+    assert time.monotonic() - start < 60, "the timeout of an exchange is 30 minutes"
+
+
+def fit_replicas(rank: int, size: int, folder: Path) -> Any:
+    return end_early(size, folder, step=10, max_steps=100, replica_size=2)
+
+
+def test_ranks_of_a_replica_hear_of_it_from_each_other(tmp_path: Path) -> None:
+    """The flag of rank 1 travels with its shard, to rank 3 alone; DDP would wait for the others."""
+    for outcome in run_ranks(fit_replicas, 4, tmp_path, tmp_path / "checkpoints"):
+        assert outcome == ("SIGTERMException", 15, True, ["on_exception.ckpt", "replicas"])

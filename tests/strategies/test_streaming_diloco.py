@@ -3,12 +3,14 @@ one."""
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
@@ -164,6 +166,40 @@ def test_communication_is_logged_through_the_trainers_loggers(habits: Any) -> No
         assert float(last[f"outer/lr_{p}"]) > 0.0
         assert float(last[f"outer/flight_ms_{p}"]) >= float(last[f"outer/waited_ms_{p}"]) >= 0.0
         assert float(last[f"outer/bytes_{p}"]) == -(-(24 + 2 * ranks[0]["numel"][p]) // 8) * 8
+
+
+def look_early(rank: int, size: int, folder: Path) -> list[list[str]]:
+    """Return what a fit says of outer weights that validations and checkpoints take."""
+    texts = []
+    for every in (3, 16):
+        said: list[str] = []
+        strategy = StreamingDiLoCoStrategy(sync_every=8, num_fragments=2, overlap_steps=3)
+        trainer = quiet_trainer(
+            strategy=strategy,
+            devices=size,
+            max_steps=20,
+            val_check_interval=every,
+            enable_checkpointing=True,
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)],
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            place = "lightning_commfree.strategies.streaming_diloco.rank_zero_warn"
+            patch.setattr(place, said.append)
+            trainer.fit(Tiny(), loader(40), loader(8))
+        texts.append(said)
+    return texts
+
+
+def test_weights_that_have_not_moved_yet_are_said_to_be_so_once(tmp_path: Path) -> None:
+    """Fragment 1 lands for the first time after step 12 + 3; the sanity check says nothing."""
+    ((early, late),) = run_ranks(look_early, 1, tmp_path, tmp_path)
+    (text,) = early
+    assert re.match(
+        r"This (validation|checkpoint) uses the outer weights, and after 3 inner steps those of 2"
+        r" of 2 fragments .* landed once after step 15\.",
+        text,
+    )
+    assert late == []
 
 
 def fit_alone(rank: int, size: int) -> Any:

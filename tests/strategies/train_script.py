@@ -13,9 +13,7 @@ from tests.strategies.models import Tiny, loader, quiet_trainer
 
 if __name__ == "__main__":
     name, folder = sys.argv[1], Path(sys.argv[2])
-    strategy = (
-        StreamingDiLoCoStrategy(sync_every=4, start_method="spawn") if name == "instance" else name
-    )
+    strategy = StreamingDiLoCoStrategy(start_method="spawn") if name == "instance" else name
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
     module = Tiny()
     trainer.fit(module, loader(10 * 2 * 2), loader(4))

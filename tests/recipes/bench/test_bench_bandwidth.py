@@ -10,8 +10,8 @@ import pytest
 
 from recipes.bench import _bandwidth_job as job
 from recipes.bench import bandwidth
-from recipes.bench._bandwidth_page import LABELS, cells, chain, headline, page_lines, table
-from recipes.bench.netlab import why_unavailable
+from recipes.bench._bandwidth_page import LABELS, Cell, cells, chain, headline, page_lines, table
+from recipes.bench.netlab import JobResult, why_unavailable
 
 SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40}
 
@@ -113,8 +113,82 @@ def test_a_cell_is_the_median_over_rounds_of_the_slower_node() -> None:
     rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 100, 900])]
     rounds += [record("ddp", 600, 8_010_000, round_=i) for i in range(3)]
     lines = table(cells(rounds, "100mbit"))
-    assert lines[2] == "| no communication | 300.0 | - | 100.0 % | 0 | - | 3 |"
-    assert lines[3] == "| DDP | 600.0 | - | 50.0 % | 8,010,000 | 4,000,000 (computed) | 3 |"
+    assert lines[2] == "| no communication | 300.0 | 100.0 % | 0 | - | 3 |"
+    assert lines[3] == "| DDP | 600.0 | 50.0 % | 8,010,000 | 4,000,000 (computed) | 3 |"
+
+
+def stepped(row: str, round_: int, *nodes_ms: list[float]) -> dict[str, Any]:
+    """One row of one round, in which every node kept its steps."""
+    made = record(row, 0, 0, round_=round_)
+    for node, steps in zip(made["nodes"], nodes_ms, strict=True):
+        node |= {"steps": len(steps), "seconds": sum(steps) / 1e3}
+        node["step_s"] = [ms / 1e3 for ms in steps]
+    return made
+
+
+def test_step_by_step_an_interruption_falls_out_and_a_sync_stays() -> None:
+    """Every round syncs in its last step and is interrupted in another; node 0 is slower."""
+    rounds = []
+    for i in range(3):
+        steps = [10.0, 10.0, 10.0, 30.0]
+        steps[i] = 500.0
+        rounds.append(stepped("none", i, steps, [9.0] * 4))
+    (cell,) = cells(rounds, "100mbit").values()
+    assert isinstance(cell, Cell)
+    assert cell.step_by_step_ms() == pytest.approx(15.0)
+    assert table({"none": cell})[2].startswith("| no communication | 137.5 | 15.0 |")
+    (cell,) = cells(rounds[:2], "100mbit").values()
+    assert isinstance(cell, Cell)
+    assert cell.step_by_step_ms() is None, "of two rounds a median is the mean"
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        ([11, 12, 13, 14], "step by step 1.2500 (1.2000 to 1.3000 with any one round left out);"
+         " not slower does not hold."),
+        ([8, 9, 9, 9.5], "(0.9000 to 0.9000 with any one round left out); not slower holds."),
+        ([9, 9, 11, 11], "step by step 1.0000 (0.9000 to 1.1000 with any one round left out);"
+         " not slower cannot be told: it turns with a round left out."),
+    ],
+)  # fmt: skip
+def test_the_chain_is_judged_step_by_step_where_steps_were_kept(
+    ours: list[float], words: str
+) -> None:
+    rounds = [stepped("overlap", i, [10.0, 10.0], [9.0, 9.0]) for i in range(4)]
+    rounds += [stepped("overlap_fp4", i, [ms, ms], [1.0, 1.0]) for i, ms in enumerate(ours)]
+    (line,) = chain(cells(rounds, "100mbit"))
+    assert line.endswith(words)
+
+
+def test_what_a_row_adds_is_of_the_node_that_came_last() -> None:
+    """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
+
+    def added(row: str, i: int, link_ms: float, aside_ms: float) -> dict[str, Any]:
+        made = stepped(row, i, [100.0, 100.0], [100.0, 100.0])
+        for rank, node in enumerate(made["nodes"]):
+            waits = 40.0 if rank == i % 2 else 0.0
+            node |= {"own_s": [0.0, (link_ms + waits) / 1e3], "aside_s": 2 * aside_ms / 1e3}
+        return made
+
+    rounds = [added("overlap", i, 6.0, 0.5) for i in range(2)]
+    rounds += [added("overlap_fp4", i, 2.0, 0.25) for i in range(2)]
+    found = cells(rounds, "100mbit")
+    assert [cell.added_ms for cell in found.values()] == pytest.approx([3.5, 1.25])
+    assert chain(found)[0].endswith("It adds 1.25 ms to a step, the other 3.50: by that it holds.")
+    head, _, first, _ = table(found)
+    assert head.startswith("| | ms a step | added | utilization |")
+    assert "| 100.0 | 3.5 | - |" in first
+    found = {"overlap": found["overlap_fp4"], "overlap_fp4": found["overlap"]}
+    assert chain(found)[0].endswith("the other 1.25: by that it does not hold.")
+
+
+def test_rounds_that_did_not_keep_their_steps_are_judged_by_their_means() -> None:
+    rounds = [stepped("overlap", i, [10.0], [9.0]) for i in range(3)]
+    rounds += [record("overlap_fp4", 110, 0, round_=i) for i in range(3)]
+    (line,) = chain(cells(rounds, "100mbit"))
+    assert "step by step" not in line
+    assert line.endswith("not slower does not hold.")
 
 
 def test_the_page_says_how_far_rounds_of_one_row_lie_apart() -> None:
@@ -130,7 +204,7 @@ def test_a_row_that_failed_shows_its_error_and_no_figure() -> None:
     raw = {"settings": SETTINGS, "records": good()}
     raw["records"].append({"rate": "100mbit", "row": "ddp_bf16", "round": 0, "nodes": nodes})
     (line,) = [line for line in page_lines(raw, ["100mbit"]) if "bf16 hook" in line]
-    assert line == "| DDP, bf16 hook | did not run: gloo has no bf16 | | | | | |"
+    assert line == "| DDP, bf16 hook | did not run: gloo has no bf16 | | | | |"
 
 
 def test_the_order_rotates_and_torchft_has_jobs_of_its_own() -> None:
@@ -164,6 +238,41 @@ def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: P
     assert repeated.raw["records"][-1]["call"] == 2, "it ran at another time"
     with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
         bandwidth.Results(path, {**SETTINGS, "steps": 5})
+
+
+def test_a_call_that_only_failed_is_not_named(tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    bandwidth.Results(path, SETTINGS, ["- measured"]).add(
+        "100mbit", 0, record("ddp", 1, 1)["nodes"]
+    )
+    again = bandwidth.Results(path, SETTINGS, ["- failed"])
+    again.add("100mbit", 0, bandwidth._failed("ddp_bf16", 8, "no"))
+    assert again.provenance == ["- measured"]
+
+
+class Broken:
+    """A laboratory whose jobs write `rows` and then fail."""
+
+    names = ("node0", "node1")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def run(self, commands: list[list[str]], timeout_s: float, env: Any) -> list[JobResult]:
+        for *_, file in commands:
+            lines = [json.dumps({"row": row, "error": None}) for row in ("none", "ddp")]
+            Path(file).write_text("\n".join(lines[: self._rows]))
+        return [JobResult(0, "", 0), JobResult(-6, "aborted at its end", 0)]
+
+
+@pytest.mark.parametrize(("rows", "errors"), [(2, [None, None]), (1, [None, "exit code -6, ab"])])
+def test_what_was_measured_before_a_job_failed_is_kept(
+    rows: int, errors: list[str | None], tmp_path: Path
+) -> None:
+    options = bandwidth.parse(["--raw", str(tmp_path / "raw.json")])
+    measured = bandwidth.run_job(Broken(rows), "job", [("none", 5), ("ddp", 5)], options)
+    for (node, _), error in zip(measured, errors, strict=True):
+        assert node["error"] == error or node["error"].startswith(error)
 
 
 def test_results_of_an_older_version_go_on(tmp_path: Path) -> None:
@@ -227,6 +336,10 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
         assert node["parameters"] / 2 < node["ledger_bytes"] < 0.55 * node["parameters"]
         # the page has 0.3 % of headers; on a busy machine TCP also resends what was not lost
         assert node["ledger_bytes"] < node["wire_bytes"] < 1.1 * node["ledger_bytes"]
+        # it acts where a fragment leaves or lands, which is in 6 of 10 steps at most
+        assert len(node["own_s"]) == 10
+        assert sorted(node["own_s"])[3] < 0.001 < max(node["own_s"]) < node["seconds"]
+        assert node["aside_s"] > 0
     for node in none:
         assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
     assert "| + fp4 |" in page.read_text()

@@ -127,15 +127,16 @@ def test_nothing_stays_behind_and_two_laboratories_do_not_collide(
 
 
 @needs_networks
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_command_cleans_up_when_it_is_told_to_end(
     signum: signal.Signals, tmp_path: Path
 ) -> None:
     # the jobs say themselves that they run: to read its counters, a node runs other commands before
     job = ["sh", "-c", f'touch "{tmp_path}/$RANK" && exec sleep 60']
     command = [sys.executable, "-m", "recipes.bench.netlab", "--", *job]
-    # a shell may have left SIGINT ignored for its background jobs, and tests may be one
-    unignored = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    # a shell or `nohup` may have left it ignored for background jobs, and tests may be one
+    handler = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+    unignored = {"preexec_fn": lambda: signal.signal(signum, handler)}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **unignored)
     try:
         deadline = time.monotonic() + 60

@@ -165,10 +165,22 @@ def test_results_of_other_settings_are_not_mixed(
 ) -> None:
     where = ["--raw", str(tmp_path / "raw.json"), "--page", str(tmp_path / "page.md")]
     where += ["--traces", str(tmp_path / "traces")]
-    overlap.Raw(tmp_path / "raw.json", {"rounds": 7}).save()
+    overlap.Raw(tmp_path / "raw.json", {"rounds": 7}).add("mechanism", {})
     assert overlap.main(["--page-only", *where]) == 2
     assert "was measured with {'rounds': 7}, not with" in capsys.readouterr().err
     assert not (tmp_path / "page.md").exists()
+
+
+def test_who_has_measured_is_kept_with_the_results(tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    overlap.Raw(path, {}, ["- the first call"]).add("laboratory", [], "1gbit")
+    overlap.Raw(path, {}, ["- that measures nothing"])
+    later = overlap.Raw(path, {}, ["- the third call"])
+    assert later.provenance == ["- the first call"]
+    later.add("laboratory", [], "2gbit")
+    later.add("mechanism", {})
+    assert later.provenance == ["- the first call", "- the third call"]
+    assert list(json.loads(path.read_text())["laboratory"]) == ["1gbit", "2gbit"]
 
 
 def test_without_a_laboratory_it_says_why(

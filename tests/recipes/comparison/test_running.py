@@ -44,7 +44,7 @@ class Script(Job):
 
 
 def script(name: str, folder: Path, code: str) -> Script:
-    return Script(name, (), folder / name, (), 1, code)
+    return Script(name, (), folder / name, (), 1, code=code)
 
 
 def plan(folder: Path, timeout_s: float | None = 60.0) -> Plan:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,17 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path) -> None:
     path = tokenize(Documents("ab", "c"), "train", WideTokenizer(), str(tmp_path))
     assert path.suffix == ".uint32"
     assert TokenBlocks(path, 2).tokens.tolist() == [2**16 - ord(letter) for letter in "abc"]
+
+
+def test_a_memory_map_is_not_pickled(tmp_path) -> None:
+    path = tmp_path / "tokens.uint16"
+    np.arange(10_000, dtype="<u2").tofile(path)
+    blocks = TokenBlocks(path, 100, offset=20)
+    pickled = pickle.dumps(blocks)
+    assert len(pickled) < 1000
+    again = pickle.loads(pickled)
+    assert len(again) == len(blocks) == 99
+    assert torch.equal(again[98], blocks[98])
 
 
 def test_many_documents_keep_their_order(tmp_path) -> None:

@@ -76,6 +76,19 @@ def test_validation_counts_every_token_once(data, quiet_trainer, devices) -> Non
     assert mean_of_means != pytest.approx(expected, rel=1e-4)
 
 
+def test_sums_of_a_model_in_bf16_do_not_stick(quiet_trainer, tmp_path) -> None:
+    """In bf16 a count of targets stops after 256 batches, and the mean goes on growing."""
+    corpus = MarkovChain(26, 40 * BLOCK_SIZE, 800 * BLOCK_SIZE)
+    data = TokenDataModule(corpus, byte_tokenizer(), str(tmp_path), BLOCK_SIZE, batch_size=2)
+    module = LanguageModel(GPT2.to_dict())
+    trainer = quiet_trainer(precision="bf16-true")
+    for _ in range(2):  # what was cast in the first time is used in the second
+        [metrics] = trainer.validate(module, datamodule=data, verbose=False)
+        expected = token_loss(module, data.val_dataloader())
+        assert metrics["val/loss"] == pytest.approx(expected, rel=1e-4)
+    assert next(module.parameters()).dtype == torch.bfloat16
+
+
 def test_token_loss_is_the_validation_loss(data) -> None:
     module = LanguageModel(GPT2.to_dict())
     found = token_loss(module, data.val_dataloader())

@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from recipes.pretrain import build, build_data, build_module
 from recipes.training import memory
+from recipes.training.evaluation import generate_text
 from recipes.training.length import Ranks
 from recipes.training.memory import estimate, free_host_bytes
 from recipes.training.run import fit
@@ -98,6 +99,18 @@ def test_a_gpu_is_asked_for_its_own(compose_config, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"on each GPU .* 10 kB are free"):
         memory.check_memory(config, lambda: build_module(config, data))
     memory.check_memory({**config, "check_memory": False}, lambda: pytest.fail("not wanted"))
+
+
+def test_a_process_that_will_fork_does_not_touch_cuda(compose_config, monkeypatch) -> None:
+    """Its children could not use it: also asking for the state of random numbers begins CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    touch = lambda *_: pytest.fail("CUDA was touched")  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", touch)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", touch)
+    config = compose_config(*SMALL, "strategy=ddp")
+    data = build_data(config)
+    memory.check_memory(config, lambda: build_module(config, data))
+    generate_text(build_module(config, data), data.tokenizer, "a", 2, seed=0)
 
 
 def test_a_jobs_limit_counts(monkeypatch, tmp_path) -> None:

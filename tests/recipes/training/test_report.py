@@ -14,12 +14,12 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from PIL import Image
 from transformers import GPT2Config
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_blocks import TokenBlocks
 from recipes.data.token_data import TokenDataModule, unigram_loss
 from recipes.data.tokenizer import byte_tokenizer
-from recipes.training.evaluation import generate_text
+from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
@@ -135,6 +135,12 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit) -> None:
     assert 0 < summary.bytes_sent < summary.ddp_bytes
 
 
+def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data) -> None:
+    _, module, summary = fit(strategy=DominoTPStrategy(start_method="fork"))
+    whole = token_loss(module, data.val_dataloader())
+    assert summary.validation_loss == pytest.approx(whole, rel=1e-5)
+
+
 def test_one_rank_sends_nothing(fit) -> None:
     recorder, _, summary = fit(devices=1, strategy="auto")
     assert summary.bytes_sent == summary.ddp_bytes == 0
@@ -143,6 +149,8 @@ def test_one_rank_sends_nothing(fit) -> None:
     history = recorder.history
     assert history.steps == [1, 2, 4, 6, 8]
     assert history.bytes_sent == [0] * 5
+    # of a whole batch, and not the share of it that is accumulated; the model knows nothing yet
+    assert history.train_loss[0] == pytest.approx(math.log(257), abs=0.3)
     assert history.validation_steps == [4, 8]
     assert summary.validation_loss == pytest.approx(history.validation_loss[-1], rel=1e-6)
 

@@ -56,7 +56,6 @@ class Window:
         step_s: seconds of each step of the window, in order; their sum is `seconds`.
         own_s: of these, what Streaming DiLoCo itself took at the end of each step, waiting
             included; empty for other rows.
-        aside_s: CPU seconds of all threads but the training one, of the window.
         error: why there is no measurement; None if there is one.
     """
 
@@ -70,7 +69,6 @@ class Window:
     parameters: int = 0
     step_s: Sequence[float] = ()
     own_s: Sequence[float] = ()
-    aside_s: float = 0.0
     error: str | None = None
 
 
@@ -201,7 +199,7 @@ class Stopwatch(pl.Callback):
 
     def __init__(self, row: str, steps: int, sync_every: int) -> None:
         self._row, self._steps, self._sync_every = row, steps, sync_every
-        self._start = (0, LedgerTotals(0, 0.0, 0), 0.0)  # interface, ledger, other threads
+        self._start = (0, LedgerTotals(0, 0.0, 0))  # interface and ledger
         self._ends: list[float] = []  # of the last warm-up step and those of the window
         self._own: list[float] = []  # of every step since the fit began
         self.window: Window | None = None
@@ -229,12 +227,11 @@ class Stopwatch(pl.Callback):
         counted = ledger.totals() if ledger else LedgerTotals(0, 0.0, 0)
         if trainer.global_step == WARM_UP:
             dist.barrier()  # both begin with empty sockets and at one moment
-            self._start = (interface_counters().sent_bytes, counted, _other_threads_s())
+            self._start = (interface_counters().sent_bytes, counted)
         if WARM_UP <= trainer.global_step <= WARM_UP + self._steps:
             self._ends.append(time.perf_counter())
         if trainer.global_step == WARM_UP + self._steps:
-            wire, before, aside = self._start
-            aside = _other_threads_s() - aside
+            wire, before = self._start
             dist.barrier()  # what the peer waits for has left our interface
             self.window = Window(
                 row=self._row,
@@ -242,7 +239,6 @@ class Stopwatch(pl.Callback):
                 seconds=self._ends[-1] - self._ends[0],
                 step_s=[end - start for start, end in pairwise(self._ends)],
                 own_s=self._own[-self._steps :],
-                aside_s=aside,
                 wire_bytes=interface_counters().sent_bytes - wire,
                 ledger_bytes=counted.bytes_sent - before.bytes_sent if ledger else None,
                 waited_s=counted.seconds_waited - before.seconds_waited if ledger else None,
@@ -266,10 +262,6 @@ class Stopwatch(pl.Callback):
         voting = trainer.strategy._voting
         assert voting is not None, "a fit runs"
         return self._steps * voting.bytes_per_step
-
-
-def _other_threads_s() -> float:
-    return time.process_time() - time.thread_time()
 
 
 def measure(row: str, steps: int, sync_every: int) -> Window:

@@ -39,7 +39,7 @@ class Cell:
 
     ms_by_round: Mapping[Turn, float]  # a window's mean step
     steps_by_round: Mapping[Turn, NDArray[np.float64]]  # ms, nodes x steps; where they were kept
-    added_ms: float | None  # per step, by the strategy itself; None: nobody measured it
+    own_ms: float | None  # per step, of the strategy itself; None: nobody measured it
     step_ms: float
     wire_bytes: float  # per step and node
     ledger_bytes: float | None
@@ -106,7 +106,7 @@ def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
             for turn, round_ in rounds.items()
             if all(node.get("step_s") for node in round_)
         },
-        added_ms=_added_ms(list(rounds.values())),
+        own_ms=_own_ms(list(rounds.values())),
         step_ms=statistics.median(step_ms.values()),
         wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
         ledger_bytes=statistics.median(counted) if counted else computed,
@@ -115,19 +115,17 @@ def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
     )
 
 
-def _added_ms(rounds: Sequence[Sequence[dict[str, Any]]]) -> float | None:
-    """Return what the strategy adds to a step, all included, but for waiting for a slower node.
+def _own_ms(rounds: Sequence[Sequence[dict[str, Any]]]) -> float | None:
+    """Return how long the strategy holds up training, per step, but for waiting for a slower node.
 
     Of what it took at the end of each step: of the node that took less, for the other one came
-    first and waited; of these the medians over the rounds, and their mean over the steps. And the
-    CPU time of threads beside the training one, which at worst takes as much of its core.
+    first and waited; of these the medians over the rounds, and their mean over the steps.
     """
     kept = [round_ for round_ in rounds if all(node.get("own_s") for node in round_)]
     if not kept:
         return None
     own = [np.array([node["own_s"] for node in round_]).min(axis=0) for round_ in kept]
-    aside = [node["aside_s"] / node["steps"] for round_ in kept for node in round_]
-    return 1e3 * float(np.median(own, axis=0).mean() + np.median(aside))
+    return 1e3 * float(np.median(own, axis=0).mean())
 
 
 def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> list[str]:
@@ -135,14 +133,14 @@ def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> l
 
     Times that no row has are left out.
     """
-    columns: dict[str, Callable[[Cell], float | None]] = {
-        "ms a step": lambda cell: cell.step_ms,
+    more: dict[str, Callable[[Cell], float | None]] = {
         "step by step": Cell.step_by_step_ms,
         "waited": lambda cell: cell.waited_ms,
-        "added": lambda cell: cell.added_ms,
+        "own": lambda cell: cell.own_ms,
     }
     measured = [cell for cell in found.values() if isinstance(cell, Cell)]
-    times = {k: ms for k, ms in columns.items() if any(ms(cell) is not None for cell in measured)}
+    times: dict[str, Callable[[Cell], float | None]] = {"ms a step": lambda cell: cell.step_ms}
+    times |= {k: ms for k, ms in more.items() if any(ms(cell) is not None for cell in measured)}
     after = ["utilization", "bytes a step, interface", "bytes a step, ledger", "rounds"]
     lines = [f"| | {' | '.join([*times, *after])} |", "|---" * (1 + len(times) + len(after)) + "|"]
     none = found.get("none")
@@ -183,11 +181,11 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
                 reach += f" ({low:.4f} to {high:.4f} with any one round left out)"
             verdict = _verdict_of_steps(by_step, without_one)
         text = f"{ratio:.4f} of its time{reach}; not slower {verdict}"
-        if first.added_ms is not None and second.added_ms is not None:
-            more = "does not hold" if second.added_ms > first.added_ms else "holds"
+        if first.own_ms is not None and second.own_ms is not None:
+            more = "does not hold" if second.own_ms > first.own_ms else "holds"
             text += (
-                f". It adds {second.added_ms:.2f} ms to a step, the other {first.added_ms:.2f}: by"
-                f" that it {more}"
+                f". It holds training up for {second.own_ms:.2f} ms a step, the other for"
+                f" {first.own_ms:.2f}: by that it {more}"
             )
         lines.append(f"- {LABELS[after]}, against {LABELS[before]}: {text}.")
     return lines
@@ -307,10 +305,10 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
         " every round stays; what a node waits for one that was stopped falls out too. Where"
         f" {FEWEST_ROUNDS} rounds or more kept their steps, it decides whether a row is slower"
         " than the one before it. What computes the same differs by several per cent from fit to"
-        " fit on this machine; so there is also what a row of DiLoCo itself adds to a step: the"
-        " time that the strategy takes at the end of each step, waiting for the link included, of"
-        " the node that took less (the other one had come first, and waited for it), and the CPU"
-        " time of the threads that send, which share the machine's two cores with training.",
+        " fit on this machine. Own: how long the strategy itself holds up training, at the end of"
+        " steps, waiting for the link included, of the node that took less (the other one had come"
+        " first, and waited for it); with what the first launch of a fit takes once, in a window of"
+        " one cycle.",
         "",
         f"The window of a DiLoCo row is {settings['cycles']} whole cycle(s) in the steady state. A"
         " fit is silent for its first H steps; for the timing its step counter starts a few steps"

@@ -161,26 +161,27 @@ def test_the_chain_is_judged_step_by_step_where_steps_were_kept(
     assert line.endswith(words)
 
 
-def test_what_a_row_adds_is_of_the_node_that_came_last() -> None:
+def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
     """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
 
-    def added(row: str, i: int, link_ms: float, aside_ms: float) -> dict[str, Any]:
+    def held(row: str, i: int, link_ms: float) -> dict[str, Any]:
         made = stepped(row, i, [100.0, 100.0], [100.0, 100.0])
         for rank, node in enumerate(made["nodes"]):
             waits = 40.0 if rank == i % 2 else 0.0
-            node |= {"own_s": [0.0, (link_ms + waits) / 1e3], "aside_s": 2 * aside_ms / 1e3}
+            node["own_s"] = [0.0, (link_ms + waits) / 1e3]
         return made
 
-    rounds = [added("overlap", i, 6.0, 0.5) for i in range(2)]
-    rounds += [added("overlap_fp4", i, 2.0, 0.25) for i in range(2)]
+    rounds = [held("overlap", i, 6.0) for i in range(2)]
+    rounds += [held("overlap_fp4", i, 2.0) for i in range(2)]
     found = cells(rounds, "100mbit")
-    assert [cell.added_ms for cell in found.values()] == pytest.approx([3.5, 1.25])
-    assert chain(found)[0].endswith("It adds 1.25 ms to a step, the other 3.50: by that it holds.")
+    assert [cell.own_ms for cell in found.values()] == pytest.approx([3.0, 1.0])
+    ours = "It holds training up for 1.00 ms a step, the other for 3.00: by that it holds."
+    assert chain(found)[0].endswith(ours)
     head, _, first, _ = table(found)
-    assert head.startswith("| | ms a step | added | utilization |")
-    assert "| 100.0 | 3.5 | - |" in first
+    assert head.startswith("| | ms a step | own | utilization |")
+    assert "| 100.0 | 3.0 | - |" in first
     found = {"overlap": found["overlap_fp4"], "overlap_fp4": found["overlap"]}
-    assert chain(found)[0].endswith("the other 1.25: by that it does not hold.")
+    assert chain(found)[0].endswith("the other for 1.00: by that it does not hold.")
 
 
 def test_rounds_that_did_not_keep_their_steps_are_judged_by_their_means() -> None:
@@ -339,7 +340,6 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
         # it acts where a fragment leaves or lands, which is in 6 of 10 steps at most
         assert len(node["own_s"]) == 10
         assert sorted(node["own_s"])[3] < 0.001 < max(node["own_s"]) < node["seconds"]
-        assert node["aside_s"] > 0
     for node in none:
         assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
     assert "| + fp4 |" in page.read_text()

@@ -92,7 +92,7 @@ def test_a_row_that_failed_shows_its_error_and_contention_is_told() -> None:
     nodes = bandwidth._failed("lion", 10, "no way", 4)
     raw["records"].append({"rate": "100mbit", "row": "lion", "round": 0, "nodes": nodes})
     lines = page_lines(raw, ["100mbit"], [2, 4], cores=2)
-    assert "| Distributed Lion, majority, overlap | did not run: no way | | | | | |" in lines
+    assert "| Distributed Lion, majority, overlap | did not run: no way | | | | |" in lines
     (told,) = [line for line in lines if "share" in line]
     assert told.startswith("4 nodes share 2 cores: every row's computing takes about 2 times")
     assert lines.index(told) > lines.index("## 4 nodes, 100mbit")

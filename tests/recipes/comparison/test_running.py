@@ -74,7 +74,7 @@ def assert_gone(pid: int) -> None:
 
 
 def test_a_job_that_fails_is_named_with_its_last_lines_and_the_others_run(tmp_path: Path) -> None:
-    code = "import sys; print(*range(99), sep='\\n'); sys.exit('no such corpus')"
+    code = "import sys; print(*range(99), sep='\\n', flush=True); sys.exit('no such corpus')"
     jobs = [script("a", tmp_path, code), script("b", tmp_path, "print('fine')")]
     console = quiet()
     bad, good = run_all(jobs, plan(tmp_path), console)

@@ -126,10 +126,15 @@ def _table(losses: Losses, seeds: int, outer: OuterByM) -> list[str]:
             f"| {cell.model} | {cell.replicas} | {cell.sync_every} | {len(found)} of {seeds}"
             f" | {_loss(losses, theirs)} | {_loss(losses, fp4)}"
             f" | {_percent(found)} | {target} % | {_verdict(found, target)}"
-            f" | {_loss(losses, fp32)} | {_percent(against_fp32)}"
+            f" | {_loss(losses, fp32)} | {_percent(against_fp32)}{_of(against_fp32, seeds)}"
             f" | {WIRE_TARGET} % | {_verdict(against_fp32, WIRE_TARGET)} |"
         )
     return lines
+
+
+def _of(found: Sequence[float], seeds: int) -> str:
+    """Return how many seeds there are, where it is some and not all of them."""
+    return f" ({len(found)} of {seeds})" if 0 < len(found) < seeds else ""
 
 
 def _swept_table(losses: Losses) -> list[str]:

@@ -156,3 +156,8 @@ def test_a_true_run_and_that_ddp_on_two_ranks_stands_for_four(
     # float32 sums in another order; 6 steps move the loss by more than a thousand times as much
     assert four["validation_loss"] == pytest.approx(summary["validation_loss"], abs=1e-4)
     assert abs(summary["validation_loss"] - summary["unigram_loss"]) > 0.1
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, ""), (1, " (1 of 3)"), (3, "")])
+def test_a_mean_of_some_seeds_says_so(count: int, said: str) -> None:
+    assert quality._of([0.1] * count, 3) == said

@@ -172,15 +172,20 @@ def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
     _pack(codes, 4, packed, start)
 
 
-def unpack_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read some of the codes of a packed buffer.
+def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
+    """Read some of the codes of a packed buffer into the upper ends of 16-bit words.
+
+    Whoever makes floating-point numbers of codes shifts and masks the words anyway: the codes need
+    not be taken out by themselves first.
 
     Args:
         packed: uint8, shape (packed_nibbles_size(N),), of all N codes.
         start: which code is the first to be read.
-        out: where codes `start` to `start` + n are written: uint8, shape (n,), values 0 to 15.
+        out: int16, shape (n,); bits 12 to 15 of word i become code `start` + i, those below mean
+            nothing.
     """
-    _unpack(packed, 4, out, start)
+    for row, place, part in _places(start, out.numel(), packed.numel()):
+        out[part].copy_(packed[place]).bitwise_left_shift_(8 if row else 12)
 
 
 def _packed_size(numel: int, bits: int) -> int:

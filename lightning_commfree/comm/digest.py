@@ -7,7 +7,6 @@ from torch import Tensor
 
 _PRIME = 0x9E3779B1
 _ROW = 1024  # words
-_PART = 2**14  # rows; a sum on a CUDA device first widens all that it is given: 128 MB here
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -20,23 +19,28 @@ def digest(tensor: Tensor) -> Tensor:
         int64, no dimension, on the tensor's device; never 0 but by chance.
     """
     raw = tensor.detach().view(-1).view(torch.uint8)
-    if raw.storage_offset() % 4:  # the words of a view that begins within one
+    if raw.storage_offset() % 8:  # the words of a view that begins within one
         raw = raw.clone()
-    whole = raw.numel() // 4 * 4
-    words = raw[:whole].view(torch.int32)
+    whole = raw.numel() // 8 * 8
+    words = raw[:whole].view(torch.int64)
     rows = words.numel() // _ROW * _ROW
     table = words[:rows].view(-1, _ROW)
-    # two plain sums run at memory speed; a change that neither sees would have to cancel out in
-    # its row and in its column
-    columns = torch.zeros(_ROW, dtype=torch.int64, device=raw.device)
-    sums = [columns]
-    for part in torch.split(table, _PART):
-        columns += part.sum(0, dtype=torch.int64)
-        sums.append(part.sum(1, dtype=torch.int64))
-    return mix_digests(torch.cat([*sums, words[rows:].to(torch.int64), raw[whole:].long()]))
+    # two plain sums run at memory speed, and of int64 without a wider copy; a change that neither
+    # sees would have to cancel out in its row and in its column
+    found = torch.cat([table.sum(0), table.sum(1), words[rows:], raw[whole:].long()])
+    return _folded(mix_digests(_folded(found)))
 
 
 def mix_digests(words: Tensor) -> Tensor:
     """Return the sum of int64 words, each times a number of its place; it wraps at 2^64."""
     places = torch.arange(1, 2 * words.numel(), 2, device=words.device) * _PRIME
     return ((words * _PRIME + 1) * places).sum()
+
+
+def _folded(words: Tensor) -> Tensor:
+    """Let the upper half of int64 words be seen in the lower one too; no two words become equal.
+
+    Products and sums carry upwards only. Without it a change of the uppermost bit, in its row and
+    in its column, would be lost in the mix, and others would not reach the lower half of a digest.
+    """
+    return words ^ ((words >> 32) & 0xFFFF_FFFF)

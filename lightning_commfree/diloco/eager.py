@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from lightning_commfree.diloco.exchange import TAG
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.diloco.wire import decode
 
 
 class EagerDiLoCo(StreamingDiLoCo):
@@ -103,7 +104,8 @@ class EagerDiLoCo(StreamingDiLoCo):
     def _own(self, p: int) -> Tensor:
         fragment = self.fragments[p]
         sent = self._sent[p].to(fragment.global_copy.device)
-        return self._wire.decode(sent, fragment.parameter_numel)
+        own = torch.empty(fragment.parameter_numel, dtype=torch.float32, device=sent.device)
+        return decode(self._wire, sent, own)
 
     @override
     def _digest(self, p: int) -> int:

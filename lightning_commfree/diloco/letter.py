@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.wire import WireFormat
+from lightning_commfree.diloco.quantize import pieces
+from lightning_commfree.diloco.wire import WireFormat, decode
 
 _HEADER_BYTES = 3 * 8
 
@@ -53,7 +54,9 @@ class Letter:
         self, values: Tensor, exact: Tensor, header: Header, extra: Tensor | None = None
     ) -> Tensor:
         """Return a message: uint8, shape (num_bytes,), on the device of `values`."""
-        message = torch.zeros(self.num_bytes, dtype=torch.uint8, device=values.device)
+        message = torch.empty(self.num_bytes, dtype=torch.uint8, device=values.device)
+        message[: self._payload_at].zero_()
+        message[self._payload_end :].zero_()
         for word, value in zip(message[:_HEADER_BYTES].view(torch.int64), header, strict=True):
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))  # neither is waited for
@@ -77,28 +80,51 @@ class Letter:
         rows = [row[self._exact_at : self._exact_end].view(torch.float32) for row in messages]
         return torch.stack(rows)
 
-    def values(self, message: Tensor) -> Tensor:
-        """Decode one message: fp32, shape (numel,)."""
-        return self._wire.decode(message[self._payload_at : self._payload_end], self._numel)
+    def values(self, messages: Tensor) -> Tensor:
+        """Decode messages: fp32, shape (M, numel)."""
+        shape = len(messages), self._numel
+        values_MN = torch.empty(shape, dtype=torch.float32, device=messages.device)
+        for message, row in zip(messages, values_MN, strict=True):
+            decode(self._wire, self._payload(message), row)
+        return values_MN
 
     def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values' mean and inner products."""
-        rows_MN = torch.stack([self.values(message) for message in messages])
-        return _mean(rows_MN), rows_MN @ rows_MN.T
+        """Return the values' mean, fp32, shape (numel,), and inner products, (M, M).
+
+        Piece by piece: the decoded values of all replicas need not exist at once.
+        """
+        size, device = len(messages), messages.device
+        mean = torch.empty(self._numel, dtype=torch.float32, device=device)
+        gram_MM = torch.zeros(size, size, device=device)
+        room_MV: Tensor | None = None
+        for piece in pieces(self._numel, device):
+            if room_MV is None:  # the first piece is the largest
+                room_MV = torch.empty(size, piece.numel, device=device)
+            rows_MV = room_MV[:, : piece.numel]
+            for message, row in zip(messages, rows_MV, strict=True):
+                self._wire.decode_piece(self._payload(message), self._numel, piece, row)
+            _average(rows_MV, out=mean[piece.values])
+            for i, row in enumerate(rows_MV):  # not all at once: BLAS is slow at so flat a product
+                gram_MM[i, i:] += rows_MV[i:] @ row
+        return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_exact(self, messages: Tensor) -> Tensor:
         """Return the buffers' mean; what all hold, infinities included, stays what it is."""
         rows_ME = self.exact(messages)
-        return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], _mean(rows_ME))
+        mean = _average(rows_ME, out=torch.empty_like(rows_ME[0]))
+        return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
+
+    def _payload(self, message: Tensor) -> Tensor:
+        return message[self._payload_at : self._payload_end]
 
 
-def _mean(rows_MN: Tensor) -> Tensor:
-    """Return the mean over the replicas; the sum runs in their order."""
-    mean = torch.zeros_like(rows_MN[0])
-    for row in rows_MN:
-        mean += row
+def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
+    """Write the mean over the replicas into `out`; the sum runs in their order."""
+    torch.add(rows_MN[0], 0.0, out=out)  # as a sum from zero: -0.0 becomes 0.0
+    for row in rows_MN[1:]:
+        out += row
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
-    return mean.div_(torch.full((), float(len(rows_MN)), device=mean.device))
+    return out.div_(torch.full((), float(len(rows_MN)), device=out.device))
 
 
 def compare_headers(headers_M3: Tensor) -> tuple[bool, bool, bool]:

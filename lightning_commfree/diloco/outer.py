@@ -105,9 +105,10 @@ class OuterFragment:
         themselves: they are averaged and not stepped, and a rounded difference could make a
         variance negative.
         """
-        local = self._local_shard()
-        gradient = self.global_copy.to(local.device, non_blocking=True) - local
-        gradient[self.parameter_numel :] = local[self.parameter_numel :]
+        gradient = self._local_shard()
+        parameters = gradient[: self.parameter_numel]
+        outer = self.global_copy[: self.parameter_numel].to(gradient.device, non_blocking=True)
+        torch.sub(outer, parameters, out=parameters)
         return gradient
 
     def is_local(self, buffers: bool = True) -> bool:
@@ -164,6 +165,9 @@ class OuterFragment:
         for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
             if i >= split and not buffers:
                 break
+            if mix and i < split and local.dtype == torch.float32:
+                local.lerp_(outer, 1.0 - mix)  # the same bits, without a copy in between
+                continue
             merged = torch.lerp(local.float(), outer, 1.0 - mix) if mix else outer
             if i >= split:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))

@@ -11,8 +11,8 @@ two with either sign. The paper does not state scale, block, rounding or zero; h
 - *Zero* stays zero, so weights that were not touched (unused embedding rows) stay where they are.
   It keeps its sign, and so do values that become 0. Powers of two in range are exact. A block whose
   largest magnitude rounds to less than 2^-118 becomes zero.
-- *NaN, Inf* (and what rounds up to 2^128): the whole block decodes to NaN, on all replicas alike: a
-  replica that diverged shows.
+- *NaN, Inf* (and what rounds to 2^120 or more): the whole block decodes to NaN, on all replicas
+  alike: a replica that diverged shows.
 
 int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and rounds to the nearest
 with ties to even; 8.125 bits a value. A block of which the largest magnitude is below 2^-118
@@ -26,6 +26,7 @@ and of other blocks and scales, from which these were chosen.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -37,8 +38,9 @@ _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 _EXPONENT_OF_NAN = 255
 _LOWEST_TOP = 9  # biased exponent of 2^-118: below it the codes' lowest power would be subnormal
+_HIGHEST_TOP = 246  # of 2^119: above it 2^(E+8) is more than fp32 holds
 _SMALLEST_LARGEST = 2.0**-118  # so that neither 127 / largest overflows nor the scale is subnormal
-_CPU_PIECE = 2**18  # values; 3 MB with the scratch: smaller pieces pay more for torch's calls
+_CPU_PIECE = 2**19  # values; 4 MB of scratch: smaller pieces pay more for torch's calls
 _DEVICE_PIECE = 2**25  # few launches; the scratch takes 8 bytes a value
 
 
@@ -76,88 +78,144 @@ def pieces(numel: int, device: torch.device) -> Iterator[Piece]:
         yield Piece(slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1))
 
 
+class _Room:
+    """What lies between the values and the codes of one piece; shape (B, V): blocks, their values.
+
+    Args:
+        scratch: from which it is cut.
+        shape: of the piece.
+    """
+
+    def __init__(self, scratch: _Scratch, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        numel = shape[0] * shape[1]
+        self.fp32 = scratch.fp32[:numel].view(shape)
+        self.bits = self.fp32.view(torch.int32)
+        self.half = scratch.half[:numel].view(shape)
+        self.half_bits = self.half.view(torch.int16)
+        self.codes, self.more_codes = scratch.byte[:numel], scratch.second_byte[:numel]
+        self.top_B, self.factor_B1 = scratch.top[: shape[0]], scratch.factor[: shape[0]]
+
+
 class _Scratch:
-    """Room for what lies between the values and the codes of one piece, taken once for all."""
+    """Room for pieces of any shape up to a size, and what E3M0 looks up by a biased exponent.
+
+    Attributes:
+        scales: uint8, shape (256,): the byte that goes over the wire.
+        factors: fp32, shape (256, 1): 2^(-E-8), with which a block is multiplied; 0 for one that
+            becomes zero.
+        powers: fp32, shape (256, 1): 2^(E+8), with which it is multiplied on the way back; NaN for
+            one with a NaN or an Inf.
+    """
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        # the first piece is the largest
-        size = max((piece.numel for piece in pieces(numel, device)), default=0)
-        self.fp32 = torch.empty(size, dtype=torch.float32, device=device)
-        self.half = torch.empty(size, dtype=torch.float16, device=device)
+        self.numel = numel
+        self.fp32 = torch.empty(numel, dtype=torch.float32, device=device)
+        self.half = torch.empty(numel, dtype=torch.float16, device=device)
         self.byte, self.second_byte = (
-            torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)
+            torch.empty(numel, dtype=torch.uint8, device=device) for _ in range(2)
         )
+        most_blocks = max(num_blocks(numel), 1)  # one that is shorter than a block has a scale too
+        self.top = torch.empty(most_blocks, dtype=torch.int32, device=device)
+        self.factor = torch.empty(most_blocks, 1, device=device)
+        exponent = torch.arange(_EXPONENT_OF_NAN + 1, dtype=torch.int32, device=device)
+        exponent.masked_fill_(exponent < _LOWEST_TOP, 0)
+        exponent.masked_fill_(exponent > _HIGHEST_TOP, _EXPONENT_OF_NAN)
+        self.scales = exponent.to(torch.uint8)
+        # in two steps, because the exponent of the product may lie below those of fp32
+        factors = _power_of_two(2 * _EXPONENT_BIAS + 1 - exponent).masked_fill_(exponent == 0, 0.0)
+        self.factors = (factors * 2**-9).unsqueeze(1)
+        powers = _power_of_two(exponent.clamp(max=_HIGHEST_TOP)) * 2**8
+        powers.masked_fill_(exponent == _EXPONENT_OF_NAN, torch.nan)
+        self.powers = powers.unsqueeze(1)
+        self._room: _Room | None = None
+
+    def room(self, shape: tuple[int, int]) -> _Room:
+        """Return what a piece of this shape is worked on in; good until another shape comes."""
+        if self._room is None or self._room.shape != shape:
+            self._room = _Room(self, shape)
+        return self._room
 
 
-def encode_e3m0(values: Tensor, scales: Tensor) -> Iterator[tuple[int, Tensor]]:
+# A CPU's memory comes page by page, slower than the work that is done in it: a thread keeps its
+# scratch. A device's allocator keeps it by itself.
+_of_thread = threading.local()
+
+
+def _scratch(numel: int, device: torch.device) -> _Scratch:
+    """Return room for the pieces of `numel` values; on a CPU the thread's own, kept for all."""
+    size = max((piece.numel for piece in pieces(numel, device)), default=0)
+    if device.type != "cpu":
+        return _Scratch(size, device)
+    kept: _Scratch | None = getattr(_of_thread, "scratch", None)
+    if kept is None or kept.numel < size:
+        kept = _of_thread.scratch = _Scratch(size, device)
+    return kept
+
+
+def encode_e3m0(values: Tensor, scales: Tensor, write_codes: Callable[[int, Tensor], None]) -> None:
     """Encode fp32 `values` of shape (N,).
 
     Args:
         values: what is encoded.
-        scales: filled before the first codes come: uint8, shape (num_blocks(N),): E + 127, 0 for a
-            block that becomes zero, 255 for one with a NaN or an Inf.
-
-    Yields:
-        Index of the first value of a piece and the piece's codes, uint8 in 0..15, good until the
-        next ones come: bit 3 is the sign, bits 0 to 2 are 0 for zero and m for 2^(E - 7 + m). In a
-        block with a NaN or an Inf they mean nothing.
+        scales: filled: uint8, shape (num_blocks(N),): E + 127, 0 for a block that becomes zero, 255
+            for one with a NaN or an Inf.
+        write_codes: called with the index of a piece's first value and its codes, uint8 in 0..15,
+            shape (n,), good during the call: bit 3 is the sign, bits 0 to 2 are 0 for zero and m
+            for 2^(E - 7 + m). In a block with a NaN or an Inf they mean nothing.
     """
-    scratch = _Scratch(values.numel(), values.device)
-    infinity = _EXPONENT_OF_NAN << _MANTISSA_BITS
-    largest_B = _largest_bits(values, scratch).clamp_(max=infinity)  # a NaN counts as an Inf
-    # adding half of the mantissa's range carries into the exponent where 1.5 * 2^k is reached: the
-    # exponent of the nearest power of two
-    top_B = (largest_B + (1 << (_MANTISSA_BITS - 1))) >> _MANTISSA_BITS
-    top_B.masked_fill_(top_B < _LOWEST_TOP, 0)
-    scales.copy_(top_B.clamp_(max=_EXPONENT_OF_NAN))
-    # 2^(-E-8), in two steps because the exponent of the product may lie below those of fp32
-    factor_B = _power_of_two(2 * _EXPONENT_BIAS + 1 - top_B).masked_fill_(top_B == 0, 0.0) * 2**-9
+    scratch = _scratch(values.numel(), values.device)
     for piece in pieces(values.numel(), values.device):
-        factor_B1 = factor_B[piece.blocks].unsqueeze(1)
-        yield piece.values.start, _e3m0_codes(values[piece.values], piece, factor_B1, scratch)
+        room = scratch.room(piece.shape)
+        values_BV = values[piece.values].view(piece.shape)
+        # a NaN counts as an Inf
+        top_B = _largest_bits(values_BV, room).clamp_(max=_EXPONENT_OF_NAN << _MANTISSA_BITS)
+        # adding half of the mantissa's range carries into the exponent where 1.5 * 2^k is reached:
+        # the exponent of the nearest power of two
+        top_B.add_(1 << (_MANTISSA_BITS - 1)).bitwise_right_shift_(_MANTISSA_BITS)
+        torch.index_select(scratch.scales, 0, top_B, out=scales[piece.blocks])
+        torch.index_select(scratch.factors, 0, top_B, out=room.factor_B1)
+        write_codes(piece.values.start, _e3m0_codes(values_BV, room))
 
 
-def _e3m0_codes(values: Tensor, piece: Piece, factor_B1: Tensor, scratch: _Scratch) -> Tensor:
+def _e3m0_codes(values_BV: Tensor, room: _Room) -> Tensor:
     """Let fp16 do the rounding: 2^(E-6) becomes its least normal number, 2^-14.
 
     With the sign in bit 15, exponents in bits 10 to 14 and below 2^-14 a linear range, the code m
     of 2^(E-7+m) then stands where fp16 has its exponent: adding half of a mantissa carries into it
     at 1.5 * 2^k, and between 0 and 2^-14 at the middle, as the rounding rule has it.
     """
-    scaled = scratch.fp32[: piece.numel]
-    torch.mul(values.view(piece.shape), factor_B1, out=scaled.view(piece.shape))
+    torch.mul(values_BV, room.factor_B1, out=room.fp32)
     # sign, exponent and the first bit of the mantissa decide; the conversion would round the rest
-    scaled.view(torch.int32).bitwise_and_(-1 << (_MANTISSA_BITS - 1))
-    half = scratch.half[: piece.numel].copy_(scaled)
-    half_bits = half.view(torch.int16).add_(1 << 9).bitwise_right_shift_(10)
-    codes = scratch.byte[: piece.numel].copy_(half_bits)  # m, or m - 32 = m + 224 with a sign
-    with_sign = torch.sub(codes, 224 - 8, out=scratch.second_byte[: piece.numel])
+    room.bits.bitwise_and_(-1 << (_MANTISSA_BITS - 1))
+    room.half.copy_(room.fp32)
+    room.half_bits.add_(1 << 9).bitwise_right_shift_(10)
+    codes = room.codes
+    codes.copy_(room.half_bits.view(-1))  # m, or m - 32 = m + 224 with a sign
+    with_sign = torch.sub(codes, 224 - 8, out=room.more_codes)
     return torch.minimum(codes, with_sign, out=codes)  # without a sign `with_sign` is m + 40
 
 
-def add_e3m0(read_codes: Callable[[int, Tensor], None], scales: Tensor, total: Tensor) -> None:
-    """Add to `total`, fp32, shape (N,), what `encode_e3m0` made codes and scales of.
+def decode_e3m0(
+    read_codes: Callable[[int, Tensor], None], scales: Tensor, piece: Piece, out: Tensor
+) -> None:
+    """Decode one piece of what `encode_e3m0` made codes and scales of.
 
     Args:
-        read_codes: called with the index of a value and a uint8 tensor of shape (n,); writes the
-            codes of n values from that one on into it.
-        scales: uint8, shape (num_blocks(N),).
-        total: changed in place.
+        read_codes: called with the index of a value and an int16 tensor of shape (n,); writes the
+            codes of n values from that one on into its bits 12 to 15, and anything below.
+        scales: uint8, shape (num_blocks(N),), of all N values.
+        piece: which of them.
+        out: filled: fp32, shape (n,).
     """
-    scratch = _Scratch(total.numel(), total.device)
-    top_B = scales.to(torch.int32)
-    scale_B = _power_of_two(top_B).masked_fill_(top_B == _EXPONENT_OF_NAN, torch.nan)
-    for piece in pieces(total.numel(), total.device):
-        codes = scratch.byte[: piece.numel]
-        read_codes(piece.values.start, codes)
-        # s and mmm to bits 15 and 12 to 10: fp16 then reads 0 or 2^(m-15)
-        half_bits = scratch.half.view(torch.int16)[: piece.numel].copy_(codes)
-        half_bits.bitwise_left_shift_(12).bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
-        powers = scratch.fp32[: piece.numel].copy_(half_bits.view(torch.float16))
-        # the products are exact: whether the device fuses them into the sum does not matter
-        total[piece.values].view(piece.shape).addcmul_(
-            powers.view(piece.shape), scale_B[piece.blocks].unsqueeze(1), value=2.0**8
-        )
+    scratch = _scratch(piece.numel, out.device)
+    room = scratch.room(piece.shape)
+    read_codes(piece.values.start, room.half_bits.view(-1))
+    # s and mmm to bits 15 and 12 to 10: fp16 then reads 0 or 2^(m-15)
+    room.half_bits.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
+    room.top_B.copy_(scales[piece.blocks])
+    torch.index_select(scratch.powers, 0, room.top_B, out=room.factor_B1)
+    out.view(piece.shape).copy_(room.half).mul_(room.factor_B1)
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -169,41 +227,33 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
             nothing.
         scales: filled: fp32, shape (num_blocks(N),); NaN for a block with a NaN or an Inf.
     """
-    scratch = _Scratch(values.numel(), values.device)
-    largest_B = _largest_bits(values, scratch).view(torch.float32)
-    largest_B.masked_fill_(largest_B < _SMALLEST_LARGEST, 0.0)
-    factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
+    scratch = _scratch(values.numel(), values.device)
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
     limit = torch.full((), 127.0, device=values.device)
-    scales.copy_((largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan))
     for piece in pieces(values.numel(), values.device):
-        scaled = scratch.fp32[: piece.numel]
-        factor_B1 = factor_B[piece.blocks].unsqueeze(1)
-        torch.mul(values[piece.values].view(piece.shape), factor_B1, out=scaled.view(piece.shape))
-        codes[piece.values].copy_(scaled.round_())
+        room = scratch.room(piece.shape)
+        values_BV = values[piece.values].view(piece.shape)
+        largest_B = _largest_bits(values_BV, room).view(torch.float32)
+        largest_B.masked_fill_(largest_B < _SMALLEST_LARGEST, 0.0)
+        factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
+        scales[piece.blocks] = (largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan)
+        torch.mul(values_BV, factor_B.unsqueeze(1), out=room.fp32)
+        codes[piece.values].view(piece.shape).copy_(room.fp32.round_())
 
 
-def add_int8(codes: Tensor, scales: Tensor, total: Tensor) -> None:
-    """Add to `total`, fp32, shape (N,), what `encode_int8` made codes and scales of."""
-    scratch = _Scratch(total.numel(), total.device)
-    for piece in pieces(total.numel(), total.device):
-        decoded = scratch.fp32[: piece.numel].copy_(codes[piece.values])
-        decoded.view(piece.shape).mul_(scales[piece.blocks].unsqueeze(1))
-        # a step of its own: fused with the product it would round differently from device to device
-        total[piece.values].add_(decoded)
+def decode_int8(codes: Tensor, scales: Tensor, piece: Piece, out: Tensor) -> None:
+    """Decode one piece of what `encode_int8` made codes and scales of, into fp32 `out`, (n,)."""
+    out_BV = out.view(piece.shape).copy_(codes[piece.values].view(piece.shape))
+    out_BV.mul_(scales[piece.blocks].unsqueeze(1))
 
 
-def _largest_bits(values: Tensor, scratch: _Scratch) -> Tensor:
-    """Return every block's largest magnitude as fp32 writes it: int32, shape (num_blocks(N),).
+def _largest_bits(values_BV: Tensor, room: _Room) -> Tensor:
+    """Return every block's largest magnitude as fp32 writes it: int32, shape (B,).
 
     The bits of magnitudes are in the order of their values, with Inf and then NaN above them.
     """
-    largest_B = torch.empty(num_blocks(values.numel()), dtype=torch.int32, device=values.device)
-    for piece in pieces(values.numel(), values.device):
-        magnitudes = torch.abs(values[piece.values], out=scratch.fp32[: piece.numel])
-        bits_BV = magnitudes.view(torch.int32).view(piece.shape)
-        torch.amax(bits_BV, dim=1, out=largest_B[piece.blocks])
-    return largest_B
+    torch.abs(values_BV, out=room.fp32)
+    return torch.amax(room.bits, dim=1, out=room.top_B)
 
 
 def _power_of_two(biased_exponents: Tensor) -> Tensor:

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.bits import (
+    lift_nibbles_part,
     pack_nibbles_part,
     packed_nibbles_size,
-    unpack_nibbles_part,
 )
 from lightning_commfree.diloco import quantize
+from lightning_commfree.diloco.quantize import Piece, pieces
 
 
 class WireFormat(Protocol):
@@ -42,14 +43,8 @@ class WireFormat(Protocol):
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write fp32 `values`, shape (N,), into `out`: uint8, shape (num_bytes(N),)."""
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """Turn a payload back into fp32 values of shape (numel,); they may alias it."""
-
-    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
-        """Add the decoded values to `total`, fp32, shape (N,); the same bits as adding `decode`'s.
-
-        Faster than that: the values need not exist all at once.
-        """
+    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
+        """Write one piece of the `numel` values of a payload into `out`: fp32, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -66,17 +61,10 @@ class CastFormat:
         """See `WireFormat`."""
         out.view(self.dtype).copy_(values)
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
+    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
         """See `WireFormat`."""
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
-        return payload.view(self.dtype).to(torch.float32)
-
-    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
-        """See `WireFormat`."""
-        assert payload.numel() == self.num_bytes(total.numel()), "a payload has one size"
-        values = payload.view(self.dtype)
-        for piece in quantize.pieces(total.numel(), total.device):
-            total[piece.values].add_(values[piece.values])
+        out.copy_(payload.view(self.dtype)[piece.values])
 
 
 class Int8Format:
@@ -92,16 +80,12 @@ class Int8Format:
         scales, codes = out[:split].view(torch.float32), out[split:].view(torch.int8)
         quantize.encode_int8(values, codes, scales)
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
+    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
         """See `WireFormat`."""
-        return _decoded_onto_zeros(self, payload, numel)
-
-    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
-        """See `WireFormat`."""
-        assert payload.numel() == self.num_bytes(total.numel()), "a payload has one size"
-        split = self._scale_bytes(total.numel())
+        assert payload.numel() == self.num_bytes(numel), "a payload has one size"
+        split = self._scale_bytes(numel)
         scales, codes = payload[:split].view(torch.float32), payload[split:].view(torch.int8)
-        quantize.add_int8(codes, scales, total)
+        quantize.decode_int8(codes, scales, piece, out)
 
     def _scale_bytes(self, numel: int) -> int:
         return 4 * quantize.num_blocks(numel)
@@ -118,26 +102,25 @@ class Fp4Format:
         """See `WireFormat`."""
         split = packed_nibbles_size(values.numel())
         packed, scales = out[:split], out[split:]
-        for start, codes in quantize.encode_e3m0(values, scales):
+
+        def pack(start: int, codes: Tensor) -> None:
             pack_nibbles_part(codes, start, packed)
 
-    def decode(self, payload: Tensor, numel: int) -> Tensor:
-        """See `WireFormat`."""
-        return _decoded_onto_zeros(self, payload, numel)
+        quantize.encode_e3m0(values, scales, pack)
 
-    def add_decoded(self, payload: Tensor, total: Tensor) -> None:
+    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
         """See `WireFormat`."""
-        assert payload.numel() == self.num_bytes(total.numel()), "a payload has one size"
-        split = packed_nibbles_size(total.numel())
+        assert payload.numel() == self.num_bytes(numel), "a payload has one size"
+        split = packed_nibbles_size(numel)
         packed, scales = payload[:split], payload[split:]
-        quantize.add_e3m0(partial(unpack_nibbles_part, packed), scales, total)
+        quantize.decode_e3m0(partial(lift_nibbles_part, packed), scales, piece, out)
 
 
-def _decoded_onto_zeros(wire: WireFormat, payload: Tensor, numel: int) -> Tensor:
-    """Decode by adding: to -0.0, which leaves 0.0 and -0.0 what they are, as 0.0 would not."""
-    total = torch.full((numel,), -0.0, dtype=torch.float32, device=payload.device)
-    wire.add_decoded(payload, total)
-    return total
+def decode(wire: WireFormat, payload: Tensor, out: Tensor) -> Tensor:
+    """Write all values of a payload into `out`, fp32, shape (N,), and return it."""
+    for piece in pieces(out.numel(), out.device):
+        wire.decode_piece(payload, out.numel(), piece, out[piece.values])
+    return out
 
 
 WIRE_FORMATS: dict[str, WireFormat] = {

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.bench._bandwidth_page import HEADLINE_RATE, Cell, cells, table, target
+from recipes.bench._bandwidth_cells import Cell, cells
+from recipes.bench._bandwidth_page import HEADLINE_RATE, table, target
 from recipes.bench.netlab import BURST_KIB
 
 LABELS = {

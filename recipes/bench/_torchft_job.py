@@ -23,7 +23,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
-from recipes.bench._bandwidth_job import BATCH, Tokens, Window, tiny_gpt2
+from recipes.bench._bandwidth_job import BATCH, Tokens, tiny_gpt2
+from recipes.bench._bandwidth_window import Window
 from recipes.bench._nodes import interface_counters
 
 LIGHTHOUSE_PORT, STORE_PORT = 29510, 29511

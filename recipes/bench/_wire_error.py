@@ -24,6 +24,7 @@ from lightning_commfree.diloco import (
     default_outer_optimizer,
     split_into_fragments,
 )
+from lightning_commfree.diloco.wire import decode
 from recipes.pretrain import build_data, build_module
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -96,7 +97,7 @@ def wire_errors(gradients: Sequence[Tensor]) -> dict[str, Error]:
         for values in gradients:
             payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
             wire.encode(values, out=payload)
-            decoded.append(wire.decode(payload, values.numel()))
+            decoded.append(decode(wire, payload, torch.empty_like(values)))
         errors[name] = _error(gradients, decoded, 8 * num_bytes)
     return errors
 

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from recipes.bench._bandwidth_page import LABELS, page_lines
+from recipes.bench._bandwidth_cells import LABELS
+from recipes.bench._bandwidth_page import page_lines
 from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.bench.netlab import NetLab
 from recipes.bench.page import provenance, write_page

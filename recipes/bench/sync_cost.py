@@ -51,7 +51,8 @@ them sent; otherwise they exchange by shards."""
 HOW_TO_READ_MEMORY = """\
 Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank that
 holds most. There is one replica; its parameters are on a GPU where there is one. Host and GPU:
-summed over the tensors' storages. Resident: how much the process's resident set grew."""
+summed over the tensors' storages. Resident: how much the process's resident set grew, with the
+4 MB of scratch that a thread keeps for encoding and decoding, however large the model."""
 
 
 class SyncCost(NamedTuple):

@@ -10,7 +10,9 @@ import pytest
 
 from recipes.bench import _bandwidth_job as job
 from recipes.bench import bandwidth
-from recipes.bench._bandwidth_page import LABELS, Cell, cells, chain, headline, page_lines, table
+from recipes.bench._bandwidth_cells import LABELS, Cell, cells
+from recipes.bench._bandwidth_chain import chain
+from recipes.bench._bandwidth_page import headline, page_lines, table
 from recipes.bench.netlab import JobResult, why_unavailable
 
 SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40}
@@ -175,13 +177,32 @@ def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
     rounds += [held("overlap_fp4", i, 2.0) for i in range(2)]
     found = cells(rounds, "100mbit")
     assert [cell.own_ms for cell in found.values()] == pytest.approx([3.0, 1.0])
-    ours = "It holds training up for 1.00 ms a step, the other for 3.00: by that it holds."
+    ours = (
+        "for 1.00 ms a step (2 rounds), the other for 3.00 ms a step (2 rounds): by that it holds."
+    )
     assert chain(found)[0].endswith(ours)
     head, _, first, _ = table(found)
     assert head.startswith("| | ms a step | own | utilization |")
     assert "| 100.0 | 3.0 | - |" in first
     found = {"overlap": found["overlap_fp4"], "overlap_fp4": found["overlap"]}
-    assert chain(found)[0].endswith("the other for 1.00: by that it does not hold.")
+    assert chain(found)[0].endswith(
+        "the other for 1.00 ms a step (2 rounds): by that it does not hold."
+    )
+
+
+def test_what_threads_take_beside_the_training_is_of_the_node_with_more_of_it() -> None:
+    rounds = []
+    for row, seconds in [("overlap", [0.1, 0.9, 0.2]), ("overlap_fp4", [0.02, 0.03, 0.01])]:
+        for i, beside_s in enumerate(seconds):
+            made = record(row, 300, 0, round_=i)
+            made["nodes"][0]["beside_s"] = beside_s / 2
+            made["nodes"][1]["beside_s"] = beside_s
+            rounds.append(made)
+    found = cells(rounds, "100mbit")
+    assert table(found)[0].startswith("| | ms a step | beside | utilization |")
+    assert "| 300.0 | 2.0 | - |" in table(found)[2]
+    (line,) = chain(found)
+    assert line.endswith("its threads take 0.20 ms of CPU a step, the other's 2.00.")
 
 
 def test_rounds_that_did_not_keep_their_steps_are_judged_by_their_means() -> None:
@@ -340,6 +361,7 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
         # it acts where a fragment leaves or lands, which is in 6 of 10 steps at most
         assert len(node["own_s"]) == 10
         assert sorted(node["own_s"])[3] < 0.001 < max(node["own_s"]) < node["seconds"]
+        assert 0 < node["beside_s"] < node["seconds"], "gloo's threads send"
     for node in none:
         assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
     assert "| + fp4 |" in page.read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.bench import _bandwidth_job as job
 from recipes.bench import bandwidth, lion_bandwidth
-from recipes.bench._bandwidth_page import cells
+from recipes.bench._bandwidth_cells import cells
 from recipes.bench._lion_bandwidth_page import (
     LABELS,
     bytes_by_mode,

@@ -10,18 +10,18 @@ from torch import nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
-from lightning_commfree.diloco import WIRE_FORMATS
+from lightning_commfree.diloco import WIRE_FORMATS, quantize
 from recipes.bench import _sync_job, sync_cost
 from recipes.bench._sync_job import Job, MemoryJob
 
-NUMEL = 200_000
+NUMEL, MEMORY_NUMEL = 200_000, 2**22
 MOST_AROUND_THE_VALUES = 100  # bytes of a header and of what fills a message up to 8
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("page") / "sync_cost.md"
-    toy = [f"--numel={NUMEL}", "--rounds=2", f"--memory-numel={2**22}", f"--page={path}"]
+    toy = [f"--numel={NUMEL}", "--rounds=2", f"--memory-numel={MEMORY_NUMEL}", f"--page={path}"]
     name = "replica_size=2"
     with pytest.MonkeyPatch.context() as patch:  # one of them: a job takes seconds to begin
         patch.setattr(sync_cost, "MEMORY_SETTINGS", {name: sync_cost.MEMORY_SETTINGS[name]})
@@ -62,7 +62,8 @@ def test_the_outer_state_is_what_the_design_says(page: str) -> None:
     host, gpu, resident, design = map(float, row_of(page, "replica_size=2"))
     assert host + gpu == design == 4.0
     if not torch.cuda.is_available():
-        assert resident == pytest.approx(design, rel=0.25)
+        scratch = 8 * quantize._CPU_PIECE / MEMORY_NUMEL  # which does not grow with the model
+        assert resident == pytest.approx(design + scratch, rel=0.1)
 
 
 def test_the_page_says_how_it_was_made(page: str) -> None:

@@ -1,0 +1,133 @@
+"""What `recipes.bench.bandwidth` measured, by rate and row: medians over the rounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_commfree.comm.ledger import ring_all_reduce_bytes
+
+LABELS = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "ddp_bf16": "DDP, bf16 hook",
+    "ddp_powersgd": "DDP, PowerSGD rank 4",
+    "diloco": "DiLoCo (P=1, overlap 0, fp32)",
+    "streaming": "streaming (default fragments, overlap 0, fp32)",
+    "overlap": "+ overlap 5",
+    "overlap_fp4": "+ fp4",
+    "torchft": "torchft DiLoCo, no delay",
+    "torchft_delay": "torchft DiLoCo, delay 5, alpha 0.5",
+}
+FEWEST_ROUNDS = 3  # of fewer a median does not leave an interruption out
+
+Turn = tuple[int | None, int]  # call and round: what has the same took turns
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table at one rate: medians over the rounds, of the slower node."""
+
+    ms_by_round: Mapping[Turn, float]  # a window's mean step
+    steps_by_round: Mapping[Turn, NDArray[np.float64]]  # ms, nodes x steps; where they were kept
+    own_ms: float | None  # per step, of the strategy itself; None: nobody measured it
+    own_rounds: int  # that `own_ms` rests on
+    beside_ms: float | None  # CPU time per step in other threads, of the node with more of it
+    step_ms: float
+    wire_bytes: float  # per step and node
+    ledger_bytes: float | None
+    ledger_is_counted: bool
+    waited_ms: float | None  # per step, of the node that waited longer; None: nobody counted
+
+    def step_by_step_ms(self, turns: Iterable[Turn] | None = None) -> float | None:
+        """Return the mean over the window's steps of each step's median over the rounds.
+
+        Of the slower node. What interrupts the machine for seconds lies elsewhere in every round
+        and falls out; what a step costs in every round, a sync among them, stays.
+
+        Args:
+            turns: of which rounds; None means all.
+
+        Returns:
+            Milliseconds; None where fewer than `FEWEST_ROUNDS` rounds kept their steps.
+        """
+        chosen = self.steps_by_round if turns is None else turns
+        kept = [self.steps_by_round[turn] for turn in chosen if turn in self.steps_by_round]
+        if len(kept) < FEWEST_ROUNDS:
+            return None
+        return float(np.median(kept, axis=0).mean(axis=1).max())
+
+
+def cells(
+    records: Sequence[dict[str, Any]], rate: str, labels: Mapping[str, str] = LABELS
+) -> dict[str, Cell | str]:
+    """Return the cells of a rate by row, in the table's order; for a row that failed, its error."""
+    found: dict[str, Cell | str] = {}
+    for row in labels:
+        mine = [r for r in records if r["rate"] == rate and r["row"] == row]
+        # an older version did not keep which call had measured
+        rounds = {(r.get("call"), r["round"]): r["nodes"] for r in mine}
+        errors = [node["error"] for nodes in rounds.values() for node in nodes if node["error"]]
+        if errors:
+            found[row] = errors[0]
+        elif rounds:
+            found[row] = _cell(row, rounds)
+    return found
+
+
+def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
+    nodes = [node for round_ in rounds.values() for node in round_]
+    step_ms = {
+        turn: max(1e3 * node["seconds"] / node["steps"] for node in round_)
+        for turn, round_ in rounds.items()
+    }
+    counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
+    own = [round_ for round_ in rounds.values() if all(node.get("own_s") for node in round_)]
+    # DDP has no ledger: the formula that the ledger uses for this collective
+    num_bytes = 4 * nodes[0]["parameters"]
+    computed = None
+    if row == "ddp":
+        computed = ring_all_reduce_bytes(num_bytes, len(next(iter(rounds.values()))))
+    return Cell(
+        ms_by_round=step_ms,
+        steps_by_round={
+            turn: 1e3 * np.array([node["step_s"] for node in round_])
+            for turn, round_ in rounds.items()
+            if all(node.get("step_s") for node in round_)
+        },
+        own_ms=_own_ms(own),
+        own_rounds=len(own),
+        beside_ms=_median_of_worst(rounds, "beside_s"),
+        step_ms=statistics.median(step_ms.values()),
+        wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
+        ledger_bytes=statistics.median(counted) if counted else computed,
+        ledger_is_counted=bool(counted),
+        waited_ms=_median_of_worst(rounds, "waited_s"),
+    )
+
+
+def _own_ms(kept: Sequence[Sequence[dict[str, Any]]]) -> float | None:
+    """Return how long the strategy holds up training, per step, but for waiting for a slower node.
+
+    Of what it took at the end of each step: of the node that took less, for the other one came
+    first and waited; of these the medians over the rounds, and their mean over the steps.
+    """
+    if not kept:
+        return None
+    own = [np.array([node["own_s"] for node in round_]).min(axis=0) for round_ in kept]
+    return 1e3 * float(np.median(own, axis=0).mean())
+
+
+def _median_of_worst(rounds: Mapping[Turn, Sequence[dict[str, Any]]], key: str) -> float | None:
+    """Return ms a step of the node with most of it, median over the rounds that measured it."""
+    found = [
+        max(1e3 * node[key] / node["steps"] for node in round_)
+        for round_ in rounds.values()
+        if all(node.get(key) is not None for node in round_)
+    ]
+    return statistics.median(found) if found else None

@@ -1,0 +1,105 @@
+"""Whether every row of `recipes.bench.bandwidth` is no slower than the one that it adds to."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+
+from recipes.bench._bandwidth_cells import LABELS, Cell, Turn
+
+CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each adds to the one before it
+
+
+def chain(found: dict[str, Cell | str]) -> list[str]:
+    """Return for every row of `CHAIN` whether it is no slower than the one before it.
+
+    Step by step where enough rounds kept their steps, else by the windows' means.
+    """
+    lines = []
+    for before, after in pairwise(CHAIN):
+        first, second = found.get(before), found.get(after)
+        if not (isinstance(first, Cell) and isinstance(second, Cell)):
+            continue
+        ratio, ratios = compared(second, first)
+        reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if ratios[1:] else ""
+        verdict = _verdict(ratio, ratios)
+        steps = _compared_step_by_step(second, first)
+        if steps is not None:
+            by_step, without_one = steps
+            reach += f"; step by step {by_step:.4f}"
+            if without_one:
+                low, high = min(without_one), max(without_one)
+                reach += f" ({low:.4f} to {high:.4f} with any one round left out)"
+            verdict = _verdict_of_steps(by_step, without_one)
+        text = f"{ratio:.4f} of its time{reach}; not slower {verdict}"
+        if first.own_ms is not None and second.own_ms is not None:
+            more = "does not hold" if second.own_ms > first.own_ms else "holds"
+            own = [f"{c.own_ms:.2f} ms a step ({c.own_rounds} rounds)" for c in (second, first)]
+            text += (
+                f". It holds training up for {own[0]}, the other for {own[1]}: by that it {more}"
+            )
+        if first.beside_ms is not None and second.beside_ms is not None:
+            text += (
+                f". Beside the training its threads take {second.beside_ms:.2f} ms of CPU a step,"
+                f" the other's {first.beside_ms:.2f}"
+            )
+        lines.append(f"- {LABELS[after]}, against {LABELS[before]}: {text}.")
+    return lines
+
+
+def noise(found: dict[str, Cell | str]) -> list[str]:
+    """Return how far the rounds of one row lie apart, where nothing but the machine changes."""
+    none = found.get("none")
+    if not isinstance(none, Cell) or len(none.ms_by_round) < 2:
+        return []
+    steps = none.ms_by_round.values()
+    return [
+        f"- No communication itself took {min(steps):.1f} to {max(steps):.1f} ms by round: what"
+        " differs by less in single rounds says nothing."
+    ]
+
+
+def compared(ours: Cell, other: Cell) -> tuple[float, list[float]]:
+    """Return the ratio of the median steps, and the rounds' ratios in ascending order.
+
+    Of the rounds in which both took turns; where there is none, of all, and without rounds' ratios.
+    """
+    both = ours.ms_by_round.keys() & other.ms_by_round.keys()
+    if not both:
+        return ours.step_ms / other.step_ms, []
+    medians = [statistics.median(c.ms_by_round[turn] for turn in both) for c in (ours, other)]
+    by_round = sorted(ours.ms_by_round[turn] / other.ms_by_round[turn] for turn in both)
+    return medians[0] / medians[1], by_round
+
+
+def _compared_step_by_step(ours: Cell, other: Cell) -> tuple[float, list[float]] | None:
+    """Return the ratio of the steps' medians, and the same with each of the rounds left out.
+
+    Of the rounds in which both took turns and kept their steps; None where they are too few.
+    """
+    both = ours.steps_by_round.keys() & other.steps_by_round.keys()
+
+    def ratio(turns: Collection[Turn]) -> float | None:
+        mine, its = ours.step_by_step_ms(turns), other.step_by_step_ms(turns)
+        return None if mine is None or its is None else mine / its
+
+    of_all = ratio(both)
+    if of_all is None:
+        return None
+    without_one = [ratio(both - {turn}) for turn in both]
+    return of_all, [r for r in without_one if r is not None]
+
+
+def _verdict(ratio: float, by_round: Sequence[float]) -> str:
+    if ratio <= 1:
+        return "holds"
+    if by_round and 2 * sum(one <= 1 for one in by_round) >= len(by_round):
+        return "is not told: in half of the rounds or more it holds"
+    return "does not hold"
+
+
+def _verdict_of_steps(ratio: float, without_one: Sequence[float]) -> str:
+    if without_one and min(without_one) <= 1 < max(without_one):
+        return "cannot be told: it turns with a round left out"
+    return "holds" if ratio <= 1 else "does not hold"

@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from lightning_commfree import DominoTPStrategy
 from recipes.configuration.application import application
 from recipes.data.training_data import TrainingData
+from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.memory import check_memory
 from recipes.training.pretrained import check_fit, check_packing, find_pretrained
@@ -44,7 +45,7 @@ def build(config: Config) -> tuple[TrainingData, LanguageModel]:
     check_memory(config, lambda: build_module(config, model_config, pretrained=False))
     module = build_module(config, model_config)
     if config["data"].get("packing"):
-        check_packing(module.model)
+        without_beginning_cuda(lambda: check_packing(module.model))
     return data, module
 
 

@@ -32,10 +32,19 @@ class Background:
         self._executor: ThreadPoolExecutor | None = None
         self._error: Exception | None = None  # of the first job that failed
 
-    def submit(self, job: Callable[[], T], tag: str) -> Pending[T]:
+    def submit(
+        self, job: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
+    ) -> Pending[T]:
         """Queue `job`; the result's wait is counted under `tag`.
 
         The thread starts with the first job, in the process that trains: after every fork.
+
+        Args:
+            job: what the thread does.
+            tag: of the ledger.
+            staged: returns when this rank's device has made what the job sends. Whoever waits for
+                the result waits for that first, uncounted: it is the rank's own work, which the
+                host may be far ahead of.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(
@@ -44,6 +53,8 @@ class Background:
         future = self._executor.submit(self._run, job)
 
         def resolve() -> T:
+            if staged is not None:
+                staged()
             with self._ledger.count_wait(tag):
                 return future.result()
 

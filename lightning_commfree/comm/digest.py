@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 _PRIME = 0x9E3779B1
-_ROW = 1024  # words
+_ROW = 1023  # words; odd, so that a change of the same bit in all of them changes their sum
+_MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -25,10 +26,10 @@ def digest(tensor: Tensor) -> Tensor:
     words = raw[:whole].view(torch.int64)
     rows = words.numel() // _ROW * _ROW
     table = words[:rows].view(-1, _ROW)
-    # two plain sums run at memory speed, and of int64 without a wider copy; a change that neither
-    # sees would have to cancel out in its row and in its column
+    # two plain sums run at memory speed, and of int64 without a wider copy. They wrap at 2^64: of
+    # uppermost bits they see whether an odd number of them has changed, in a row or in a column
     found = torch.cat([table.sum(0), table.sum(1), words[rows:], raw[whole:].long()])
-    return _folded(mix_digests(_folded(found)))
+    return _scattered(mix_digests(_scattered(found)))
 
 
 def mix_digests(words: Tensor) -> Tensor:
@@ -37,10 +38,17 @@ def mix_digests(words: Tensor) -> Tensor:
     return ((words * _PRIME + 1) * places).sum()
 
 
-def _folded(words: Tensor) -> Tensor:
-    """Let the upper half of int64 words be seen in the lower one too; no two words become equal.
+def _scattered(words: Tensor) -> Tensor:
+    """Turn int64 words into others, one to one: every bit goes into all of the bits (splitmix64).
 
-    Products and sums carry upwards only. Without it a change of the uppermost bit, in its row and
-    in its column, would be lost in the mix, and others would not reach the lower half of a digest.
+    Sums and products carry upwards only. Without it changes of uppermost bits would cancel out in
+    the mix, two by two, and would not reach the lower half of a digest, which some use alone.
     """
-    return words ^ ((words >> 32) & 0xFFFF_FFFF)
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        words = (words ^ _shifted(words, shift)) * factor
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill up with zeros."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)

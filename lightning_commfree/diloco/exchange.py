@@ -171,7 +171,9 @@ class GatherExchange:
         if values.device == self._channel.device and not self.in_thread:
             return self._channel.all_gather(self._write(values, header), TAG)
         message = self.staging.stage(lambda: self._write(values, header), header.on_device(values))
-        return self._background.submit(lambda: self._channel.all_gather(message(), TAG).wait(), TAG)
+        return self._background.submit(
+            lambda: self._channel.all_gather(message(), TAG).wait(), TAG, message
+        )
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
@@ -225,7 +227,7 @@ class ShardExchange:
             letters = write()
             return self._background.submit(self._carry(lambda: letters), TAG)
         staged = self.staging.stage(write, header.on_device(values))
-        return self._background.submit(self._carry(staged), TAG)
+        return self._background.submit(self._carry(staged), TAG, staged)
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""

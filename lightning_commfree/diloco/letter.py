@@ -95,11 +95,11 @@ class Letter:
         """
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
-        gram_MM = torch.zeros(size, size, device=device)
+        gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
         room_MV: Tensor | None = None
         for piece in pieces(self._numel, device):
             if room_MV is None:  # the first piece is the largest
-                room_MV = torch.empty(size, piece.numel, device=device)
+                room_MV = torch.empty(size, piece.numel, dtype=torch.float32, device=device)
             rows_MV = room_MV[:, : piece.numel]
             for message, row in zip(messages, rows_MV, strict=True):
                 self._wire.decode_piece(self._payload(message), self._numel, piece, row)
@@ -124,7 +124,8 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
     for row in rows_MN[1:]:
         out += row
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
-    return out.div_(torch.full((), float(len(rows_MN)), device=out.device))
+    size = torch.full((), float(len(rows_MN)), dtype=torch.float32, device=out.device)
+    return out.div_(size)
 
 
 def compare_headers(headers_M3: Tensor) -> tuple[bool, bool, bool]:

@@ -174,10 +174,13 @@ class OuterFragment:
             local.copy_(merged)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global copy, the outer optimizer's state and the number of landings."""
+        """Return the global copy, the outer optimizer's state and the number of landings.
+
+        The tensors are copies in host memory.
+        """
         optimizer = self.optimizer.state_dict()
         return {
-            "global_copy": self.global_copy.clone(),
+            "global_copy": self.global_copy.to("cpu", copy=True),
             "optimizer": {**optimizer, "state": _copied(optimizer["state"])},
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "landings": self.landings,
@@ -236,7 +239,7 @@ def _moved(copy: Tensor, device: str) -> Tensor:
 
 
 def _copied(state: Any) -> Any:
-    """Return a nested state with its tensors cloned: the optimizer writes to them in place."""
+    """Return a nested state with copies of its tensors: the optimizer writes to them in place."""
     if isinstance(state, Tensor):
-        return state.clone()
+        return state.to("cpu", copy=True)
     return {k: _copied(v) for k, v in state.items()} if isinstance(state, dict) else state

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -87,47 +88,62 @@ class _Room:
     """
 
     def __init__(self, scratch: _Scratch, shape: tuple[int, int]) -> None:
-        self.shape = shape
-        numel = shape[0] * shape[1]
-        self.fp32 = scratch.fp32[:numel].view(shape)
-        self.bits = self.fp32.view(torch.int32)
-        self.half = scratch.half[:numel].view(shape)
-        self.half_bits = self.half.view(torch.int16)
-        self.codes, self.more_codes = scratch.byte[:numel], scratch.second_byte[:numel]
-        self.top_B, self.factor_B1 = scratch.top[: shape[0]], scratch.factor[: shape[0]]
+        self._scratch, self.shape = scratch, shape
+
+    @cached_property
+    def fp32(self) -> Tensor:
+        """Shape (B, V)."""
+        return self._cut(torch.float32)
+
+    @cached_property
+    def bits(self) -> Tensor:
+        """`fp32` as int32."""
+        return self.fp32.view(torch.int32)
+
+    @cached_property
+    def half(self) -> Tensor:
+        """Fp16, shape (B, V)."""
+        return self._cut(torch.float16)
+
+    @cached_property
+    def half_bits(self) -> Tensor:
+        """`half` as int16."""
+        return self.half.view(torch.int16)
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """Uint8, shape (B * V,)."""
+        return self._cut(torch.uint8).view(-1)
+
+    @cached_property
+    def more_codes(self) -> Tensor:
+        """As `codes`."""
+        return self._cut(torch.uint8, 1).view(-1)
+
+    @cached_property
+    def top(self) -> Tensor:
+        """Int32, shape (B,)."""
+        return self._scratch.new(self.shape[0], torch.int32)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Fp32, shape (B, 1)."""
+        return self._scratch.new(self.shape[0], torch.float32).unsqueeze(1)
+
+    def _cut(self, dtype: torch.dtype, place: int = 0) -> Tensor:
+        num_blocks, block = self.shape
+        return self._scratch.flat(dtype, place)[: num_blocks * block].view(self.shape)
 
 
 class _Scratch:
     """Room for pieces of any shape up to a size, and what E3M0 looks up by a biased exponent.
 
-    Attributes:
-        scales: uint8, shape (256,): the byte that goes over the wire.
-        factors: fp32, shape (256, 1): 2^(-E-8), with which a block is multiplied; 0 for one that
-            becomes zero.
-        powers: fp32, shape (256, 1): 2^(E+8), with which it is multiplied on the way back; NaN for
-            one with a NaN or an Inf.
+    All of it is made when it is asked for.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.numel = numel
-        self.fp32 = torch.empty(numel, dtype=torch.float32, device=device)
-        self.half = torch.empty(numel, dtype=torch.float16, device=device)
-        self.byte, self.second_byte = (
-            torch.empty(numel, dtype=torch.uint8, device=device) for _ in range(2)
-        )
-        most_blocks = max(num_blocks(numel), 1)  # one that is shorter than a block has a scale too
-        self.top = torch.empty(most_blocks, dtype=torch.int32, device=device)
-        self.factor = torch.empty(most_blocks, 1, device=device)
-        exponent = torch.arange(_EXPONENT_OF_NAN + 1, dtype=torch.int32, device=device)
-        exponent.masked_fill_(exponent < _LOWEST_TOP, 0)
-        exponent.masked_fill_(exponent > _HIGHEST_TOP, _EXPONENT_OF_NAN)
-        self.scales = exponent.to(torch.uint8)
-        # in two steps, because the exponent of the product may lie below those of fp32
-        factors = _power_of_two(2 * _EXPONENT_BIAS + 1 - exponent).masked_fill_(exponent == 0, 0.0)
-        self.factors = (factors * 2**-9).unsqueeze(1)
-        powers = _power_of_two(exponent.clamp(max=_HIGHEST_TOP)) * 2**8
-        powers.masked_fill_(exponent == _EXPONENT_OF_NAN, torch.nan)
-        self.powers = powers.unsqueeze(1)
+        self.numel, self._device = numel, device
+        self._flat: dict[tuple[torch.dtype, int], Tensor] = {}
         self._room: _Room | None = None
 
     def room(self, shape: tuple[int, int]) -> _Room:
@@ -136,9 +152,46 @@ class _Scratch:
             self._room = _Room(self, shape)
         return self._room
 
+    def flat(self, dtype: torch.dtype, place: int) -> Tensor:
+        """Return the whole of one buffer."""
+        if (dtype, place) not in self._flat:
+            self._flat[dtype, place] = self.new(self.numel, dtype)
+        return self._flat[dtype, place]
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of shape (numel,) that can be written to in and out of inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """Uint8, shape (256,): the byte that goes over the wire."""
+        return self._exponents().to(torch.uint8)
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """Fp32, shape (256, 1): 2^(-E-8), with which a block is multiplied; 0 to make it zero."""
+        exponents = self._exponents()
+        # in two steps, because the exponent of the product may lie below those of fp32
+        factors = _power_of_two(2 * _EXPONENT_BIAS + 1 - exponents) * 2**-9
+        return factors.masked_fill_(exponents == 0, 0.0).unsqueeze(1)
+
+    @cached_property
+    def powers(self) -> Tensor:
+        """Fp32, shape (256, 1): 2^(E+8), with which a block is multiplied on the way back."""
+        exponents = self._exponents()
+        powers = _power_of_two(exponents.clamp(max=_HIGHEST_TOP)) * 2**8
+        return powers.masked_fill_(exponents == _EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
+
+    def _exponents(self) -> Tensor:
+        """Int32, shape (256,): what becomes of the blocks' biased exponents."""
+        exponents = torch.arange(_EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
+        exponents.masked_fill_(exponents < _LOWEST_TOP, 0)
+        return exponents.masked_fill_(exponents > _HIGHEST_TOP, _EXPONENT_OF_NAN)
+
 
 # A CPU's memory comes page by page, slower than the work that is done in it: a thread keeps its
-# scratch. A device's allocator keeps it by itself.
+# scratch, which means nothing between two calls. A device's allocator keeps memory by itself.
 _of_thread = threading.local()
 
 
@@ -159,10 +212,10 @@ def encode_e3m0(values: Tensor, scales: Tensor, write_codes: Callable[[int, Tens
     Args:
         values: what is encoded.
         scales: filled: uint8, shape (num_blocks(N),): E + 127, 0 for a block that becomes zero, 255
-            for one with a NaN or an Inf.
+            for one that becomes NaN.
         write_codes: called with the index of a piece's first value and its codes, uint8 in 0..15,
             shape (n,), good during the call: bit 3 is the sign, bits 0 to 2 are 0 for zero and m
-            for 2^(E - 7 + m). In a block with a NaN or an Inf they mean nothing.
+            for 2^(E - 7 + m). In a block that becomes NaN they mean nothing.
     """
     scratch = _scratch(values.numel(), values.device)
     for piece in pieces(values.numel(), values.device):
@@ -174,7 +227,7 @@ def encode_e3m0(values: Tensor, scales: Tensor, write_codes: Callable[[int, Tens
         # the exponent of the nearest power of two
         top_B.add_(1 << (_MANTISSA_BITS - 1)).bitwise_right_shift_(_MANTISSA_BITS)
         torch.index_select(scratch.scales, 0, top_B, out=scales[piece.blocks])
-        torch.index_select(scratch.factors, 0, top_B, out=room.factor_B1)
+        torch.index_select(scratch.factors, 0, top_B, out=room.factor)
         write_codes(piece.values.start, _e3m0_codes(values_BV, room))
 
 
@@ -185,7 +238,7 @@ def _e3m0_codes(values_BV: Tensor, room: _Room) -> Tensor:
     of 2^(E-7+m) then stands where fp16 has its exponent: adding half of a mantissa carries into it
     at 1.5 * 2^k, and between 0 and 2^-14 at the middle, as the rounding rule has it.
     """
-    torch.mul(values_BV, room.factor_B1, out=room.fp32)
+    torch.mul(values_BV, room.factor, out=room.fp32)
     # sign, exponent and the first bit of the mantissa decide; the conversion would round the rest
     room.bits.bitwise_and_(-1 << (_MANTISSA_BITS - 1))
     room.half.copy_(room.fp32)
@@ -213,9 +266,9 @@ def decode_e3m0(
     read_codes(piece.values.start, room.half_bits.view(-1))
     # s and mmm to bits 15 and 12 to 10: fp16 then reads 0 or 2^(m-15)
     room.half_bits.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
-    room.top_B.copy_(scales[piece.blocks])
-    torch.index_select(scratch.powers, 0, room.top_B, out=room.factor_B1)
-    out.view(piece.shape).copy_(room.half).mul_(room.factor_B1)
+    room.top.copy_(scales[piece.blocks])
+    torch.index_select(scratch.powers, 0, room.top, out=room.factor)
+    out.view(piece.shape).copy_(room.half).mul_(room.factor)
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -229,7 +282,7 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     """
     scratch = _scratch(values.numel(), values.device)
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
-    limit = torch.full((), 127.0, device=values.device)
+    limit = torch.full((), 127.0, dtype=torch.float32, device=values.device)
     for piece in pieces(values.numel(), values.device):
         room = scratch.room(piece.shape)
         values_BV = values[piece.values].view(piece.shape)
@@ -253,7 +306,7 @@ def _largest_bits(values_BV: Tensor, room: _Room) -> Tensor:
     The bits of magnitudes are in the order of their values, with Inf and then NaN above them.
     """
     torch.abs(values_BV, out=room.fp32)
-    return torch.amax(room.bits, dim=1, out=room.top_B)
+    return torch.amax(room.bits, dim=1, out=room.top)
 
 
 def _power_of_two(biased_exponents: Tensor) -> Tensor:

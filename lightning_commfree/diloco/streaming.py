@@ -179,14 +179,15 @@ class StreamingDiLoCo:
         """Return all that this replica needs to go on bit for bit, with nothing on the wire.
 
         What is in flight is waited for and stands in the state with its fragment; it lands at its
-        step. The tensors are copies.
+        step. The tensors are copies in host memory: a device need not hold everything twice.
         """
         return {
             "step": self.step,
-            "local": [tensor.clone() for tensor in self.swap.local],
+            "local": [tensor.to("cpu", copy=True) for tensor in self.swap.local],
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "in_flight": {
-                p: flight.pending.wait().clone() for p, flight in self._in_flight.items()
+                p: flight.pending.wait().to("cpu", copy=True)
+                for p, flight in self._in_flight.items()
             },
         }
 
@@ -236,9 +237,9 @@ class StreamingDiLoCo:
 
     def _receive(self, p: int) -> Arrival:
         flight = self._in_flight.pop(p)
-        before_s = time.perf_counter()
+        before_s = self._channel.ledger.seconds_waited
         arrived = flight.pending.wait()
-        waited_s = time.perf_counter() - before_s
+        waited_s = self._channel.ledger.seconds_waited - before_s
         fragment, exchange = self.fragments[p], self._exchanges[p]
         arrival = exchange.read(arrived, fragment.global_copy.device)
         if self._replica is not None and self._replica.size > 1:

@@ -212,6 +212,30 @@ class TokenSplit:
         return mask[:, :stop] if mask.dim() == 2 else mask[..., start:stop, :stop]
 
 
+def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Return whether no token of a batch of one row sees a later one.
+
+    Args:
+        arguments: of a block.
+        config: of its attention.
+    """
+    if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
+        return False
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return True
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    return not bool(visible.triu(1).any())
+
+
+def is_packed(arguments: Mapping[str, Any]) -> bool:
+    """Return whether a row holds several examples, as flash attention is told: without a mask."""
+    if arguments.get("cu_seq_lens_q") is not None:
+        return True
+    positions = arguments.get("position_ids")
+    return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+
+
 class Shared:
     """A key or value tensor of one piece, and the leaves that later pieces use in its place."""
 

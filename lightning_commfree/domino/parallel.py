@@ -22,7 +22,15 @@ from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.domino.fill import Filler
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
-from lightning_commfree.domino.micro import BatchSplit, Split, TokenSplit, WeightSplit, Whole
+from lightning_commfree.domino.micro import (
+    BatchSplit,
+    Split,
+    TokenSplit,
+    WeightSplit,
+    Whole,
+    is_causal,
+    is_packed,
+)
 from lightning_commfree.domino.model import (
     Sharded,
     check_gpt2,
@@ -206,31 +214,25 @@ class ParallelModel:
     def _split(self, hidden: Tensor, block: Any, arguments: dict[str, Any]) -> Split:
         rows, tokens = hidden.shape[:2]
         parts, split = self.settings.num_micro_batches, self.settings.split
+        config: Any = getattr(self.sharded.halves[0].attention, "config", None)
         if split == "batch" and rows < 2:
-            split = "token" if tokens >= 2 and self._is_causal(arguments) else "none"
+            split = "token" if tokens >= 2 and is_causal(arguments, config) else "none"
             self.fell_back(
                 f"A batch of {rows} cannot be split by rows (`split='batch'`); it is split by"
                 f" {'tokens' if split == 'token' else 'nothing'} instead."
             )
         if split == "batch":
             return BatchSplit(min(parts, rows))
+        flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+        if split == "token" and flash and is_packed(arguments):
+            split = "none"
+            self.fell_back(
+                "Flash attention is told where the examples of a packed row begin, for queries and"
+                " keys alike, and a piece has fewer queries: the row is split by nothing instead."
+            )
         if split == "token" and tokens >= 2:
-            attention = self.sharded.halves[0].attention
-            config: Any = getattr(attention, "config", None)
-            flash = "flash" in str(getattr(config, "_attn_implementation", ""))
             return TokenSplit(min(parts, tokens), flash)
         return WeightSplit(parts) if split == "weight" else Whole()
-
-    def _is_causal(self, arguments: dict[str, Any]) -> bool:
-        """Return whether no token of a batch of one row sees a later one."""
-        config = getattr(self.sharded.halves[0].attention, "config", None)
-        if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
-            return False
-        mask = arguments.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.dim() != 4:
-            return True
-        visible = mask if mask.dtype == torch.bool else mask == 0
-        return not bool(visible.triu(1).any())
 
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")

@@ -89,7 +89,7 @@ class Poll:
         ballot = Ballot(raw[:head], *raw[head:].view(2, -1))
         job = partial(self._carry, ballot, arrived)
         alone = self._channel.size == 1 and self._node is None  # nothing is sent
-        pending = Pending(job) if alone else background.submit(job, WAIT_TAG)
+        pending = Pending(job) if alone else background.submit(job, WAIT_TAG, arrived)
         return Flight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: Flight) -> None:

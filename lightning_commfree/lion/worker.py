@@ -23,6 +23,7 @@ from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.header import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.vote import Verdict
 
+_DEVICE_PIECE = 1 << 25  # few launches, in the middle of backward, where memory is short
 _PIECE = 1 << 18  # values: some buffers of it stay in a core's cache, and calls are few
 
 State = dict[str, Any]  # of a parameter, in the optimizer
@@ -218,4 +219,4 @@ def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _piece(values: Tensor) -> int:
-    return _PIECE if values.device.type == "cpu" else max(values.numel(), 1)
+    return _PIECE if values.device.type == "cpu" else _DEVICE_PIECE

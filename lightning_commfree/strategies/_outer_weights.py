@@ -12,14 +12,15 @@ from lightning_commfree.diloco.swap import ADVICE
 
 
 def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
-    """Return a module's state with copies of what is exchanged, which becomes local again.
+    """Return a module's state with host copies of what is exchanged, which becomes local again.
 
     What is frozen stays what it is: it may be large.
     """
     exchanged = {tensor.untyped_storage().data_ptr() for tensor in diloco.swap.in_module}
 
     def copied(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in exchanged else tensor
+        is_copied = tensor.untyped_storage().data_ptr() in exchanged
+        return tensor.to("cpu", copy=True) if is_copied else tensor
 
     return {key: apply_to_collection(value, Tensor, copied) for key, value in state.items()}
 

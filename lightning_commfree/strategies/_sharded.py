@@ -138,7 +138,7 @@ class ShardedModule:
                 place = value.data_ptr()
                 if place not in known:
                     whole = whole_tensor(value, cuts[place], self._channel, TAG)
-                    known[place] = whole.cpu() if keep else whole[:0]
+                    known[place] = whole.cpu() if keep else whole.new_empty(0)
                 state[name] = known[place]
         return state if keep else {}
 

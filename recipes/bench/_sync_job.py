@@ -113,7 +113,7 @@ def measure_memory(job: MemoryJob, replica: Channel | None = None) -> dict[str, 
     Returns:
         `host` and `gpu`: the memory of global copy and outer optimizer, summed over distinct
         storages; `resident`: what the process's resident set has grown by from before there was a
-        `StreamingDiLoCo` until after its first landing.
+        `StreamingDiLoCo` until after its first landing, the least of a second.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warm_up = nn.ParameterList([torch.zeros(1000, device=device)])
@@ -121,7 +121,7 @@ def measure_memory(job: MemoryJob, replica: Channel | None = None) -> dict[str, 
     module = nn.ParameterList([torch.ones(job.numel, device=device)])
     before = _resident_bytes()
     diloco = _landed(module, job, replica)
-    found = {"host": 0.0, "gpu": 0.0, "resident": (_resident_bytes() - before) / job.numel}
+    found = {"host": 0.0, "gpu": 0.0, "resident": (_settled_bytes() - before) / job.numel}
     storages = {t.data_ptr(): t for t in map(Tensor.untyped_storage, _outer_state(diloco))}
     for storage in storages.values():
         where = "host" if storage.device.type == "cpu" else "gpu"
@@ -221,6 +221,15 @@ def _outer_state(diloco: StreamingDiLoCo) -> list[Tensor]:
         for state in fragment.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return tensors
+
+
+def _settled_bytes() -> int:
+    """Return the resident set, once gloo's threads have let go of what has arrived."""
+    least = _resident_bytes()
+    for _ in range(20):
+        time.sleep(0.05)
+        least = min(least, _resident_bytes())
+    return least
 
 
 def _resident_bytes() -> int:

@@ -7,9 +7,10 @@ still run out of memory, and one that is refused cannot work.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.length import Ranks, count_ranks
 from recipes.training.traffic import human_bytes
@@ -63,7 +65,7 @@ def check_memory(config: Mapping[str, Any], outline: Callable[[], LanguageModel]
             module = outline()
         need = estimate(module, config, ranks)
     on_gpu = config["trainer"]["accelerator"] in ("gpu", "cuda")
-    if on_gpu and need.per_rank > (free := free_gpu_bytes()):
+    if on_gpu and need.per_rank > (free := free_gpu_bytes(config["trainer"]["devices"])):
         raise ValueError(_sentence(need.per_rank, free, "on each GPU", need, config))
     total = need.host + (0 if on_gpu else ranks.per_node * need.per_rank)
     if total > (free := free_host_bytes()):
@@ -96,7 +98,7 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
             on_host += ranks.per_node * outer
         else:
             kept += outer
-    optimizer = _optimizer_bytes(config["optimizer"], dtype, numel)
+    optimizer = without_beginning_cuda(lambda: _optimizer_bytes(config["optimizer"], dtype, numel))
     need = Need(_num_bytes(module), gradients, optimizer, kept, on_host)
     if issubclass(kind, DominoTPStrategy):
         size = strategy["tensor_parallel_size"] or ranks.per_node
@@ -123,17 +125,35 @@ def free_host_bytes() -> int:
     return free
 
 
-def free_gpu_bytes() -> int:
-    """Return the bytes that are free on the fullest GPU.
+def free_gpu_bytes(devices: int | str | Sequence[int]) -> int:
+    """Return the bytes that are free on the fullest of the GPUs that a run takes.
 
     Asked in a process of its own: one that has touched CUDA cannot fork ranks that use it.
+
+    Args:
+        devices: as the Trainer takes them: how many, from the first one on, or which; all of them
+            with -1 or "auto".
     """
     code = (
-        "import torch\n"
-        "print(min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))"
+        "import json, sys, torch\n"
+        "devices = json.loads(sys.argv[1])\n"
+        "print(min(torch.cuda.mem_get_info(i)[0] for i in devices or range("
+        "torch.cuda.device_count())))"
     )
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, json.dumps(gpus_of(devices))]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def gpus_of(devices: int | str | Sequence[int]) -> list[int]:
+    """Return which GPUs the Trainer's `devices` names; none where it names all of them."""
+    if isinstance(devices, str):
+        if devices == "auto":
+            return []
+        numbers = [int(number) for number in devices.split(",") if number.strip()]
+        devices = numbers if "," in devices else numbers[0]
+    if isinstance(devices, int):
+        return [] if devices == -1 else list(range(devices))
+    return list(devices)
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -63,33 +63,36 @@ class StepProgressBar(ProgressBar):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if self._bar is None or trainer.global_step <= self._bar.tasks[0].completed:
             return
-        figures = _figures(trainer.progress_bar_metrics)
-        self._bar.update(self._bar.task_ids[0], completed=trainer.global_step, figures=figures)
+        self._bar.update(self._bar.task_ids[0], completed=trainer.global_step)
         self._is_shown = False
         every = _LOG_FILE_SECONDS if self._bar.disable else _TERMINAL_SECONDS
         if time.monotonic() - self._shown_at >= every:
-            self._show()
+            self._show(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close()
+        self._close(trainer)
 
     @override
     def on_exception(self, *args: Any) -> None:
-        self._close()
+        self._close(None)
 
-    def _show(self) -> None:
+    def _show(self, trainer: pl.Trainer | None) -> None:
+        """Show the last step; without a trainer, as after an error of its device, old figures."""
         assert self._bar is not None, "there is a bar from `on_train_start` to `_close`"
+        if trainer is not None:  # not at every step: to read figures is to wait for the device
+            figures = _figures(trainer.progress_bar_metrics)
+            self._bar.update(self._bar.task_ids[0], figures=figures)
         if self._bar.disable:
             print(_line(self._bar), flush=True)
         else:
             self._bar.refresh()
         self._shown_at, self._is_shown = time.monotonic(), True
 
-    def _close(self) -> None:
+    def _close(self, trainer: pl.Trainer | None) -> None:
         if self._bar is not None:
             if not self._is_shown:
-                self._show()
+                self._show(trainer)
             self._bar.stop()
             self._bar = None
 

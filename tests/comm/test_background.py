@@ -59,3 +59,22 @@ def test_closing_waits_for_nothing_and_gives_up_what_is_queued() -> None:
     let_go.set()
     assert first.wait()
     assert not ran
+
+
+def test_what_a_rank_waits_for_on_its_own_device_is_not_counted() -> None:
+    """The event of the last kernel passes late; the peers were there long before."""
+    ledger = Ledger()
+    background = Background(ledger)
+    passed = threading.Event()
+    timer = threading.Timer(0.5, passed.set)
+    pending = background.submit(lambda: passed.wait(10.0), "t", staged=lambda: passed.wait(10.0))
+    timer.start()
+    assert pending.wait()
+    assert ledger.seconds_waited < 0.25
+    slow = threading.Timer(0.5, passed.set)
+    passed.clear()
+    pending = background.submit(lambda: passed.wait(10.0), "t")
+    slow.start()
+    assert pending.wait()
+    assert ledger.seconds_waited > 0.25
+    background.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,7 +31,7 @@ def weights(numel: int) -> Tensor:
 )
 @settings(deadline=None, max_examples=200)
 def test_a_flipped_bit_anywhere_is_seen(count: int, seed: int, data: st.DataObject) -> None:
-    """Lengths about a word, about a row of 8192 bytes, and of some rows with a rest."""
+    """Lengths about a word, about a row of 8184 bytes, and of some rows with a rest."""
     raw = random_bytes(count, seed)
     before = int(digest(raw))
     assert int(digest(raw.clone())) == before
@@ -42,9 +44,9 @@ def test_a_flipped_bit_anywhere_is_seen(count: int, seed: int, data: st.DataObje
 @pytest.mark.parametrize("bit", range(64))
 def test_every_bit_of_a_word_in_a_row_is_seen_in_both_halves(bit: int) -> None:
     """Signs of weights are the uppermost bits: their change doubles, in a row and in a column."""
-    raw = random_bytes(5 * 8192 + 8, 1)
+    raw = random_bytes(8 * (5 * 1023 + 1), 1)
     before = int(digest(raw))
-    for word in (0, 1023, 1024, 5 * 1024 - 1, 5 * 1024):
+    for word in (0, 1022, 1023, 5 * 1023 - 1, 5 * 1023):
         changed = raw.clone()
         changed.view(torch.int64)[word] ^= torch.tensor(1) << bit
         after = int(digest(changed))
@@ -65,9 +67,48 @@ def test_values_that_change_places_are_seen(count: int, seed: int, data: st.Data
     assert torch.allclose(values.double().sum(), swapped.double().sum())
 
 
+def negated(values: Tensor) -> Tensor:
+    return -values
+
+
+def every_second_negated(values: Tensor) -> Tensor:
+    changed = values.clone()
+    changed[1::2].neg_()
+    return changed
+
+
+def a_stretch_negated(values: Tensor) -> Tensor:
+    """Longer than a row of the hash where there is one."""
+    changed = values.clone()
+    changed[len(values) // 4 : len(values) // 4 * 3].neg_()
+    return changed
+
+
+def a_little_more_of_all(values: Tensor) -> Tensor:
+    """The least bit of every value, which changes all by as much."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return (values.clone().view(bits) ^ 1).view(values.dtype)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("numel", [4, 6, 96, 768, 2046, 2048, 4092, 4096, 8184, 8192, 2**16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "change", [negated, every_second_negated, a_stretch_negated, a_little_more_of_all]
+)
+def test_a_change_of_many_values_alike_is_seen_in_both_halves(
+    change: Callable[[Tensor], Tensor], dtype: torch.dtype, numel: int, zeros: bool
+) -> None:
+    """An even number of equal changes must not cancel out, of signs of zeros least of all."""
+    values = torch.zeros(numel, dtype=dtype) if zeros else weights(numel).to(dtype)
+    before, after = int(digest(values)), int(digest(change(values)))
+    assert after % 2**32 != before % 2**32
+    assert after >> 32 != before >> 32
+
+
 def test_rows_that_change_places_are_seen() -> None:
     """The sums over columns stay, those over rows come in another order."""
-    rows = weights(8 * 2048).view(8, 2048)
+    rows = weights(8 * 2046).view(8, 2046)
     assert int(digest(rows)) != int(digest(rows.flip(0).contiguous()))
     columns = rows.roll(2, dims=1).contiguous()  # and here those over rows stay
     assert int(digest(rows)) != int(digest(columns))

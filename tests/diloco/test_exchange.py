@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.diloco import quantize
 from lightning_commfree.diloco.exchange import (
     GatherExchange,
     ShardExchange,
@@ -22,6 +23,7 @@ from lightning_commfree.diloco.exchange import (
 from lightning_commfree.diloco.fragments import split_into_fragments
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.quantize import BLOCK
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 from tests.diloco.training import (
     NESTEROV,
@@ -70,8 +72,19 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     return outcomes
 
 
-@pytest.mark.parametrize(("size", "from_device"), [(2, False), (3, False), (4, False), (3, True)])
-def test_means_flags_and_bytes(size: int, from_device: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "from_device", "piece"),
+    [(2, False, None), (3, False, None), (2, False, 2 * BLOCK), (4, False, BLOCK), (3, True, None)],
+)
+def test_means_flags_and_bytes(
+    size: int,
+    from_device: bool,
+    piece: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if piece is not None:
+        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)  # the ranks are forked
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in WIRE_FORMATS:
         sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])

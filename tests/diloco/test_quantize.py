@@ -208,6 +208,20 @@ def test_int8_codes_by_hand() -> None:
     assert codes.tolist() == [127, -127, 0, 2, -2, 3, 0]
 
 
+@settings(max_examples=200, deadline=None)
+@given(ALL_CLASSES)
+def test_int8_of_any_bits_is_the_nearest_step_or_nan_or_zero(bits: list[int]) -> None:
+    values = any_fp32(bits)
+    decoded, largest = through_int8(values), float(values.double().abs().max())
+    if not math.isfinite(largest):
+        assert decoded.isnan().all()
+    elif largest < 2.0**LEAST_TOP:
+        assert torch.equal(decoded, torch.zeros_like(values))
+    else:
+        error = (decoded.double() - values.double()).abs().max()
+        assert float(error) <= 0.5 * largest / 127 * (1 + 1e-4)
+
+
 @pytest.mark.parametrize("through", [through_e3m0, through_int8])
 def test_nothing_makes_nothing(through: Callable[[Tensor], Tensor]) -> None:
     assert through(torch.empty(0)).numel() == 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
 from lightning_commfree.diloco import quantize
+from lightning_commfree.diloco.letter import Header, Letter
 from lightning_commfree.diloco.quantize import BLOCK, Piece, encode_e3m0, num_blocks
 from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
 
@@ -171,6 +172,47 @@ def test_threads_do_not_share_the_room_that_they_work_in() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
+def test_what_a_thread_keeps_can_be_used_in_and_out_of_inference_mode() -> None:
+    values = torch.randn(3 * BLOCK + 5)
+
+    def in_a_new_thread() -> list[Tensor]:
+        with torch.inference_mode():
+            inside = [through_the_wire(name, values) for name in NAMES]
+        return inside + [through_the_wire(name, values) for name in NAMES]
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(in_a_new_thread).result()
+    for a, b in zip(found[: len(NAMES)], found[len(NAMES) :], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
+    name: str, default: torch.dtype
+) -> None:
+    """Lightning's bf16-true does so around every training step, while a thread decodes."""
+    wire, values = WIRE_FORMATS[name], torch.randn(3 * BLOCK + 5)
+    letter = Letter(wire, values.numel(), exact_floats=2)
+    exact, header = torch.tensor([1.0, 3.0000002]), Header(stop=False, step=1, digest=0)
+
+    def played() -> list[Tensor]:
+        messages = torch.stack([letter.write(v, exact, header) for v in (values, 2.3 * values)])
+        mean, gram = letter.average(messages)
+        return [messages, letter.values(messages), mean, gram, letter.average_exact(messages)]
+
+    expected = played()
+    with ThreadPoolExecutor(1) as thread:  # which has no scratch yet
+        torch.set_default_dtype(default)
+        try:
+            found = thread.submit(played).result()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_payload_of_another_size_is_a_mistake(name: str) -> None:
     payload = payload_of(name, torch.ones(BLOCK))
@@ -194,6 +236,19 @@ def test_a_gpu_makes_the_same_payload_and_values_and_never_waits(name: str) -> N
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(payload.cpu(), expected)
     assert torch.equal(decoded.cpu(), through_the_wire(name, values))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_forms_the_same_mean(name: str) -> None:
+    rows = [torch.randn(1000 * BLOCK + 7) for _ in range(3)]
+    letter = Letter(WIRE_FORMATS[name], rows[0].numel(), exact_floats=1)
+    exact, header = torch.ones(1), Header(stop=False, step=1, digest=0)
+    messages = torch.stack([letter.write(row, exact, header) for row in rows])
+    (mean, gram), (mean_there, gram_there) = map(letter.average, (messages, messages.cuda()))
+    assert torch.equal(mean_there.cpu(), mean)
+    torch.testing.assert_close(gram_there.cpu(), gram)
 
 
 @pytest.mark.parametrize("name", ["int8", "fp4"])

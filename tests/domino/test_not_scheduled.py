@@ -37,6 +37,23 @@ def logits_of(model: Any, rows: Tensor) -> dict[str, Any]:
     return {name: logits.detach() for name, logits in found.items()}
 
 
+def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
+    """Play flash attention, which takes a GPU, as far as the choice of the split."""
+    config = parallel.sharded.halves[0].attention.config
+    before, config._attn_implementation = config._attn_implementation, "flash_attention_2"
+    row = torch.arange(LENGTH)[None]
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {"position_ids": row},
+        "no positions": {},
+        "packed": {"position_ids": row % PREFIX},
+        "packed by lengths": {"position_ids": row, "cu_seq_lens_q": torch.tensor([0, 3, LENGTH])},
+    }
+    hidden = torch.zeros(1, LENGTH, 8)
+    found = {name: type(parallel._split(hidden, None, a)).__name__ for name, a in cases.items()}
+    config._attn_implementation = before
+    return found
+
+
 def divided(channel: Any) -> Any:
     model = make("gpt2").double()
     parallel = ParallelModel(model, channel, DominoSettings(None))
@@ -53,6 +70,8 @@ def divided(channel: Any) -> Any:
         model.save_pretrained("nowhere")
     except RuntimeError as error:
         found["save"] = str(error)
+    parallel.fell_back = lambda text: None
+    found["flash"] = split_under_flash(parallel)
     parallel.join({})
     found["can save again"] = "save_pretrained" not in vars(model)
     return found, said
@@ -83,6 +102,17 @@ def test_the_fallbacks_are_said(found: list[Any]) -> None:
             "nothing instead.",
             "nothing instead.",
         ]
+
+
+def test_packed_rows_are_not_split_under_flash_attention(found: list[Any]) -> None:
+    """It would take the queries' borders of a piece for those of all keys."""
+    for outcomes, _ in found:
+        assert outcomes["flash"] == {
+            "plain": "TokenSplit",
+            "no positions": "TokenSplit",
+            "packed": "Whole",
+            "packed by lengths": "Whole",
+        }
 
 
 def test_other_derivatives_are_refused(found: list[Any]) -> None:

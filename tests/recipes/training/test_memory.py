@@ -12,7 +12,7 @@ from recipes.pretrain import build, build_data, build_module
 from recipes.training import memory
 from recipes.training.evaluation import generate_text
 from recipes.training.length import Ranks
-from recipes.training.memory import estimate, free_host_bytes
+from recipes.training.memory import estimate, free_host_bytes, gpus_of
 from recipes.training.run import fit
 
 SMALL = ["data=synthetic", "tokenizer=bytes", "data.corpus.train_characters=5000"]
@@ -94,7 +94,7 @@ def test_a_gpu_is_asked_for_its_own(compose_config, monkeypatch) -> None:
     config = compose_config(*SMALL, "strategy=ddp")
     config["trainer"]["accelerator"] = "gpu"
     monkeypatch.setattr(memory, "count_ranks", lambda _: Ranks(2, 1))
-    monkeypatch.setattr(memory, "free_gpu_bytes", lambda: 10_000)
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda devices: 10_000)
     data = build_data(config)
     with pytest.raises(ValueError, match=r"on each GPU .* 10 kB are free"):
         memory.check_memory(config, lambda: build_module(config, data))
@@ -111,6 +111,15 @@ def test_a_process_that_will_fork_does_not_touch_cuda(compose_config, monkeypatc
     data = build_data(config)
     memory.check_memory(config, lambda: build_module(config, data))
     generate_text(build_module(config, data), data.tokenizer, "a", 2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [(2, [0, 1]), (-1, []), ("auto", []), ("-1", []), ("2", [0, 1]), ([1, 3], [1, 3]),
+     ("1,3", [1, 3]), ("1,", [1])],
+)  # fmt: skip
+def test_only_the_gpus_of_the_run_are_asked(devices, expected) -> None:
+    assert gpus_of(devices) == expected
 
 
 def test_a_jobs_limit_counts(monkeypatch, tmp_path) -> None:

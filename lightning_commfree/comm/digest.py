@@ -29,7 +29,7 @@ def digest(tensor: Tensor) -> Tensor:
     # two plain sums run at memory speed, and of int64 without a wider copy. They wrap at 2^64: of
     # uppermost bits they see whether an odd number of them has changed, in a row or in a column
     found = torch.cat([table.sum(0), table.sum(1), words[rows:], raw[whole:].long()])
-    return _scattered(mix_digests(_scattered(found)))
+    return mix_digests(_scattered(found))
 
 
 def mix_digests(words: Tensor) -> Tensor:

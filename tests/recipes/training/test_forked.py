@@ -21,12 +21,17 @@ def fail() -> None:
 
 def test_a_child_does_the_work_and_its_answer_comes_back(cuda_build) -> None:
     seen = [1]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
 
     def work() -> tuple[int, list[int], int]:
         seen.append(2)
         return os.getpid(), seen, torch.get_num_threads()
 
-    pid, in_child, threads = without_beginning_cuda(work)
+    try:
+        pid, in_child, threads = without_beginning_cuda(work)
+    finally:
+        torch.set_num_threads(before)
     assert pid != os.getpid()
     assert (seen, in_child) == ([1], [1, 2])
     assert threads == 1, "OpenMP's threads hang in a child of a process that has used them"

@@ -69,11 +69,13 @@ bench: $(STAMP)
 bench-quality: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.bench.quality
 
-# The stamp comes last, so that an interrupted set-up is taken up again.
+# The stamp comes last, so that an interrupted set-up is taken up again. pip compiles on one core only; compileall
+# takes all, and what it cannot compile (templates, other Pythons' syntax) nobody imports.
 $(STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
 	@echo "Installing what constraints.txt says into $(VENV): some minutes, once."
-	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[recipes,dev]'
+	@$(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,dev]'
+	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # A .venv without pip is one whose making broke off: venv completes it.

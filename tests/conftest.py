@@ -3,6 +3,7 @@ no signal handler."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+
+from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
 
 # ranks share the cores; and a fork of a process that has computed with OpenMP threads hangs
 torch.set_num_threads(1)
@@ -39,6 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Get ready what every forked rank would else do for itself.
+
+    It loads the compiled loops, and it keeps the collector away from what the imports have made, a
+    million objects that stay: Lightning collects at the end of every fit, and a rank that walks
+    over them copies them.
+    """
+    for wire in WIRE_FORMATS.values():
+        warm_up(wire, torch.device("cpu"))
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

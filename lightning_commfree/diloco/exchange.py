@@ -41,9 +41,9 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.comm.staging import Staging
+from lightning_commfree.diloco.blocks import BLOCK
 from lightning_commfree.diloco.letter import Header, Letter, compare_headers
 from lightning_commfree.diloco.outer import REPLICA_TAG
-from lightning_commfree.diloco.quantize import BLOCK
 from lightning_commfree.diloco.wire import WireFormat
 
 TAG = "outer_gradient"

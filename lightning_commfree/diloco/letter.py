@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.quantize import pieces
+from lightning_commfree.diloco.blocks import pieces
 from lightning_commfree.diloco.wire import WireFormat, decode
 
 _HEADER_BYTES = 3 * 8

@@ -30,7 +30,7 @@ from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.swap import Swap
-from lightning_commfree.diloco.wire import WIRE_FORMATS
+from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
 
 
 class Landing(NamedTuple):
@@ -94,6 +94,8 @@ class StreamingDiLoCo:
         self.landings: dict[int, Landing] = {}
         self._channel = channel
         self._wire = WIRE_FORMATS[settings.wire_dtype]
+        for device in {fragment.global_copy.device for fragment in self.fragments}:
+            warm_up(self._wire, device)
         self.settings = settings
         self._background = Background(channel.ledger)
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]

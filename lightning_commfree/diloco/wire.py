@@ -14,12 +14,17 @@ fp4         4.03          to nearest of zero and seven powers of two with either
 ==========  ============  =====================================================================
 
 `quantize` says what the blocks of int8 and fp4 are, and what becomes of zeros, NaN and Inf there.
+Where numba is installed, a CPU works on them in the compiled loops of `fused`: the same bytes and
+values, two to three times sooner.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -31,7 +36,9 @@ from lightning_commfree.comm.bits import (
     packed_nibbles_size,
 )
 from lightning_commfree.diloco import quantize
-from lightning_commfree.diloco.quantize import Piece, pieces
+from lightning_commfree.diloco.blocks import Piece, num_blocks, pieces
+
+_log = logging.getLogger(__name__)
 
 
 class WireFormat(Protocol):
@@ -67,8 +74,15 @@ class CastFormat:
         out.copy_(payload.view(self.dtype)[piece.values])
 
 
+@dataclass(frozen=True)
 class Int8Format:
-    """The blocks' scales in fp32, then an int8 per value."""
+    """The blocks' scales in fp32, then an int8 per value.
+
+    Args:
+        compiled: False: never `fused`, whatever is installed.
+    """
+
+    compiled: bool = True
 
     def num_bytes(self, numel: int) -> int:
         """See `WireFormat`."""
@@ -78,7 +92,8 @@ class Int8Format:
         """See `WireFormat`."""
         split = self._scale_bytes(values.numel())
         scales, codes = out[:split].view(torch.float32), out[split:].view(torch.int8)
-        quantize.encode_int8(values, codes, scales)
+        loops = self.compiled and _loops(values.device)
+        (loops or quantize).encode_int8(values, codes, scales)
 
     def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
         """See `WireFormat`."""
@@ -88,20 +103,30 @@ class Int8Format:
         quantize.decode_int8(codes, scales, piece, out)
 
     def _scale_bytes(self, numel: int) -> int:
-        return 4 * quantize.num_blocks(numel)
+        return 4 * num_blocks(numel)
 
 
+@dataclass(frozen=True)
 class Fp4Format:
-    """Two E3M0 codes a byte, then the blocks' scales, a byte each."""
+    """Two E3M0 codes a byte, then the blocks' scales, a byte each.
+
+    Args:
+        compiled: False: never `fused`, whatever is installed.
+    """
+
+    compiled: bool = True
 
     def num_bytes(self, numel: int) -> int:
         """See `WireFormat`."""
-        return packed_nibbles_size(numel) + quantize.num_blocks(numel)
+        return packed_nibbles_size(numel) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """See `WireFormat`."""
         split = packed_nibbles_size(values.numel())
         packed, scales = out[:split], out[split:]
+        if loops := self.compiled and _loops(values.device):
+            loops.encode_e3m0(values, packed, scales)
+            return
 
         def pack(start: int, codes: Tensor) -> None:
             pack_nibbles_part(codes, start, packed)
@@ -113,6 +138,9 @@ class Fp4Format:
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
         split = packed_nibbles_size(numel)
         packed, scales = payload[:split], payload[split:]
+        if loops := self.compiled and _loops(payload.device):
+            loops.decode_e3m0(packed, scales, piece, out)
+            return
         quantize.decode_e3m0(partial(lift_nibbles_part, packed), scales, piece, out)
 
 
@@ -121,6 +149,33 @@ def decode(wire: WireFormat, payload: Tensor, out: Tensor) -> Tensor:
     for piece in pieces(out.numel(), out.device):
         wire.decode_piece(payload, out.numel(), piece, out[piece.values])
     return out
+
+
+def warm_up(wire: WireFormat, device: torch.device) -> None:
+    """Encode and decode one value: what the first time loads or compiles is there from then on."""
+    value = torch.zeros(1, dtype=torch.float32, device=device)
+    payload = torch.empty(wire.num_bytes(1), dtype=torch.uint8, device=device)
+    wire.encode(value, payload)
+    decode(wire, payload, value)
+
+
+def _loops(device: torch.device) -> ModuleType | None:
+    """Return `fused` where it is of use; None where torch operations have to do."""
+    return _fused() if device.type == "cpu" else None
+
+
+@cache
+def _fused() -> ModuleType | None:
+    slower = "int8 and fp4 take two to three times as long on a CPU, with the same result"
+    if find_spec("numba") is None:
+        _log.info("numba is not installed (pip install 'lightning-commfree[numba]'): %s.", slower)
+        return None
+    try:
+        from lightning_commfree.diloco import fused
+    except ImportError as error:  # a numpy that it does not know yet
+        _log.warning("numba cannot be imported (%s): %s.", error, slower)
+        return None
+    return fused
 
 
 WIRE_FORMATS: dict[str, WireFormat] = {

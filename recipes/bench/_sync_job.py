@@ -157,7 +157,7 @@ def _replica(rank: int, job: Job, folder: Path) -> None:
 
     before = ledger.bytes_sent
     seen = {
-        "idle_bytes": _crossing(_meet, job) if job.own_network else None,
+        "idle_bytes": _crossing(_meet, job),
         "interface_bytes": _crossing(counted_sync, job),
         "ledger_bytes": ledger.bytes_sent - before,
         "foretold_bytes": diloco.bytes_per_cycle,
@@ -187,15 +187,17 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _crossing(action: Callable[[], object], job: Job) -> int | None:
-    """Do `action` once a round; return what all replicas put on the interface meanwhile."""
-    _meet()
-    before = bytes_on_the_interface() if job.own_network else None
-    _meet()
+def _crossing(action: Callable[[], object], job: Job) -> list[int] | None:
+    """Do `action` once a round; return what all replicas put on the interface, by round."""
+    crossed = []
     for _ in range(job.rounds):
+        _meet()
+        before = bytes_on_the_interface() if job.own_network else 0
+        _meet()
         action()
-    _meet()
-    return bytes_on_the_interface() - before if before is not None else None
+        _meet()
+        crossed.append(bytes_on_the_interface() - before if job.own_network else 0)
+    return crossed if job.own_network else None
 
 
 def _meet() -> None:

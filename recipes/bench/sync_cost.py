@@ -40,9 +40,9 @@ GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str
 
 HOW_TO_READ_SYNCS = """\
 Per replica and sync; the whole model is one fragment. Foretold: `bytes_per_cycle`. Interface: what
-the processes put on the interface of their own network while they synced, less what as many
-barriers put there, over replicas and syncs; it includes the headers of TCP and IP. CPU time: median
-over replicas and syncs. *Launch* takes the outer gradient, hashes the global copy (unless
+the processes put on the interface of their own network while they synced, median over syncs, less
+what as many barriers put there, over replicas; it includes the headers of TCP and IP. CPU time:
+median over replicas and syncs. *Launch* takes the outer gradient, hashes the global copy (unless
 `check_drift_every` is 0) and encodes. *Exchange* is gloo's work until everything has
 arrived and, in an exchange by shards, that of the thread that averages a shard and encodes it
 again; it may begin within *launch*. *Land* decodes, averages, takes the outer step and merges.
@@ -51,8 +51,8 @@ them sent; otherwise they exchange by shards."""
 HOW_TO_READ_MEMORY = """\
 Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank that
 holds most. There is one replica; its parameters are on a GPU where there is one. Host and GPU:
-summed over the tensors' storages. Resident: how much the process's resident set grew, with the
-4 MB of scratch that a thread keeps for encoding and decoding, however large the model."""
+summed over the tensors' storages. Resident: how much the process's resident set grew; without numba
+a thread keeps 4 MB of scratch besides, for encoding and decoding, however large the model."""
 
 
 class SyncCost(NamedTuple):
@@ -79,8 +79,11 @@ def summed_up(job: Job, ranks: Sequence[dict[str, Any]]) -> SyncCost:
     """Turn what the ranks wrote down into the cost of one sync."""
     crossed = None
     if job.own_network:
-        crossed = ranks[0]["interface_bytes"] - ranks[0]["idle_bytes"]
-        crossed /= job.rounds * job.replicas
+        # TCP sends again what a busy machine has not acknowledged in time: the median is without it
+        synced, met = (
+            statistics.median(ranks[0][key]) for key in ("interface_bytes", "idle_bytes")
+        )
+        crossed = (synced - met) / job.replicas
     cpu_s = {
         phase: statistics.median(s for rank in ranks for s in rank["cpu_s"][phase])
         for phase in PHASES

@@ -24,14 +24,19 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.quantize import BLOCK
-from lightning_commfree.diloco.wire import decode
+from lightning_commfree.diloco.blocks import BLOCK
+from lightning_commfree.diloco.wire import Fp4Format, Int8Format, WireFormat, decode
 from recipes.bench._wire_error import Error, grid_errors, outer_gradients, wire_errors
 from recipes.bench.demo import RESULTS
 from recipes.bench.page import provenance, write_page
 from recipes.bench.timing import seconds_of
 
 COPY = "copy"
+TIMED: dict[str, WireFormat] = {
+    **WIRE_FORMATS,
+    "int8 in torch operations": Int8Format(compiled=False),
+    "fp4 in torch operations": Fp4Format(compiled=False),
+}
 COPY_TO_NEW = "copy into new memory"
 NEAREST = "power of two, nearest"
 PLAIN_SCALES = (NEAREST, "fp16 largest", "fp32 largest")
@@ -53,11 +58,10 @@ squared error, block by block: an encoder would try them all."""
 HOW_TO_READ_TIMES = """\
 One thread; medians of operations that take turns; ratio to copying the same fp32 values between two
 buffers. All of them write to buffers that exist, but for the copy into new memory, which the system
-has to hand out page by page: a thread keeps its scratch for that reason. Every step of encoding and
-decoding is a torch operation, a pass over scratch that stays in the cache: fp4 takes eleven to
-encode and six to decode (the arithmetic of one value, and widening and narrowing), and each costs a
-part of a copy, for memory is hardly slower here than cache. We take that for the limit of separate
-operations; one fused loop, which needs a compiler, would do with two passes."""
+has to hand out page by page: a thread keeps its scratch for that reason. On a CPU int8 and fp4 are
+loops that numba compiles; where it is not installed they are torch operations, each step of the
+arithmetic a pass over scratch that stays in the cache: eleven to encode fp4 and six to decode it,
+at a part of a copy each, for memory is hardly slower here than cache."""
 
 
 class Timing(NamedTuple):
@@ -75,7 +79,7 @@ def operations(values: Tensor) -> dict[str, Callable[[], object]]:
         COPY: lambda: copied.copy_(values),
         COPY_TO_NEW: values.clone,
     }
-    for name, wire in WIRE_FORMATS.items():
+    for name, wire in TIMED.items():
         size = wire.num_bytes(values.numel())
         payload = torch.empty(size, dtype=torch.uint8, device=values.device)
         wire.encode(values, out=payload)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import quantize
+from lightning_commfree.diloco import blocks
+from lightning_commfree.diloco.blocks import BLOCK
 from lightning_commfree.diloco.exchange import (
     GatherExchange,
     ShardExchange,
@@ -23,7 +24,6 @@ from lightning_commfree.diloco.exchange import (
 from lightning_commfree.diloco.fragments import split_into_fragments
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.quantize import BLOCK
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 from tests.diloco.training import (
     NESTEROV,
@@ -84,7 +84,7 @@ def test_means_flags_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if piece is not None:
-        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)  # the ranks are forked
+        monkeypatch.setattr(blocks, "_CPU_PIECE", piece)  # the ranks are forked
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in WIRE_FORMATS:
         sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])

@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.diloco import quantize
+from lightning_commfree.diloco import blocks
+from lightning_commfree.diloco.blocks import BLOCK, num_blocks, pieces
 from lightning_commfree.diloco.quantize import (
-    BLOCK,
     decode_e3m0,
     decode_int8,
     encode_e3m0,
     encode_int8,
-    num_blocks,
-    pieces,
 )
 
 NAN_SCALE = 255
@@ -135,7 +133,7 @@ def test_every_block_has_its_own_scale(
 ) -> None:
     """Whatever the pieces are in which the blocks are worked on."""
     if piece is not None:
-        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)
+        monkeypatch.setattr(blocks, "_CPU_PIECE", piece)
     values = torch.randn(numel) * 10.0 ** torch.arange(numel).div(BLOCK, rounding_mode="floor")
     expected = torch.cat([reference(block) for block in values.split(BLOCK)])
     assert_same_bits(through_e3m0(values), expected)

@@ -357,7 +357,7 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
         # two replicas: every one sends the codes of all parameters once a cycle, and the scales
         assert node["parameters"] / 2 < node["ledger_bytes"] < 0.55 * node["parameters"]
         # the page has 0.3 % of headers; on a busy machine TCP also resends what was not lost
-        assert node["ledger_bytes"] < node["wire_bytes"] < 1.1 * node["ledger_bytes"]
+        assert node["ledger_bytes"] < node["wire_bytes"] < 1.3 * node["ledger_bytes"]
         # it acts where a fragment leaves or lands, which is in 6 of 10 steps at most
         assert len(node["own_s"]) == 10
         assert sorted(node["own_s"])[3] < 0.001 < max(node["own_s"]) < node["seconds"]

@@ -165,7 +165,7 @@ def test_a_round_counts_the_bytes_that_the_formula_says(tmp_path: Path) -> None:
     for windows in ours:
         for node in windows:
             # headers are 1 to 2 %; on a busy machine TCP also resends what was not lost (6 % once)
-            assert node["ledger_bytes"] < node["wire_bytes"] < 1.1 * node["ledger_bytes"]
+            assert node["ledger_bytes"] < node["wire_bytes"] < 1.3 * node["ledger_bytes"]
             # not equal: in a few million random gradients one may be exactly zero, and then its
             # place travels
             assert node["formula_bytes"] <= node["ledger_bytes"] < 1.05 * node["formula_bytes"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.quantize import BLOCK
+from lightning_commfree.diloco.blocks import BLOCK
 from lightning_commfree.diloco.wire import decode
 from recipes.bench import _wire_error, wire
 from recipes.bench._wire_error import SCALES, Error, e3m0, grid_errors, wire_errors
@@ -43,6 +43,7 @@ def test_the_page_has_every_format_block_and_operation(tmp_path: Path) -> None:
     assert "2 outer gradients of 2 fragments" in text
     for name in WIRE_FORMATS:
         assert f"\n| {name} | " in text
+    for name in wire.TIMED:
         assert f"\n| {name} decode | " in text
     for block in (32, 1024):
         assert text.count(f"\n| blocks of {block} | ") == 2

@@ -1,0 +1,190 @@
+"""Fp4 and int8 on a CPU in loops that numba compiles: to the bit what `quantize` does.
+
+`quantize` takes a torch operation for every step of the arithmetic, each of them a pass; a loop
+holds a block in registers and the innermost cache, so that encoding and decoding run at the speed
+of memory. Payloads are the same, but for the codes of a block that becomes NaN, which mean nothing:
+replicas with numba and without it may train together.
+
+Importing this needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second, and the
+first call of a loop another one, unless numba finds it in its cache: beside this file if that can
+be written to, else in the user's cache folder. `wire` imports it where it is of use.
+
+The loops let go of the GIL, take one thread and have fixed types: every operation is wrapped in
+`i32`, because numba would widen it to 64 bits, of which half as many fit into a register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from torch import Tensor, int32
+
+from lightning_commfree.diloco.blocks import BLOCK, Piece
+from lightning_commfree.diloco.quantize import SMALLEST_LARGEST
+from lightning_commfree.diloco.scratch import (
+    EXPONENT_OF_NAN,
+    HIGHEST_TOP,
+    LOWEST_TOP,
+    MANTISSA_BITS,
+)
+
+i32, u8, f32 = np.int32, np.uint8, np.float32
+_SHIFT = i32(MANTISSA_BITS)
+_HALF = i32(1 << (MANTISSA_BITS - 1))  # of the mantissa's range
+_MAGNITUDE = i32(0x7FFF_FFFF)
+_INF = i32(EXPONENT_OF_NAN << MANTISSA_BITS)
+_NAN = i32(_INF | _HALF)
+_LIMIT = f32(127.0)
+_LEAST = f32(SMALLEST_LARGEST)
+
+
+def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor) -> None:
+    """Encode as `quantize.encode_e3m0` does, and pack as `bits.pack_nibbles` does.
+
+    Args:
+        values: fp32, shape (N,), contiguous.
+        packed: filled: uint8, shape (packed_nibbles_size(N),).
+        scales: filled: uint8, shape (num_blocks(N),).
+    """
+    _encode_e3m0(values.view(int32).numpy(), packed.numpy(), scales.numpy())
+
+
+def decode_e3m0(packed: Tensor, scales: Tensor, piece: Piece, out: Tensor) -> None:
+    """Decode one piece of what `encode_e3m0` made of N values into fp32 `out`, shape (n,)."""
+    blocks = scales[piece.blocks].numpy()
+    _decode_e3m0(packed.numpy(), piece.values.start, blocks, out.view(int32).numpy())
+
+
+def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Encode as `quantize.encode_int8` does; a block that becomes NaN gets codes of 0."""
+    _encode_int8(values.view(int32).numpy(), values.numpy(), codes.numpy(), scales.numpy())
+
+
+def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile at the first call; keep the result in numba's cache if that has a place."""
+    compiled: Callable[..., Any]
+    try:
+        compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(loop)
+    except RuntimeError:  # neither this folder nor the user's can be written to
+        compiled = numba.njit(nogil=True, error_model="numpy")(loop)
+    return compiled
+
+
+@_compiled
+def _largest(bits: Any) -> Any:
+    """Return the largest magnitude, as fp32 writes it; NaN above Inf."""
+    top = i32(0)
+    for i in range(bits.size):
+        magnitude = i32(bits[i] & _MAGNITUDE)
+        top = magnitude if magnitude > top else top
+    return top
+
+
+@_compiled
+def _codes(bits: Any, floor: Any, codes: Any) -> None:
+    """Write the codes of a block; `floor` is 2^(E-7) as fp32 writes it.
+
+    With `above` = magnitude - floor, half of a mantissa added carries into the exponent at
+    1.5 * 2^k, which makes m. Below 2^(E-6) the codes are 0 and 1, and m is 1 from the floor on.
+    """
+    for i in range(bits.size):
+        value = i32(bits[i])
+        above = i32(i32(value & _MAGNITUDE) - floor)
+        by_exponent = i32(i32(above + _HALF) >> _SHIFT)
+        from_floor_on = i32(i32(1) + i32(above >> i32(31)))
+        code = by_exponent if by_exponent > from_floor_on else from_floor_on
+        codes[i] = u8(i32(code | i32(i32(value >> i32(28)) & i32(8))))
+
+
+@_compiled
+def _write_low(codes: Any, packed: Any) -> None:
+    for i in range(codes.size):
+        packed[i] = codes[i]
+
+
+@_compiled
+def _write_high(codes: Any, packed: Any) -> None:
+    for i in range(codes.size):
+        packed[i] = u8(packed[i] | u8(codes[i] << u8(4)))
+
+
+@_compiled
+def _encode_e3m0(bits: Any, packed: Any, scales: Any) -> None:
+    row = packed.size  # bytes; code i lies in the low half of byte i, code row + i in the high one
+    packed[bits.size :] = u8(0)  # of the last word, where fewer values come than a row holds
+    room = np.empty(BLOCK, u8)
+    for b in range(scales.size):
+        start = b * BLOCK
+        stop = min(start + BLOCK, bits.size)
+        block, codes = bits[start:stop], room[: stop - start]
+        top = i32(i32(min(_largest(block), _INF) + _HALF) >> _SHIFT)
+        floor = i32(i32(top - i32(7)) << _SHIFT)
+        if top < LOWEST_TOP:
+            top, floor = i32(0), _INF  # no value reaches it
+        elif top > HIGHEST_TOP:
+            top = i32(EXPONENT_OF_NAN)
+        scales[b] = u8(top)
+        _codes(block, floor, codes)
+        low = min(max(row - start, 0), stop - start)
+        _write_low(codes[:low], packed[start : start + low])
+        if start + low < stop:
+            _write_high(codes[low:], packed[start + low - row : stop - row])
+
+
+@_compiled
+def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
+    """Write 2^(E-7+m), with `base` = E - 7, as fp32 writes it; 0 for m = 0 or where `kept` is 0."""
+    for i in range(packed.size):
+        code = i32(i32(packed[i]) >> shift)
+        m = i32(code & i32(7))
+        power = i32(i32(m + base) << _SHIFT)
+        magnitude = i32(power & kept) if m > i32(0) else i32(0)
+        bits[i] = i32(magnitude | i32(i32(code & i32(8)) << i32(28)))
+
+
+@_compiled
+def _decode_e3m0(packed: Any, first: Any, scales: Any, bits: Any) -> None:
+    row = packed.size
+    for b in range(scales.size):
+        start = b * BLOCK
+        stop = min(start + BLOCK, bits.size)
+        top = i32(scales[b])
+        if top == i32(EXPONENT_OF_NAN):
+            bits[start:stop] = _NAN
+            continue
+        base, kept = i32(top - i32(7)), i32(-1) if top > i32(0) else i32(0)
+        low = min(max(row - first - start, 0), stop - start)
+        at = first + start
+        _lift(packed[at : at + low], i32(0), base, kept, bits[start : start + low])
+        if start + low < stop:
+            at += low - row
+            high = packed[at : at + stop - start - low]
+            _lift(high, i32(4), base, kept, bits[start + low : stop])
+
+
+@_compiled
+def _scaled(values: Any, factor: Any, codes: Any) -> None:
+    for i in range(values.size):
+        codes[i] = np.int8(np.rint(f32(values[i] * factor)))
+
+
+@_compiled
+def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any) -> None:
+    one = np.empty(1, i32)
+    for b in range(scales.size):
+        block = slice(b * BLOCK, min(b * BLOCK + BLOCK, bits.size))
+        one[0] = _largest(bits[block])
+        largest = one.view(f32)[0]
+        if one[0] >= _INF:
+            scales[b] = f32(np.nan)
+            codes[block] = np.int8(0)
+        elif largest < _LEAST:
+            scales[b] = f32(0)
+            codes[block] = np.int8(0)
+        else:
+            scales[b] = f32(largest / _LIMIT)
+            # two roundings, as torch makes of 127 / largest
+            _scaled(values[block], f32(f32(f32(1) / largest) * _LIMIT), codes[block])

@@ -1,0 +1,149 @@
+"""Room for what lies between the values and the codes of a piece, and tables for E3M0."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_commfree.diloco.blocks import pieces
+
+MANTISSA_BITS = 23
+EXPONENT_OF_NAN = 255
+LOWEST_TOP = 9  # biased exponent of 2^-118: below it the codes' lowest power would be subnormal
+HIGHEST_TOP = 246  # of 2^119: above it 2^(E+8) is more than fp32 holds
+_EXPONENT_BIAS = 127
+
+
+class Room:
+    """What lies between the values and the codes of one piece; shape (B, V): blocks, their values.
+
+    Args:
+        scratch: from which it is cut.
+        shape: of the piece.
+    """
+
+    def __init__(self, scratch: Scratch, shape: tuple[int, int]) -> None:
+        self._scratch, self.shape = scratch, shape
+
+    @cached_property
+    def fp32(self) -> Tensor:
+        """Shape (B, V)."""
+        return self._cut(torch.float32)
+
+    @cached_property
+    def bits(self) -> Tensor:
+        """`fp32` as int32."""
+        return self.fp32.view(torch.int32)
+
+    @cached_property
+    def half(self) -> Tensor:
+        """Fp16, shape (B, V)."""
+        return self._cut(torch.float16)
+
+    @cached_property
+    def half_bits(self) -> Tensor:
+        """`half` as int16."""
+        return self.half.view(torch.int16)
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """Uint8, shape (B * V,)."""
+        return self._cut(torch.uint8).view(-1)
+
+    @cached_property
+    def more_codes(self) -> Tensor:
+        """As `codes`."""
+        return self._cut(torch.uint8, 1).view(-1)
+
+    @cached_property
+    def top(self) -> Tensor:
+        """Int32, shape (B,)."""
+        return self._scratch.new(self.shape[0], torch.int32)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """Fp32, shape (B, 1)."""
+        return self._scratch.new(self.shape[0], torch.float32).unsqueeze(1)
+
+    def _cut(self, dtype: torch.dtype, place: int = 0) -> Tensor:
+        num_blocks, block = self.shape
+        return self._scratch.flat(dtype, place)[: num_blocks * block].view(self.shape)
+
+
+class Scratch:
+    """Room for pieces of any shape up to a size, and what E3M0 looks up by a biased exponent.
+
+    All of it is made when it is asked for.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel, self._device = numel, device
+        self._flat: dict[tuple[torch.dtype, int], Tensor] = {}
+        self._room: Room | None = None
+
+    def room(self, shape: tuple[int, int]) -> Room:
+        """Return what a piece of this shape is worked on in; good until another shape comes."""
+        if self._room is None or self._room.shape != shape:
+            self._room = Room(self, shape)
+        return self._room
+
+    def flat(self, dtype: torch.dtype, place: int) -> Tensor:
+        """Return the whole of one buffer."""
+        if (dtype, place) not in self._flat:
+            self._flat[dtype, place] = self.new(self.numel, dtype)
+        return self._flat[dtype, place]
+
+    def new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of shape (numel,) that can be written to in and out of inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """Uint8, shape (256,): the byte that goes over the wire."""
+        return self._exponents().to(torch.uint8)
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """Fp32, shape (256, 1): 2^(-E-8), with which a block is multiplied; 0 to make it zero."""
+        exponents = self._exponents()
+        # in two steps, because the exponent of the product may lie below those of fp32
+        factors = _power_of_two(2 * _EXPONENT_BIAS + 1 - exponents) * 2**-9
+        return factors.masked_fill_(exponents == 0, 0.0).unsqueeze(1)
+
+    @cached_property
+    def powers(self) -> Tensor:
+        """Fp32, shape (256, 1): 2^(E+8), with which a block is multiplied on the way back."""
+        exponents = self._exponents()
+        powers = _power_of_two(exponents.clamp(max=HIGHEST_TOP)) * 2**8
+        return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
+
+    def _exponents(self) -> Tensor:
+        """Int32, shape (256,): what becomes of the blocks' biased exponents."""
+        exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
+        exponents.masked_fill_(exponents < LOWEST_TOP, 0)
+        return exponents.masked_fill_(exponents > HIGHEST_TOP, EXPONENT_OF_NAN)
+
+
+# A CPU's memory comes page by page, slower than the work that is done in it: a thread keeps its
+# scratch, which means nothing between two calls. A device's allocator keeps memory by itself.
+_of_thread = threading.local()
+
+
+def scratch_for(numel: int, device: torch.device) -> Scratch:
+    """Return room for the pieces of `numel` values; on a CPU the thread's own, kept for all."""
+    size = max((piece.numel for piece in pieces(numel, device)), default=0)
+    if device.type != "cpu":
+        return Scratch(size, device)
+    kept: Scratch | None = getattr(_of_thread, "scratch", None)
+    if kept is None or kept.numel < size:
+        kept = _of_thread.scratch = Scratch(size, device)
+    return kept
+
+
+def _power_of_two(biased_exponents: Tensor) -> Tensor:
+    """Return 2^(e - 127) in fp32 for int32 `biased_exponents` from 1 to 254; 0 for 0."""
+    return (biased_exponents << MANTISSA_BITS).view(torch.float32)

@@ -1,0 +1,206 @@
+"""The compiled loops against the torch operations, bit for bit, and what is done without numba."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numba
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_commfree.diloco import fused, wire
+from lightning_commfree.diloco.blocks import BLOCK, Piece, num_blocks
+from lightning_commfree.diloco.wire import Fp4Format, Int8Format, decode
+
+CPU = torch.device("cpu")
+PAIRS = {
+    "int8": (Int8Format(), Int8Format(compiled=False)),
+    "fp4": (Fp4Format(), Fp4Format(compiled=False)),
+}
+NUMELS = [
+    0,
+    1,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    33,
+    BLOCK - 1,
+    BLOCK,
+    BLOCK + 1,
+    2 * BLOCK - 1,
+    5 * BLOCK + 7,
+]
+GUARD = 0xA5
+
+
+def kinds(numel: int) -> dict[str, Tensor]:
+    """Values of one magnitude, of many within a block, of others in every block, and any bits."""
+    values = torch.randn(numel)
+    block = torch.arange(numel) // BLOCK
+    words = torch.randint(-(2**31), 2**31 - 1, (numel,))
+    return {
+        "alike": values,
+        "apart": values * torch.exp(3 * torch.randn(numel)),
+        "by block": torch.ldexp(values, 37 * block - 130),
+        "zeros": values * (torch.rand(numel) < 0.3),
+        "any bits": words.to(torch.int32).view(torch.float32),
+    }
+
+
+def payloads(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
+    compiled, plain = PAIRS[name]
+    found = torch.full((compiled.num_bytes(values.numel()),), GUARD, dtype=torch.uint8)
+    expected = torch.full_like(found, 0x5A)
+    compiled.encode(values, out=found)
+    plain.encode(values, out=expected)
+    return found, expected
+
+
+def check(name: str, values: Tensor) -> None:
+    """Payloads are alike but for codes of NaN blocks; values are, whoever encoded and decodes."""
+    found, expected = payloads(name, values)
+    decoded = [
+        decode(reader, payload, torch.full_like(values, math.pi)).view(torch.int32)
+        for payload in (found, expected)
+        for reader in PAIRS[name]
+    ]
+    if name == "int8":  # whose NaN is a product: its payload is the processor's affair
+        decoded = [d.masked_fill(d.view(torch.float32).isnan(), 0x7FC0_0000) for d in decoded]
+    for other in decoded[1:]:
+        assert torch.equal(other, decoded[0])
+    if not decoded[0].view(torch.float32).isnan().any():
+        assert torch.equal(found, expected)
+
+
+def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the comparisons below would compare the torch operations with themselves."""
+    called = []
+    for name in ("encode_e3m0", "decode_e3m0", "encode_int8"):
+        monkeypatch.setattr(fused, name, lambda *_, name=name: called.append(name))
+    for compiled, plain in PAIRS.values():
+        wire.warm_up(compiled, CPU)
+        wire.warm_up(plain, CPU)
+    assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_loops_and_torch_operations_agree_to_the_bit(name: str, numel: int) -> None:
+    for values in kinds(numel).values():
+        check(name, values)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_they_agree_on_millions_of_values(name: str) -> None:
+    """Among so many, some lie on an edge: a product of int8 that rounds to n + 1/2, say."""
+    for values in kinds(2**21 + 777).values():
+        check(name, values)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_they_agree_where_the_rules_change(name: str) -> None:
+    """Ties, the ends of the range of a block, and the largest magnitudes that are 0 or NaN."""
+    edges = [s * 2.0**k * m for k in range(-9, 3) for m in (1, 1.5, 1.25) for s in (1, -1)]
+    around = torch.tensor(edges)
+    around = torch.cat([around.nextafter(torch.tensor(far)) for far in (-9.0, 9.0)] + [around])
+    for exponent in (0, -110, -118, -119, -126, -140, 100, 117, 118, 119, 120):
+        check(name, torch.ldexp(around, torch.tensor(exponent)))
+    for one in (math.inf, -math.inf, math.nan, -0.0, 2.0**-149, 3.4e38):
+        check(name, torch.tensor([1.0, one, -2.0]))
+        check(name, torch.tensor([one]))
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(width=32), max_size=BLOCK + 9))
+def test_they_agree_on_what_hypothesis_finds(numbers: list[float]) -> None:
+    for name in PAIRS:
+        check(name, torch.tensor(numbers, dtype=torch.float32))
+
+
+def test_a_piece_may_begin_at_any_block() -> None:
+    """Also where it holds the end of the one row of codes and the beginning of the other."""
+    numel = 9 * BLOCK + 5
+    values = torch.ldexp(torch.randn(numel), torch.arange(numel) // BLOCK)
+    payload, _ = payloads("fp4", values)
+    whole = decode(PAIRS["fp4"][1], payload, torch.empty(numel))
+    for first in range(num_blocks(numel)):
+        for last in range(first + 1, num_blocks(numel) + 1):
+            part = slice(first * BLOCK, min(last * BLOCK, numel))
+            out = torch.full((part.stop - part.start + 2,), math.pi)
+            piece = Piece(part, slice(first, last))
+            PAIRS["fp4"][0].decode_piece(payload, numel, piece, out[1:-1])
+            assert torch.equal(out[1:-1], whole[part])
+            assert (out[[0, -1]] == torch.tensor(math.pi)).all()
+
+
+@pytest.fixture
+def not_asked_yet() -> Iterator[None]:
+    wire._fused.cache_clear()
+    yield
+    wire._fused.cache_clear()
+
+
+def test_without_numba_torch_operations_do_and_a_log_says_so(
+    not_asked_yet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wire, "find_spec", lambda name: None)
+    with caplog.at_level(logging.INFO):
+        assert wire._loops(CPU) is None
+        check("fp4", torch.randn(1000))
+    [record] = caplog.records
+    assert "numba is not installed (pip install 'lightning-commfree[numba]')" in record.message
+
+
+def test_a_numba_that_cannot_be_imported_is_warned_of(
+    not_asked_yet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that does not know the installed numpy yet."""
+    true_import = builtins.__import__
+
+    def refusing(name: str, *args: Any, **kwargs: Any) -> ModuleType:
+        if name == "numba":
+            raise ImportError("Numba needs NumPy 2.3 or less. Got NumPy 2.4.")
+        return true_import(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, fused.__name__)
+    monkeypatch.delattr("lightning_commfree.diloco.fused")
+    monkeypatch.setattr(builtins, "__import__", refusing)
+    assert wire._loops(CPU) is None
+    monkeypatch.undo()
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert "cannot be imported (Numba needs NumPy 2.3 or less. Got NumPy 2.4.)" in record.message
+
+
+def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba refuses where neither the package's folder nor the user's can be written to."""
+    true_njit = numba.njit
+
+    def homeless(*args: Any, cache: bool = False, **kwargs: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return true_njit(*args, **kwargs)
+
+    monkeypatch.setattr(numba, "njit", homeless)
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    assert fused._compiled(double)(21) == 42
+
+
+def test_another_device_takes_torch_operations() -> None:
+    assert wire._loops(torch.device("cuda")) is None

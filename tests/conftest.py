@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
-
 # ranks share the cores; and a fork of a process that has computed with OpenMP threads hangs
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
@@ -51,6 +49,9 @@ def pytest_collection_finish() -> None:
     million objects that stay: Lightning collects at the end of every fit, and a rank that walks
     over them copies them.
     """
+    # not above: what it imports reads HF_HUB_OFFLINE once
+    from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
+
     for wire in WIRE_FORMATS.values():
         warm_up(wire, torch.device("cpu"))
     gc.freeze()

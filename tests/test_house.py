@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from packaging.requirements import Requirement
 
@@ -292,3 +293,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert f"{PACKAGE}/py.typed" in sources
     assert names - metadata == sources
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
+
+
+def test_the_tests_ask_no_hub() -> None:
+    """It reads the environment once, when it is imported: nothing may import it before conftest."""
+    assert huggingface_hub.constants.HF_HUB_OFFLINE

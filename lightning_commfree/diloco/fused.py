@@ -7,7 +7,9 @@ replicas with numba and without it may train together.
 
 Importing this needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second, and the
 first call of a loop another one, unless numba finds it in its cache: beside this file if that can
-be written to, else in the user's cache folder. `wire` imports it where it is of use.
+be written to, else in the user's cache folder. `wire` imports it where it is of use. The cache
+knows when this file changes, but not when others do: what `blocks` and `scratch` decide comes to
+the loops as arguments, and only what IEEE 754 decides is compiled into them.
 
 The loops let go of the GIL, take one thread and have fixed types: every operation is wrapped in
 `i32`, because numba would widen it to 64 bits, of which half as many fit into a register.
@@ -20,25 +22,21 @@ from typing import Any
 
 import numba
 import numpy as np
-from torch import Tensor, int32
+import torch
+from torch import Tensor
 
 from lightning_commfree.diloco.blocks import BLOCK, Piece
 from lightning_commfree.diloco.quantize import SMALLEST_LARGEST
-from lightning_commfree.diloco.scratch import (
-    EXPONENT_OF_NAN,
-    HIGHEST_TOP,
-    LOWEST_TOP,
-    MANTISSA_BITS,
-)
+from lightning_commfree.diloco.scratch import HIGHEST_TOP, LOWEST_TOP
 
 i32, u8, f32 = np.int32, np.uint8, np.float32
-_SHIFT = i32(MANTISSA_BITS)
-_HALF = i32(1 << (MANTISSA_BITS - 1))  # of the mantissa's range
+_SHIFT = i32(23)  # bits of an fp32's mantissa
+_HALF = i32(1 << 22)  # of the mantissa's range
 _MAGNITUDE = i32(0x7FFF_FFFF)
-_INF = i32(EXPONENT_OF_NAN << MANTISSA_BITS)
-_NAN = i32(_INF | _HALF)
+_INF = i32(0x7F80_0000)
+_NAN = i32(0x7FC0_0000)
+_TOP_OF_NAN = i32(255)
 _LIMIT = f32(127.0)
-_LEAST = f32(SMALLEST_LARGEST)
 
 
 def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor) -> None:
@@ -49,18 +47,36 @@ def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor) -> None:
         packed: filled: uint8, shape (packed_nibbles_size(N),).
         scales: filled: uint8, shape (num_blocks(N),).
     """
-    _encode_e3m0(values.view(int32).numpy(), packed.numpy(), scales.numpy())
+    bits = values.view(torch.int32).numpy()
+    _encode_e3m0(bits, packed.numpy(), scales.numpy(), BLOCK, LOWEST_TOP, HIGHEST_TOP)
 
 
 def decode_e3m0(packed: Tensor, scales: Tensor, piece: Piece, out: Tensor) -> None:
     """Decode one piece of what `encode_e3m0` made of N values into fp32 `out`, shape (n,)."""
-    blocks = scales[piece.blocks].numpy()
-    _decode_e3m0(packed.numpy(), piece.values.start, blocks, out.view(int32).numpy())
+    tops, bits = scales[piece.blocks].numpy(), out.view(torch.int32).numpy()
+    start = piece.values.start
+    _decode_e3m0(packed.numpy(), start, tops, bits, BLOCK, LOWEST_TOP, HIGHEST_TOP)
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Encode as `quantize.encode_int8` does; a block that becomes NaN gets codes of 0."""
-    _encode_int8(values.view(int32).numpy(), values.numpy(), codes.numpy(), scales.numpy())
+    bits, least = values.view(torch.int32).numpy(), f32(SMALLEST_LARGEST)
+    _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), BLOCK, least)
+
+
+def try_out() -> None:
+    """Compile the loops, or load them from the cache.
+
+    Raises:
+        RuntimeError: numba is told to compile nothing; the interpreter would take minutes.
+        Exception: whatever else keeps numba from its work, such as a damaged cache.
+    """
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        raise RuntimeError("NUMBA_DISABLE_JIT is set")
+    value, word = torch.zeros(1, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
+    encode_e3m0(value, word, word[:1].clone())
+    decode_e3m0(word, word[:1], Piece(slice(0, 1), slice(0, 1)), value)
+    encode_int8(value, word[:1].view(torch.int8), value.clone())
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,20 +128,20 @@ def _write_high(codes: Any, packed: Any) -> None:
 
 
 @_compiled
-def _encode_e3m0(bits: Any, packed: Any, scales: Any) -> None:
+def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any) -> None:
     row = packed.size  # bytes; code i lies in the low half of byte i, code row + i in the high one
     packed[bits.size :] = u8(0)  # of the last word, where fewer values come than a row holds
-    room = np.empty(BLOCK, u8)
+    room = np.empty(size, u8)
     for b in range(scales.size):
-        start = b * BLOCK
-        stop = min(start + BLOCK, bits.size)
+        start = b * size
+        stop = min(start + size, bits.size)
         block, codes = bits[start:stop], room[: stop - start]
         top = i32(i32(min(_largest(block), _INF) + _HALF) >> _SHIFT)
         floor = i32(i32(top - i32(7)) << _SHIFT)
-        if top < LOWEST_TOP:
+        if top < lowest:
             top, floor = i32(0), _INF  # no value reaches it
-        elif top > HIGHEST_TOP:
-            top = i32(EXPONENT_OF_NAN)
+        elif top > highest:
+            top = _TOP_OF_NAN
         scales[b] = u8(top)
         _codes(block, floor, codes)
         low = min(max(row - start, 0), stop - start)
@@ -146,16 +162,18 @@ def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
 
 
 @_compiled
-def _decode_e3m0(packed: Any, first: Any, scales: Any, bits: Any) -> None:
+def _decode_e3m0(
+    packed: Any, first: Any, scales: Any, bits: Any, size: Any, lowest: Any, highest: Any
+) -> None:
     row = packed.size
     for b in range(scales.size):
-        start = b * BLOCK
-        stop = min(start + BLOCK, bits.size)
+        start = b * size
+        stop = min(start + size, bits.size)
         top = i32(scales[b])
-        if top == i32(EXPONENT_OF_NAN):
+        if top > highest:
             bits[start:stop] = _NAN
             continue
-        base, kept = i32(top - i32(7)), i32(-1) if top > i32(0) else i32(0)
+        base, kept = i32(top - i32(7)), i32(-1) if top >= lowest else i32(0)
         low = min(max(row - first - start, 0), stop - start)
         at = first + start
         _lift(packed[at : at + low], i32(0), base, kept, bits[start : start + low])
@@ -172,16 +190,16 @@ def _scaled(values: Any, factor: Any, codes: Any) -> None:
 
 
 @_compiled
-def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any) -> None:
+def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, least: Any) -> None:
     one = np.empty(1, i32)
     for b in range(scales.size):
-        block = slice(b * BLOCK, min(b * BLOCK + BLOCK, bits.size))
+        block = slice(b * size, min(b * size + size, bits.size))
         one[0] = _largest(bits[block])
         largest = one.view(f32)[0]
         if one[0] >= _INF:
             scales[b] = f32(np.nan)
             codes[block] = np.int8(0)
-        elif largest < _LEAST:
+        elif largest < least:
             scales[b] = f32(0)
             codes[block] = np.int8(0)
         else:

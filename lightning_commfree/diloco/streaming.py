@@ -94,7 +94,9 @@ class StreamingDiLoCo:
         self.landings: dict[int, Landing] = {}
         self._channel = channel
         self._wire = WIRE_FORMATS[settings.wire_dtype]
-        for device in {fragment.global_copy.device for fragment in self.fragments}:
+        devices = {fragment.global_copy.device for fragment in self.fragments}
+        devices |= {parameter.device for parameter in module.parameters()}
+        for device in {*devices, channel.device}:  # a thread averages shards on the channel's
             warm_up(self._wire, device)
         self.settings = settings
         self._background = Background(channel.ledger)

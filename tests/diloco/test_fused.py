@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import logging
 import math
+import pickle
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -17,9 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.diloco import fused, wire
+from lightning_commfree.comm.bits import packed_nibbles_size
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.diloco import fused, streaming, wire
 from lightning_commfree.diloco.blocks import BLOCK, Piece, num_blocks
+from lightning_commfree.diloco.letter import Header, Letter
 from lightning_commfree.diloco.wire import Fp4Format, Int8Format, decode
+from recipes.bench._sync_job import start
 
 CPU = torch.device("cpu")
 PAIRS = {
@@ -47,17 +53,26 @@ GUARD = 0xA5
 
 
 def kinds(numel: int) -> dict[str, Tensor]:
-    """Values of one magnitude, of many within a block, of others in every block, and any bits."""
+    """Values of one magnitude, of many within a block, of others in every block, and any bits, of
+    which nearly every block has a NaN, and any that are finite."""
     values = torch.randn(numel)
     block = torch.arange(numel) // BLOCK
-    words = torch.randint(-(2**31), 2**31 - 1, (numel,))
+    words = torch.randint(-(2**31), 2**31 - 1, (numel,)).to(torch.int32)
+    exponents = torch.randint(246, (numel,), dtype=torch.int32)
+    finite = words & ~(0xFF << 23) | exponents << 23
     return {
         "alike": values,
         "apart": values * torch.exp(3 * torch.randn(numel)),
-        "by block": torch.ldexp(values, 37 * block - 130),
+        "by block": torch.ldexp(values, 37 * (block % 7) - 130),
         "zeros": values * (torch.rand(numel) < 0.3),
-        "any bits": words.to(torch.int32).view(torch.float32),
+        "any bits": words.view(torch.float32),
+        "finite": finite.view(torch.float32),
     }
+
+
+def through(name: str, values: Tensor) -> Tensor:
+    found, _ = payloads(name, values)
+    return decode(PAIRS[name][0], found, torch.empty_like(values))
 
 
 def payloads(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +84,28 @@ def payloads(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
     return found, expected
 
 
+def parts(name: str, values: Tensor, payload: Tensor) -> list[Tensor]:
+    """Take a payload apart: scales, what is padding, and the codes, 0 for those of NaN blocks."""
+    numel = values.numel()
+    if name == "int8":
+        scales = payload[: 4 * num_blocks(numel)].view(torch.float32)
+        codes = payload[4 * num_blocks(numel) :]
+        padding = codes[:0]
+        nan = scales.isnan()
+        scales = scales.masked_fill(nan, 0.0).view(torch.int32)
+    else:
+        packed, scales = payload.split([packed_nibbles_size(numel), num_blocks(numel)])
+        rows = torch.cat([packed & 15, packed >> 4])
+        codes, padding = rows[:numel], rows[numel:]
+        nan = scales == 255
+    return [scales, nan, padding, codes.masked_fill(nan.repeat_interleave(BLOCK)[:numel], 0)]
+
+
 def check(name: str, values: Tensor) -> None:
     """Payloads are alike but for codes of NaN blocks; values are, whoever encoded and decodes."""
     found, expected = payloads(name, values)
+    for part, other in zip(parts(name, values, found), parts(name, values, expected), strict=True):
+        assert torch.equal(part, other)
     decoded = [
         decode(reader, payload, torch.full_like(values, math.pi)).view(torch.int32)
         for payload in (found, expected)
@@ -81,8 +115,6 @@ def check(name: str, values: Tensor) -> None:
         decoded = [d.masked_fill(d.view(torch.float32).isnan(), 0x7FC0_0000) for d in decoded]
     for other in decoded[1:]:
         assert torch.equal(other, decoded[0])
-    if not decoded[0].view(torch.float32).isnan().any():
-        assert torch.equal(found, expected)
 
 
 def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +126,33 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
         wire.warm_up(compiled, CPU)
         wire.warm_up(plain, CPU)
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
+
+
+def test_every_loop_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one type of arrays, whole and aligned: another one would be compiled in a landing."""
+    for name, (compiled, _) in PAIRS.items():
+        letter = Letter(compiled, numel=3 * BLOCK + 5, exact_floats=3)
+        values, header = torch.randn(3 * BLOCK + 5), Header(stop=False, step=1, digest=0)
+        messages = [letter.write(values, torch.ones(3), header) for _ in range(2)]
+        mean, _ = letter.average(torch.stack(messages))
+        assert torch.equal(mean, through(name, values))
+    for loop in (fused._encode_e3m0, fused._decode_e3m0, fused._encode_int8):
+        assert len(loop.signatures) == 1
+
+
+def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the first launch would wait for the compiler."""
+    warm: list[tuple[object, torch.device]] = []
+    monkeypatch.setattr(streaming, "warm_up", lambda *args: warm.append(args))
+    start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
+    assert warm == [(Fp4Format(), CPU)]
+
+
+@pytest.mark.parametrize("scale", [0, 1, 8, 9, 246, 247, 254, 255])
+def test_scales_that_no_encoder_writes_are_read_alike(scale: int) -> None:
+    payload = torch.cat([torch.arange(BLOCK // 2), torch.tensor([scale])]).to(torch.uint8)
+    found, expected = (decode(reader, payload, torch.empty(BLOCK)) for reader in PAIRS["fp4"])
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -153,36 +212,77 @@ def not_asked_yet() -> Iterator[None]:
     wire._fused.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("error", "level", "text"),
+    [
+        (
+            ModuleNotFoundError("No module named 'numba'", name="numba"),
+            "INFO",
+            "numba is not installed (pip install 'lightning-commfree[numba]'): int8 and fp4 take",
+        ),
+        (
+            ImportError("Numba needs NumPy 2.3 or less."),
+            "WARNING",
+            "numba cannot be used (ImportError: Numba needs NumPy 2.3 or less.): int8",
+        ),
+        (
+            OSError("libllvmlite.so"),
+            "WARNING",
+            "numba cannot be used (OSError: libllvmlite.so): int8",
+        ),
+        (
+            ModuleNotFoundError("No module named 'llvmlite'", name="llvmlite"),
+            "WARNING",
+            "numba cannot be used (ModuleNotFoundError: No module named 'llvmlite'): int8",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("not_asked_yet")
 def test_without_numba_torch_operations_do_and_a_log_says_so(
-    not_asked_yet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    level: str,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(wire, "find_spec", lambda name: None)
-    with caplog.at_level(logging.INFO):
-        assert wire._loops(CPU) is None
-        check("fp4", torch.randn(1000))
-    [record] = caplog.records
-    assert "numba is not installed (pip install 'lightning-commfree[numba]')" in record.message
-
-
-def test_a_numba_that_cannot_be_imported_is_warned_of(
-    not_asked_yet: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As one that does not know the installed numpy yet."""
     true_import = builtins.__import__
 
     def refusing(name: str, *args: Any, **kwargs: Any) -> ModuleType:
         if name == "numba":
-            raise ImportError("Numba needs NumPy 2.3 or less. Got NumPy 2.4.")
+            raise error
         return true_import(name, *args, **kwargs)
 
-    monkeypatch.delitem(sys.modules, fused.__name__)
-    monkeypatch.delattr("lightning_commfree.diloco.fused")
-    monkeypatch.setattr(builtins, "__import__", refusing)
-    assert wire._loops(CPU) is None
-    monkeypatch.undo()
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        patch.delitem(sys.modules, fused.__name__)
+        patch.delattr("lightning_commfree.diloco.fused")
+        patch.setattr(builtins, "__import__", refusing)
+        values = torch.randn(1000)
+        assert torch.equal(through("fp4", values), through("fp4", values))
+    assert wire._loops(CPU) is None, "what was found once stays"
     [record] = caplog.records
-    assert record.levelname == "WARNING"
-    assert "cannot be imported (Numba needs NumPy 2.3 or less. Got NumPy 2.4.)" in record.message
+    assert (record.levelname, record.message[: len(text)]) == (level, text)
+
+
+@pytest.mark.usefixtures("not_asked_yet")
+def test_a_damaged_cache_is_warned_of_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As numba meets it: at the first call of a loop, not at the import."""
+    monkeypatch.setattr(fused, "_decode_e3m0", lambda *_: pickle.loads(b""))
+    check("fp4", torch.randn(1000))
+    [record] = caplog.records
+    assert record.message.startswith("numba cannot be used (EOFError: Ran out of input)")
+    assert "It keeps compiled loops in " in record.message
+
+
+@pytest.mark.usefixtures("not_asked_yet")
+def test_loops_that_are_not_compiled_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The interpreter would take minutes for a fragment."""
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    assert wire._loops(CPU) is None
+    assert "NUMBA_DISABLE_JIT is set" in caplog.records[0].message
 
 
 def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
 import os
 import re
 import subprocess
@@ -14,12 +15,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import Trainer
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.data.corpus import MarkovChain
-from recipes.pretrain import build, build_data
+from recipes.pretrain import build, build_data, main
 from recipes.training.language_model import LanguageModel
 from recipes.training.run import fit
 
@@ -43,12 +45,16 @@ SMALL = [
 CHAIN = MarkovChain(num_states=8, train_characters=200_000, validation_characters=20_000)
 
 
+def _words(folder, *overrides) -> list[str]:
+    return [*SMALL, f"hydra.run.dir={folder}/run", f"cache_dir={folder}/cache", *overrides]
+
+
 def _command(folder, *overrides) -> subprocess.CompletedProcess[str]:
+    """In a process that begins from nothing, as a person types it."""
     # passive: threads that wait do not take the cores from others
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    places = [f"hydra.run.dir={folder}/run", f"cache_dir={folder}/cache"]
     return subprocess.run(
-        [sys.executable, "-m", "recipes.pretrain", *SMALL, *places, *overrides],
+        [sys.executable, "-m", "recipes.pretrain", *_words(folder, *overrides)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -56,6 +62,26 @@ def _command(folder, *overrides) -> subprocess.CompletedProcess[str]:
         timeout=100,
         check=False,
     )
+
+
+def _forked_command(folder, *overrides) -> subprocess.CompletedProcess[str]:
+    """The same in a fork of this process, which has imported everything already."""
+    out, err = folder / "out.txt", folder / "err.txt"
+
+    def play() -> None:
+        sys.argv = ["recipes.pretrain", *_words(folder, *overrides)]
+        GlobalHydra.instance().clear()
+        with out.open("w", buffering=1) as sys.stdout, err.open("w", buffering=1) as sys.stderr:
+            main()
+
+    process = multiprocessing.get_context("fork").Process(target=play)
+    process.start()
+    process.join(100)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    texts = out.read_text(), err.read_text()
+    return subprocess.CompletedProcess(sys.argv, process.exitcode, *texts)
 
 
 DDP = "strategy=ddp"
@@ -72,7 +98,8 @@ def finished_run(request, tmp_path_factory):
         "trainer.val_check_interval=50",
         "checkpoint_every_n_steps=90",
     ]
-    result = _command(folder, *request.param.split(), *steps)
+    run = _command if request.param == DDP else _forked_command
+    result = run(folder, *request.param.split(), *steps)
     assert result.returncode == 0, result.stderr
     return result.stdout, json.loads((folder / "run" / "summary.json").read_text()), folder
 
@@ -138,7 +165,7 @@ def test_a_run_goes_on_from_its_checkpoint(finished_run, compose_config, tmp_pat
     """120 steps in one go, and 90 and then 30: the same losses, bit for bit on one machine."""
     _, _, folder = finished_run
     settings = ["trainer.max_steps=120", f"ckpt_path={folder}/run/checkpoints/step-90.ckpt"]
-    result = _command(tmp_path, "strategy=ddp", "logger=csv", *settings)
+    result = _forked_command(tmp_path, "strategy=ddp", "logger=csv", *settings)
     assert result.returncode == 0, result.stderr
     losses = []
     for run in (folder / "run", tmp_path / "run"):

@@ -177,7 +177,10 @@ def test_they_agree_where_the_rules_change(name: str) -> None:
     around = torch.cat([around.nextafter(torch.tensor(far)) for far in (-9.0, 9.0)] + [around])
     for exponent in (0, -110, -118, -119, -126, -140, 100, 117, 118, 119, 120):
         check(name, torch.ldexp(around, torch.tensor(exponent)))
-    for one in (math.inf, -math.inf, math.nan, -0.0, 2.0**-149, 3.4e38):
+    # alone, so that each is the largest of its block: 2^-118 and what rounds to it, and 2^120
+    last = [2.0**-118, 1.5 * 2.0**-119, 1.5 * 2.0**119]
+    last += [torch.tensor(one).nextafter(torch.tensor(0.0)).item() for one in last]
+    for one in (*last, math.inf, -math.inf, math.nan, -0.0, 2.0**-149, 3.4e38):
         check(name, torch.tensor([1.0, one, -2.0]))
         check(name, torch.tensor([one]))
 

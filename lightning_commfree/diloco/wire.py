@@ -15,7 +15,7 @@ fp4         4.03          to nearest of zero and seven powers of two with either
 
 `quantize` says what the blocks of int8 and fp4 are, and what becomes of zeros, NaN and Inf there.
 Where numba is installed, a CPU encodes them, and decodes fp4, in the compiled loops of `fused`: the
-same bytes and values, two to four times sooner, one thread against one.
+same values (a NaN block may hold other codes), two to four times sooner, one thread against one.
 """
 
 from __future__ import annotations

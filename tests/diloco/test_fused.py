@@ -128,7 +128,7 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
 
 
-def test_every_loop_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loop_is_compiled_once() -> None:
     """For one type of arrays, whole and aligned: another one would be compiled in a landing."""
     for name, (compiled, _) in PAIRS.items():
         letter = Letter(compiled, numel=3 * BLOCK + 5, exact_floats=3)

@@ -24,7 +24,7 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
         ratio, ratios = compared(second, first)
         reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if ratios[1:] else ""
         verdict = _verdict(ratio, ratios)
-        steps = _compared_step_by_step(second, first)
+        steps = compared_step_by_step(second, first)
         if steps is not None:
             by_step, without_one = steps
             reach += f"; step by step {by_step:.4f}"
@@ -73,7 +73,7 @@ def compared(ours: Cell, other: Cell) -> tuple[float, list[float]]:
     return medians[0] / medians[1], by_round
 
 
-def _compared_step_by_step(ours: Cell, other: Cell) -> tuple[float, list[float]] | None:
+def compared_step_by_step(ours: Cell, other: Cell) -> tuple[float, list[float]] | None:
     """Return the ratio of the steps' medians, and the same with each of the rounds left out.
 
     Of the rounds in which both took turns and kept their steps; None where they are too few.

@@ -1,9 +1,9 @@
-"""What one node of the bandwidth tables runs: row after row in one process, measured alike.
+"""What one node of the bandwidth tables runs: all rows in one process, in turn, measured alike.
 
 Every row trains the same GPT-2 on the same made-up tokens, `WARM_UP` steps first and then the
-window: wall-clock time, the interface's counter and the ledger, from the end of the last warm-up
-step to the end of the window's last one. One more step follows, so that what a strategy does at the
-end of a fit lies outside.
+window, a leg of a few steps at a time: wall-clock time, the interface's counter and the ledger.
+Between two legs the other rows have theirs. One more step follows the window, so that what a
+strategy does at the end of a fit lies outside.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from recipes.bench._bandwidth_window import WARM_UP, Stopwatch, Window
+from recipes.bench._relay import Relay, Run
 
 BATCH, TOKENS, VOCABULARY = 4, 128, 4096
 
@@ -148,9 +149,9 @@ def lion_strategies() -> dict[str, Callable[[], Strategy]]:
     }
 
 
-def measure(row: str, steps: int, sync_every: int) -> Window:
+def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> Window:
     """Run one fit; an error of torch or Lightning becomes the window's."""
-    stopwatch = Stopwatch(row, steps, sync_every)
+    stopwatch = Stopwatch(row, steps, sync_every, pass_on)
     strategy = (strategies(sync_every) | lion_strategies())[row]()
     optimizer = DistributedLion if row in lion_strategies() else torch.optim.AdamW
     module = Module(optimizer, zeros=row == "lion_zeros")
@@ -175,14 +176,19 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
     return stopwatch.window
 
 
+def _run(row: str, steps: int, sync_every: int) -> Run[Window]:
+    return lambda pass_on: measure(row, steps, sync_every, pass_on)
+
+
 def main() -> None:
     """Measure what the first argument says, as JSON; write a line per row to the second's file."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    relay = Relay({row: _run(row, steps, plan["sync_every"]) for row, steps in plan["rows"]})
     with path.open("a") as file:
-        for row, steps in plan["rows"]:
-            file.write(json.dumps(asdict(measure(row, steps, plan["sync_every"]))) + "\n")
+        for _, window in relay.results():
+            file.write(json.dumps(asdict(window)) + "\n")
             file.flush()
     dist.barrier()
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from recipes.bench._bandwidth_cells import FEWEST_ROUNDS, LABELS, Cell, cells
-from recipes.bench._bandwidth_chain import chain, compared, noise
+from recipes.bench._bandwidth_chain import chain, compared, compared_step_by_step, noise
 from recipes.bench.netlab import BURST_KIB
 
 HEADLINE_RATE = "100mbit"
@@ -52,6 +52,9 @@ def headline(found: dict[str, Cell | str]) -> list[str]:
     lines = ["| target | figure | |", "|---|---|---|"]
     (slower, _), (faster, _) = compared(ours, none), compared(ddp, ours)
     lines.append(target("step time / no communication, at most 1.03", slower, slower <= 1.03))
+    by_step = compared_step_by_step(ours, none)
+    if by_step is not None:
+        lines.append(target("the same, step by step", by_step[0], by_step[0] <= 1.03))
     lines.append(target("DDP's step time / step time, at least 5", faster, faster >= 5))
     fewer = ddp.wire_bytes / ours.wire_bytes
     lines.append(target("DDP's interface bytes / ours, at least 500", fewer, fewer >= 500))
@@ -98,13 +101,15 @@ def how_it_was_measured(settings: Mapping[str, int]) -> str:
 Two nodes of the network laboratory (`recipes/bench/netlab.py`), every link shaped to the rate,
 delay not shaped; after a pause the first {BURST_KIB} KiB pass unshaped. GPT-2 with 5.8 million
 parameters, random tokens, batch 4 x 128 a rank, one thread a rank, AdamW,
-H={settings["sync_every"]}. In a round every row runs once, one `Trainer.fit` after the other in the
-same pair of processes (torchft, which is no Lightning strategy, with a loop of its own in processes
-of its own, in the first round only); the order rotates from round to round. Where several calls are
-named above, a ratio of two rows is of the rounds in which one call measured both.
+H={settings["sync_every"]}. In a round every row runs once, in the same pair of
+processes: one `Trainer.fit` per row, which take turns. After {settings["leg_steps"]} steps of one,
+and more while it has a fragment in flight, all stand still but the next, so that what slows the
+machine for seconds meets every row; a barrier lies between, whose 500 bytes or so are counted.
+(torchft, which is no Lightning strategy, runs in a loop of its own in processes of its own, in the
+first round only.) The order rotates from round to round. Where several calls are named above, a
+ratio of two rows is of the rounds in which one call measured both.
 
-- ms a step: the median over the rounds of a window's mean step, of the slower node. What computes
-  the same differs by several per cent from fit to fit on this machine.
+- ms a step: the median over the rounds of a window's mean step, of the slower node.
 - step by step: of every step of the window the median over the rounds, and of these the mean, so
   that what stops the machine for seconds, elsewhere in every round, falls out, and what a step
   costs in every round stays; what a node waits for one that was stopped falls out too. Where
@@ -115,7 +120,9 @@ named above, a ratio of two rows is of the rounds in which one call measured bot
 - own: how long the strategy itself holds up training, at the end of steps, waiting for the link
   included, of the node that took less (the other one had come first, and waited for it).
 - beside: CPU time a step of all threads but the training's, gloo's among them, of the node with
-  more of it. Where every core trains, as here, it is taken from the training.
+  more of it. Where every core trains, as here, it is taken from the training. gloo polls for every
+  process group, also of rows that stand still: that part is in every row's figure and, with no
+  communication too, in its step time.
 - utilization: the step time of no communication over the row's. No communication: a plain Trainer a
   node, both at once.
 - bytes: the median over nodes and rounds of what one node sent.
@@ -123,7 +130,7 @@ named above, a ratio of two rows is of the rounds in which one call measured bot
 The window of a DiLoCo row is {settings["cycles"]} whole cycle(s) in the steady state. A fit is
 silent for its first H steps; for the timing its step counter starts a few steps before H, so that
 the window begins with the first launch. Ahead of it every fragment is exchanged once, as DDP's
-gradients are in the warm-up, and what is exchanged at the end of a fit lies outside. The others'
-window is {settings["steps"]} steps, of DDP's rows fewer on a slow link. Lightning broadcasts a flag
-before every batch, which is part of DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a
-subclass registers the hook."""
+gradients are in the warm-up, and what is exchanged at the end of a fit lies outside. The window of
+no communication is as long, that of DDP's rows {settings["steps"]} steps, and fewer on a slow link.
+Lightning broadcasts a flag before every batch, which is part of DDP's rows; it ignores
+`ddp_comm_hook` on the CPU, so a subclass registers the hook."""

@@ -1,15 +1,18 @@
-"""The part of a fit that the bandwidth tables time: after some steps of warm-up, whole cycles."""
+"""The part of a fit that the bandwidth tables time: after some steps of warm-up, whole cycles.
+
+It comes in legs of a few steps. Between two of them the fits of the other rows have theirs.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
@@ -18,6 +21,7 @@ from lightning_commfree.strategies import ReplicatedStrategy
 from recipes.bench._nodes import interface_counters
 
 WARM_UP = 3  # steps; DDP rebuilds its buckets after the first, PowerSGD begins with the third
+LEG_STEPS = 3  # about a second: what slows the machine for longer meets all rows
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,20 @@ class Stopwatch(pl.Callback):
             first fragment leaves: the window holds whole cycles. Before, every fragment is
             exchanged once, as DDP's all-reduces are in the warm-up: what a first exchange takes
             once in a fit lies outside.
+        pass_on: called after the warm-up and after every leg but the last, returns when the next
+            may begin. A leg has `LEG_STEPS` steps, and more while a fragment is in flight: what
+            overlaps, overlaps with steps of its own fit.
     """
 
-    def __init__(self, row: str, steps: int, sync_every: int) -> None:
-        self._row, self._steps, self._sync_every = row, steps, sync_every
-        self._start = (0, LedgerTotals(0, 0.0, 0), 0.0)  # interface, ledger, CPU beside
-        self._ends: list[float] = []  # of the last warm-up step and those of the window
+    def __init__(self, row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> None:
+        self._steps, self._sync_every, self._pass_on = steps, sync_every, pass_on
+        self._row = row
+        self._before = LedgerTotals(0, 0.0, 0)  # the window
+        self._wire_bytes, self._beside_s = 0, 0.0  # of the window's legs so far
+        self._start = (0, 0.0)  # of the leg: interface, CPU beside
+        self._end = 0.0  # of the last step
+        self._step_s: list[float] = []
+        self._leg = 0  # steps of this leg
         self._own: list[float] = []  # of every step since the fit began
         self.window: Window | None = None
 
@@ -94,32 +106,51 @@ class Stopwatch(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        ledger = (
-            trainer.strategy.ledger if isinstance(trainer.strategy, ReplicatedStrategy) else None
-        )
-        counted = ledger.totals() if ledger else LedgerTotals(0, 0.0, 0)
         if trainer.global_step == WARM_UP:
-            dist.barrier()  # both begin with empty sockets and at one moment
-            self._start = (interface_counters().sent_bytes, counted, _cpu_s_beside())
-        if WARM_UP <= trainer.global_step <= WARM_UP + self._steps:
-            self._ends.append(time.perf_counter())
-        if trainer.global_step == WARM_UP + self._steps:
-            wire, before, beside_s = self._start
-            beside_s = _cpu_s_beside() - beside_s
-            dist.barrier()  # what the peer waits for has left our interface
-            self.window = Window(
-                row=self._row,
-                steps=self._steps,
-                seconds=self._ends[-1] - self._ends[0],
-                step_s=[end - start for start, end in pairwise(self._ends)],
-                own_s=self._own[-self._steps :],
-                beside_s=beside_s,
-                wire_bytes=interface_counters().sent_bytes - wire,
-                ledger_bytes=counted.bytes_sent - before.bytes_sent if ledger else None,
-                waited_s=counted.seconds_waited - before.seconds_waited if ledger else None,
-                formula_bytes=self._formula_bytes(trainer),
-                parameters=sum(p.numel() for p in pl_module.parameters()),
-            )
+            self._pass_on()
+            self._before = _ledger(trainer.strategy) or self._before
+            self._begin_leg()
+        elif WARM_UP < trainer.global_step <= WARM_UP + self._steps:
+            now = time.perf_counter()
+            self._step_s.append(now - self._end)
+            self._end = now
+            self._leg += 1
+            if len(self._step_s) == self._steps:
+                self._end_leg()
+                self.window = self._measured(trainer, pl_module)
+            elif self._leg >= LEG_STEPS and not _in_flight(trainer.strategy):
+                self._end_leg()
+                self._pass_on()
+                self._begin_leg()
+
+    def _begin_leg(self) -> None:
+        dist.barrier()  # all nodes begin with empty sockets and at one moment
+        self._start = (interface_counters().sent_bytes, _cpu_s_beside())
+        self._leg = 0
+        self._end = time.perf_counter()
+
+    def _end_leg(self) -> None:
+        wire, beside_s = self._start
+        self._beside_s += _cpu_s_beside() - beside_s
+        dist.barrier()  # what the peer waits for has left our interface
+        self._wire_bytes += interface_counters().sent_bytes - wire
+
+    def _measured(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Window:
+        counted = _ledger(trainer.strategy)
+        before = self._before
+        return Window(
+            row=self._row,
+            steps=self._steps,
+            seconds=sum(self._step_s),
+            step_s=self._step_s,
+            own_s=self._own[-self._steps :],
+            beside_s=self._beside_s,
+            wire_bytes=self._wire_bytes,
+            ledger_bytes=counted.bytes_sent - before.bytes_sent if counted else None,
+            waited_s=counted.seconds_waited - before.seconds_waited if counted else None,
+            formula_bytes=self._formula_bytes(trainer),
+            parameters=sum(p.numel() for p in pl_module.parameters()),
+        )
 
     def _timed(self, work: Callable[..., bool]) -> Callable[..., bool]:
         def timed(stop: bool = False) -> bool:
@@ -137,6 +168,17 @@ class Stopwatch(pl.Callback):
         voting = trainer.strategy._voting
         assert voting is not None, "a fit runs"
         return self._steps * voting.bytes_per_step
+
+
+def _ledger(strategy: Strategy) -> LedgerTotals | None:
+    return strategy.ledger.totals() if isinstance(strategy, ReplicatedStrategy) else None
+
+
+def _in_flight(strategy: Strategy) -> bool:
+    if not isinstance(strategy, StreamingDiLoCoStrategy):
+        return False
+    assert strategy._diloco is not None, "a fit runs"
+    return bool(strategy._diloco.in_flight)
 
 
 def _cpu_s_beside() -> float:

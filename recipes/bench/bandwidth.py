@@ -1,6 +1,7 @@
 """Step time, utilization and bytes over slow links: `python -m recipes.bench.bandwidth`.
 
-Two nodes of the network laboratory train the same GPT-2 in every way of the table, at every rate.
+Two nodes of the network laboratory train the same GPT-2 in every way of the table, at every rate,
+a few steps of one way and then a few of the next.
 What was measured is kept as JSON, so a broken run goes on where it stopped, and `--page-only`
 writes the page again. It takes root and iproute2; torchft's rows take the extra `bench`.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 from recipes.bench._bandwidth_cells import LABELS
 from recipes.bench._bandwidth_page import page_lines
+from recipes.bench._bandwidth_window import LEG_STEPS
 from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.bench.netlab import NetLab
 from recipes.bench.page import provenance, write_page
@@ -98,8 +100,7 @@ def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespac
     The order of the rows rotates with the round; torchft's rows are jobs of their own, in the
     first round only: they are there for comparison, and they take long.
     """
-    cycle_steps = options.cycles * options.sync_every
-    steps = dict.fromkeys(rows, cycle_steps) | {"none": options.steps}
+    steps = dict.fromkeys(rows, options.cycles * options.sync_every)
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
     ours = [row for row in rows if row not in TORCHFT_ROWS]
     turn = round_ % len(ours) if ours else 0
@@ -113,7 +114,10 @@ def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespac
 def run_job(
     lab: NetLab, module: str, rows: Sequence[tuple[str, int]], options: argparse.Namespace
 ) -> list[list[dict[str, Any]]]:
-    """Run one job on all nodes and return, for every row, what each node measured."""
+    """Run one job on all nodes and return, for every row, what each node measured.
+
+    A row that no node, or not every node, has measured when the job fails has failed with it.
+    """
     if module.endswith("_torchft_job") and find_spec("torchft") is None:
         error = "torchft is not installed: pip install -e '.[bench]' -c constraints.txt"
         return [_failed(row, steps, error) for row, steps in rows]
@@ -126,21 +130,26 @@ def run_job(
     commands = [[sys.executable, "-m", module, plan, str(file)] for file in files]
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     results = lab.run(commands, timeout_s=options.timeout, env=env)
-    seen = [
-        [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        for file in files
-    ]
+    seen = [_windows(file) for file in files]
     for file in files:
         file.unlink(missing_ok=True)
-    measured = [list(windows) for windows in zip(*seen, strict=False)]
     bad = [result for result in results if result.returncode]
+    error = "the job ended well and measured nothing"
     if bad:
         print(bad[0].output, file=sys.stderr)
-    if bad and len(measured) < len(rows):  # else all was measured before it failed
-        row, steps = rows[len(measured)]
         error = _last_line(bad[0].output, bad[0].returncode)
-        measured.append(_failed(row, steps, error, nodes))
-    return measured
+    return [
+        [windows[row] for windows in seen]
+        if all(row in windows for windows in seen)
+        else _failed(row, steps, error, nodes)
+        for row, steps in rows
+    ]
+
+
+def _windows(file: Path) -> dict[str, dict[str, Any]]:
+    """Return what one node measured, by row."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {window["row"]: window for window in map(json.loads, lines)}
 
 
 def _failed(row: str, steps: int, error: str, nodes: int = NODES) -> list[dict[str, Any]]:
@@ -160,13 +169,11 @@ def measure(
         for rate in options.rates:
             lacking = [row for row in options.rows if not results.has(rate, row, round_, nodes)]
             for module, rows in jobs(rate, lacking, round_, options):
-                while rows:  # a job ends with the first row that breaks it: go on behind that
-                    with NetLab(nodes, rate) as lab:
-                        measured = run_job(lab, module, rows, options)
-                    rows = rows[len(measured) :]
-                    for windows in measured:
-                        results.add(rate, round_, windows)
-                        print(f"{rate} round {round_} {_shown(windows)}", flush=True)
+                with NetLab(nodes, rate) as lab:
+                    measured = run_job(lab, module, rows, options)
+                for windows in measured:
+                    results.add(rate, round_, windows)
+                    print(f"{rate} round {round_} {_shown(windows)}", flush=True)
 
 
 def _shown(nodes: Sequence[dict[str, Any]]) -> str:
@@ -188,7 +195,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo, a window")
     parser.add_argument("--sync-every", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=40, help="a window without cycles")
+    parser.add_argument("--steps", type=int, default=40, help="of DDP's window")
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds, a job")
     parser.add_argument("--raw", type=Path, default=Path("outputs/bench/bandwidth.json"))
     parser.add_argument("--page", type=Path, default=RESULTS / "bandwidth.md")
@@ -208,6 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     exit_on_signals()
     settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
+    settings["leg_steps"] = LEG_STEPS
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "recipes.bench.bandwidth", *words])
     try:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.bench._bandwidth_window import LEG_STEPS
 from recipes.bench._lion_bandwidth_page import LABELS, page_lines
 from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
 from recipes.bench.bandwidth import DDP_ROWS, RESULTS, Results, ddp_steps, measure
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "recipes.bench.lion_bandwidth", *words])
     try:
-        results = Results(options.raw, {"steps": options.steps}, provenance(command))
+        settings = {"steps": options.steps, "leg_steps": LEG_STEPS}
+        results = Results(options.raw, settings, provenance(command))
         if not options.page_only:
             for nodes in options.nodes:
                 print(f"{nodes} nodes", flush=True)

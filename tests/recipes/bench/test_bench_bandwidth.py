@@ -15,7 +15,7 @@ from recipes.bench._bandwidth_chain import chain
 from recipes.bench._bandwidth_page import headline, page_lines, table
 from recipes.bench.netlab import JobResult, why_unavailable
 
-SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40}
+SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40, "leg_steps": 5}
 
 
 def record(
@@ -66,6 +66,21 @@ def test_a_missed_target_is_said_to_be_missed() -> None:
     verdicts = [line.split("|")[3].strip() for line in headline(cells(bad, "100mbit"))[2:]]
     assert verdicts == ["missed"] * 4
     assert "Not measured" in headline(cells(bad[:2], "100mbit"))[0]
+
+
+def test_the_headline_has_the_step_time_step_by_step_too_where_steps_were_kept() -> None:
+    """Ours is interrupted in two of three rounds, never in the same step twice."""
+    rounds = [record("ddp", 600, 8_010_000, round_=i) for i in range(3)]
+    rounds += [stepped("none", i, [10.0, 10.0], [9.0, 9.0]) for i in range(3)]
+    for i, steps in enumerate([[10.2, 90.0], [50.0, 10.2], [10.2, 10.2]]):
+        made = stepped("overlap_fp4", i, steps, [9.0, 9.0])
+        for node in made["nodes"]:
+            node |= {"wire_bytes": 20_000, "ledger_bytes": 20_000}
+        rounds.append(made)
+    lines = headline(cells(rounds, "100mbit"))
+    assert lines[2] == "| step time / no communication, at most 1.03 | 3.01 | missed |"
+    assert lines[3] == "| the same, step by step | 1.02 | met |"
+    assert len(headline(cells(good(), "100mbit"))) == 6
 
 
 def test_every_step_of_the_chain_has_its_verdict_and_equal_is_not_slower() -> None:
@@ -233,7 +248,7 @@ def test_the_order_rotates_and_torchft_has_jobs_of_its_own() -> None:
     options = bandwidth.parse(["--rows", "none", "ddp", "overlap", "torchft", "--steps", "12"])
     (_, first), (module, torchft) = bandwidth.jobs("100mbit", options.rows, 0, options)
     ((_, second),) = bandwidth.jobs("100mbit", options.rows, 1, options)
-    assert first == [("none", 12), ("ddp", 8), ("overlap", 100)]
+    assert first == [("none", 100), ("ddp", 8), ("overlap", 100)]
     assert [row for row, _ in second] == ["ddp", "overlap", "none"]
     assert module.endswith("_torchft_job")
     assert torchft == [("torchft", 100)]
@@ -287,7 +302,14 @@ class Broken:
         return [JobResult(0, "", 0), JobResult(-6, "aborted at its end", 0)]
 
 
-@pytest.mark.parametrize(("rows", "errors"), [(2, [None, None]), (1, [None, "exit code -6, ab"])])
+@pytest.mark.parametrize(
+    ("rows", "errors"),
+    [
+        (2, [None, None]),
+        (1, [None, "exit code -6, ab"]),
+        (0, ["exit code -6, ab", "exit code -6, ab"]),
+    ],
+)
 def test_what_was_measured_before_a_job_failed_is_kept(
     rows: int, errors: list[str | None], tmp_path: Path
 ) -> None:
@@ -295,6 +317,17 @@ def test_what_was_measured_before_a_job_failed_is_kept(
     measured = bandwidth.run_job(Broken(rows), "job", [("none", 5), ("ddp", 5)], options)
     for (node, _), error in zip(measured, errors, strict=True):
         assert node["error"] == error or node["error"].startswith(error)
+
+
+def test_a_row_that_only_one_node_has_measured_has_failed(tmp_path: Path) -> None:
+    class Short(Broken):
+        def run(self, commands: list[list[str]], timeout_s: float, env: Any) -> list[JobResult]:
+            super().run(commands[:1], timeout_s, env)
+            return [JobResult(0, "", 0)] * 2
+
+    options = bandwidth.parse(["--raw", str(tmp_path / "raw.json")])
+    (nodes,) = bandwidth.run_job(Short(2), "job", [("none", 5)], options)
+    assert [node["error"] for node in nodes] == ["the job ended well and measured nothing"] * 2
 
 
 def test_results_of_an_older_version_go_on(tmp_path: Path) -> None:

@@ -100,10 +100,13 @@ class HookedDDP(DDPStrategy):
 
     Args:
         make_hook: returns the hook's state and the hook; called when the process group stands.
+        **kwargs: of `DDPStrategy`.
     """
 
-    def __init__(self, make_hook: Callable[[], tuple[Any, Callable[..., Any]]]) -> None:
-        super().__init__()
+    def __init__(
+        self, make_hook: Callable[[], tuple[Any, Callable[..., Any]]], **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
         self._make_hook = make_hook
 
     @override
@@ -129,7 +132,9 @@ def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
         "none": lambda: SingleDeviceStrategy(device="cpu"),
         "ddp": DDPStrategy,
         "ddp_bf16": lambda: HookedDDP(lambda: (None, bf16_compress_hook)),
-        "ddp_powersgd": lambda: HookedDDP(_powersgd),
+        # one bucket: its hook begins all-reduces in callbacks, and those of two buckets may come in
+        # another order on each rank, on which gloo aborts
+        "ddp_powersgd": lambda: HookedDDP(_powersgd, bucket_cap_mb=1000),
         "diloco": _diloco(sync_every, num_fragments=1, overlap_steps=0, wire_dtype="fp32"),
         "streaming": _diloco(sync_every, overlap_steps=0, wire_dtype="fp32"),
         "overlap": _diloco(sync_every, wire_dtype="fp32", **late),

@@ -133,4 +133,5 @@ the window begins with the first launch. Ahead of it every fragment is exchanged
 gradients are in the warm-up, and what is exchanged at the end of a fit lies outside. The window of
 no communication is as long, that of DDP's rows {settings["steps"]} steps, and fewer on a slow link.
 Lightning broadcasts a flag before every batch, which is part of DDP's rows; it ignores
-`ddp_comm_hook` on the CPU, so a subclass registers the hook."""
+`ddp_comm_hook` on the CPU, so a subclass registers the hook. PowerSGD has its gradients in one
+bucket, for with several its all-reduces may come in another order on each node."""

@@ -97,15 +97,19 @@ def ddp_steps(rate: str, steps: int) -> int:
 def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
     """Yield the jobs of one round: a module, and its rows with the steps of their windows.
 
-    The order of the rows rotates with the round; torchft's rows are jobs of their own, in the
-    first round only: they are there for comparison, and they take long.
+    The order of the rows rotates with the round. The bf16 hook is a job of its own: where torch
+    refuses it, in the midst of a backward, its rank's all-reduces are out of step for good. So are
+    torchft's rows, in the first round only: they are there for comparison, and they take long.
     """
     steps = dict.fromkeys(rows, options.cycles * options.sync_every)
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
-    ours = [row for row in rows if row not in TORCHFT_ROWS]
-    turn = round_ % len(ours) if ours else 0
-    if ours:
-        yield "recipes.bench._bandwidth_job", [(r, steps[r]) for r in ours[turn:] + ours[:turn]]
+    together = [row for row in rows if row not in (*TORCHFT_ROWS, "ddp_bf16")]
+    turn = round_ % len(together) if together else 0
+    if together:
+        order = together[turn:] + together[:turn]
+        yield "recipes.bench._bandwidth_job", [(row, steps[row]) for row in order]
+    if "ddp_bf16" in rows:
+        yield "recipes.bench._bandwidth_job", [("ddp_bf16", steps["ddp_bf16"])]
     for row in rows:
         if row in TORCHFT_ROWS and round_ == 0:
             yield "recipes.bench._torchft_job", [(row, steps[row])]

@@ -15,12 +15,14 @@ from recipes.bench.netlab import JobResult, why_unavailable
 from tests.recipes.bench.records import SETTINGS, record
 
 
-def test_the_order_rotates_and_torchft_has_jobs_of_its_own() -> None:
-    options = bandwidth.parse(["--rows", "none", "ddp", "overlap", "torchft", "--steps", "12"])
-    (_, first), (module, torchft) = bandwidth.jobs("100mbit", options.rows, 0, options)
-    ((_, second),) = bandwidth.jobs("100mbit", options.rows, 1, options)
+def test_the_order_rotates_and_torchft_and_the_bf16_hook_have_jobs_of_their_own() -> None:
+    rows = ["none", "ddp", "ddp_bf16", "overlap", "torchft"]
+    options = bandwidth.parse(["--rows", *rows, "--steps", "12"])
+    (_, first), (_, hook), (module, torchft) = bandwidth.jobs("100mbit", rows, 0, options)
+    (_, second), _ = bandwidth.jobs("100mbit", rows, 1, options)
     assert first == [("none", 100), ("ddp", 8), ("overlap", 100)]
     assert [row for row, _ in second] == ["ddp", "overlap", "none"]
+    assert hook == [("ddp_bf16", 8)]
     assert module.endswith("_torchft_job")
     assert torchft == [("torchft", 100)]
 

@@ -7,7 +7,9 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,20 @@ import torch.multiprocessing as mp
 TIMEOUT = timedelta(seconds=60)
 
 
+# Below the ports that the kernel gives to who asks for any, as gloo does: nobody takes one between
+# the moment it is found free and the moment a rank listens there.
+_PORTS_OF_A_WORKER = 1000
+_FIRST_PORT = 20_000 + os.getpid() % 12 * _PORTS_OF_A_WORKER
+_ports = cycle(range(_FIRST_PORT, _FIRST_PORT + _PORTS_OF_A_WORKER))
+
+
 def free_port() -> int:
-    """Return a TCP port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a TCP port that nobody listens on now, each time another one."""
+    for port in _ports:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a cycle does not end")
 
 
 def run_ranks(function: Callable[..., Any], size: int, folder: Path, *args: Any) -> list[Any]:

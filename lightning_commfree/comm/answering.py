@@ -88,8 +88,9 @@ class Listener:
         """Stop answering."""
         if self._server is None:
             return
-        if self.runs:
+        if self._thread is not None and self.runs:
             self._server.shutdown()
+            self._thread.join(1.0)  # it has left the loop, and may not have ended yet
             with suppress(OSError):  # for processes that were forked off and hold it open
                 self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()

@@ -26,15 +26,17 @@ LABELS = {
 }
 FEWEST_ROUNDS = 3  # of fewer a median does not leave an interruption out
 
-Turn = tuple[int | None, int]  # call and round: what has the same took turns
+RoundOfCall = tuple[int | None, int]  # call and round
 
 
 @dataclass(frozen=True)
 class Cell:
     """One row of the table at one rate: medians over the rounds, of the slower node."""
 
-    ms_by_round: Mapping[Turn, float]  # a window's mean step
-    steps_by_round: Mapping[Turn, NDArray[np.float64]]  # ms, nodes x steps; where they were kept
+    ms_by_round: Mapping[RoundOfCall, float]  # a window's mean step
+    steps_by_round: Mapping[
+        RoundOfCall, NDArray[np.float64]
+    ]  # ms, nodes x steps; where they were kept
     own_ms: float | None  # per step, of the strategy itself; None: nobody measured it
     own_rounds: int  # that `own_ms` rests on
     beside_ms: float | None  # CPU time per step in other threads, of the node with more of it
@@ -44,20 +46,20 @@ class Cell:
     ledger_is_counted: bool
     waited_ms: float | None  # per step, of the node that waited longer; None: nobody counted
 
-    def step_by_step_ms(self, turns: Iterable[Turn] | None = None) -> float | None:
+    def step_by_step_ms(self, rounds: Iterable[RoundOfCall] | None = None) -> float | None:
         """Return the mean over the window's steps of each step's median over the rounds.
 
         Of the slower node. What interrupts the machine for seconds lies elsewhere in every round
         and falls out; what a step costs in every round, a sync among them, stays.
 
         Args:
-            turns: of which rounds; None means all.
+            rounds: of which ones; None means all.
 
         Returns:
             Milliseconds; None where fewer than `FEWEST_ROUNDS` rounds kept their steps.
         """
-        chosen = self.steps_by_round if turns is None else turns
-        kept = [self.steps_by_round[turn] for turn in chosen if turn in self.steps_by_round]
+        chosen = self.steps_by_round if rounds is None else rounds
+        kept = [self.steps_by_round[key] for key in chosen if key in self.steps_by_round]
         if len(kept) < FEWEST_ROUNDS:
             return None
         return float(np.median(kept, axis=0).mean(axis=1).max())
@@ -66,25 +68,28 @@ class Cell:
 def cells(
     records: Sequence[dict[str, Any]], rate: str, labels: Mapping[str, str] = LABELS
 ) -> dict[str, Cell | str]:
-    """Return the cells of a rate by row, in the table's order; for a row that failed, its error."""
+    """Return the cells of a rate by row, in the table's order; what only failed has its error."""
     found: dict[str, Cell | str] = {}
     for row in labels:
         mine = [r for r in records if r["rate"] == rate and r["row"] == row]
         # an older version did not keep which call had measured
         rounds = {(r.get("call"), r["round"]): r["nodes"] for r in mine}
         errors = [node["error"] for nodes in rounds.values() for node in nodes if node["error"]]
-        if errors:
+        good = {
+            key: nodes for key, nodes in rounds.items() if not any(node["error"] for node in nodes)
+        }
+        if good:
+            found[row] = _cell(row, good)
+        elif errors:
             found[row] = errors[0]
-        elif rounds:
-            found[row] = _cell(row, rounds)
     return found
 
 
-def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
+def _cell(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> Cell:
     nodes = [node for round_ in rounds.values() for node in round_]
     step_ms = {
-        turn: max(1e3 * node["seconds"] / node["steps"] for node in round_)
-        for turn, round_ in rounds.items()
+        key: max(1e3 * node["seconds"] / node["steps"] for node in round_)
+        for key, round_ in rounds.items()
     }
     counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
     own = [round_ for round_ in rounds.values() if all(node.get("own_s") for node in round_)]
@@ -96,8 +101,8 @@ def _cell(row: str, rounds: Mapping[Turn, Sequence[dict[str, Any]]]) -> Cell:
     return Cell(
         ms_by_round=step_ms,
         steps_by_round={
-            turn: 1e3 * np.array([node["step_s"] for node in round_])
-            for turn, round_ in rounds.items()
+            key: 1e3 * np.array([node["step_s"] for node in round_])
+            for key, round_ in rounds.items()
             if all(node.get("step_s") for node in round_)
         },
         own_ms=_own_ms(own),
@@ -123,7 +128,9 @@ def _own_ms(kept: Sequence[Sequence[dict[str, Any]]]) -> float | None:
     return 1e3 * float(np.median(own, axis=0).mean())
 
 
-def _median_of_worst(rounds: Mapping[Turn, Sequence[dict[str, Any]]], key: str) -> float | None:
+def _median_of_worst(
+    rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]], key: str
+) -> float | None:
     """Return ms a step of the node with most of it, median over the rounds that measured it."""
     found = [
         max(1e3 * node[key] / node["steps"] for node in round_)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from recipes.bench._bandwidth_cells import LABELS, Cell, Turn
+from recipes.bench._bandwidth_cells import LABELS, Cell, RoundOfCall
 
 CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each adds to the one before it
 
@@ -55,39 +55,39 @@ def noise(found: dict[str, Cell | str]) -> list[str]:
         return []
     steps = none.ms_by_round.values()
     return [
-        f"- No communication itself took {min(steps):.1f} to {max(steps):.1f} ms by round: what"
-        " differs by less in single rounds says nothing."
+        f"- No communication itself took {min(steps):.1f} to {max(steps):.1f} ms by round: rows are"
+        " to be compared within a round."
     ]
 
 
 def compared(ours: Cell, other: Cell) -> tuple[float, list[float]]:
     """Return the ratio of the median steps, and the rounds' ratios in ascending order.
 
-    Of the rounds in which both took turns; where there is none, of all, and without rounds' ratios.
+    Of the rounds that both have; where there is none, of all, and without rounds' ratios.
     """
     both = ours.ms_by_round.keys() & other.ms_by_round.keys()
     if not both:
         return ours.step_ms / other.step_ms, []
-    medians = [statistics.median(c.ms_by_round[turn] for turn in both) for c in (ours, other)]
-    by_round = sorted(ours.ms_by_round[turn] / other.ms_by_round[turn] for turn in both)
+    medians = [statistics.median(c.ms_by_round[key] for key in both) for c in (ours, other)]
+    by_round = sorted(ours.ms_by_round[key] / other.ms_by_round[key] for key in both)
     return medians[0] / medians[1], by_round
 
 
 def compared_step_by_step(ours: Cell, other: Cell) -> tuple[float, list[float]] | None:
     """Return the ratio of the steps' medians, and the same with each of the rounds left out.
 
-    Of the rounds in which both took turns and kept their steps; None where they are too few.
+    Of the rounds that both have and in which both kept their steps; None where they are too few.
     """
     both = ours.steps_by_round.keys() & other.steps_by_round.keys()
 
-    def ratio(turns: Collection[Turn]) -> float | None:
-        mine, its = ours.step_by_step_ms(turns), other.step_by_step_ms(turns)
+    def ratio(rounds: Collection[RoundOfCall]) -> float | None:
+        mine, its = ours.step_by_step_ms(rounds), other.step_by_step_ms(rounds)
         return None if mine is None or its is None else mine / its
 
     of_all = ratio(both)
     if of_all is None:
         return None
-    without_one = [ratio(both - {turn}) for turn in both]
+    without_one = [ratio(both - {key}) for key in both]
     return of_all, [r for r in without_one if r is not None]
 
 

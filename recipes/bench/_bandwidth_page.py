@@ -35,7 +35,7 @@ def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> l
             lines.append(f"| {labels[row]} | did not run: {cell} |{empty}")
             continue
         shown = ["-" if (one := ms(cell)) is None else f"{one:.1f}" for ms in times.values()]
-        share = f"{100 * none.step_ms / cell.step_ms:.1f} %" if isinstance(none, Cell) else "-"
+        share = f"{100 / compared(cell, none)[0]:.1f} %" if isinstance(none, Cell) else "-"
         ledger = "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes:,.0f}"
         if cell.ledger_bytes is not None and not cell.ledger_is_counted:
             ledger += " (computed)"
@@ -82,6 +82,7 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
     for rate in rates:
         found = cells(raw["records"], rate)
         lines += ["", f"## {rate}", "", *table(found), "", *chain(found), *noise(found)]
+        lines += _windows(raw["records"], rate)
     return [
         *lines,
         "",
@@ -89,6 +90,16 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
         "",
         how_it_was_measured(raw["settings"]),
     ]
+
+
+def _windows(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
+    """Return how long the windows of a rate were, in steps."""
+    rows: dict[int, list[str]] = {}
+    for row in LABELS:
+        of_row = [r["nodes"][0] for r in records if r["rate"] == rate and r["row"] == row]
+        for steps in {node["steps"] for node in of_row if not node["error"]}:
+            rows.setdefault(steps, []).append(LABELS[row])
+    return [f"- A window of {steps} steps: {', '.join(names)}." for steps, names in rows.items()]
 
 
 def how_it_was_measured(settings: Mapping[str, int]) -> str:
@@ -103,13 +114,21 @@ delay not shaped; after a pause the first {BURST_KIB} KiB pass unshaped. GPT-2 w
 parameters, random tokens, batch 4 x 128 a rank, one thread a rank, AdamW,
 H={settings["sync_every"]}. In a round every row runs once, in the same pair of
 processes: one `Trainer.fit` per row, which take turns. After {settings["leg_steps"]} steps of one,
-and more while it has a fragment in flight, all stand still but the next, so that what slows the
-machine for seconds meets every row; a barrier lies between, whose 500 bytes or so are counted.
-(torchft, which is no Lightning strategy, runs in a loop of its own in processes of its own, in the
-first round only.) The order rotates from round to round. Where several calls are named above, a
-ratio of two rows is of the rounds in which one call measured both.
+and more while it has a fragment in flight, all stand still but the next, in the order of the table,
+until every window is full: what slows the machine for seconds meets every row that has steps left.
+Between two turns lies a barrier, whose 500 bytes or so are counted and whose time is nobody's: both
+nodes begin a turn at one moment, and a sync, which falls on the first step of a turn or into the
+next ones, waits for the slower node's part of these steps and not of all since the last sync. The
+first step of a turn takes some per cent longer than the others, in every row.
 
-- ms a step: the median over the rounds of a window's mean step, of the slower node.
+PowerSGD runs in processes of its own and shares its time with nobody: its hook's all-reduces may
+come in another order on each node, on which gloo aborts, and the rows beside it would be lost. So
+does torchft, which is no Lightning strategy, in a loop of its own, in the first round only. Where
+several calls are named above, a ratio of
+two rows is of the rounds in which one call measured both.
+
+- ms a step: the median over the rounds of a window's mean step, of the slower node. What computes
+  the same may still differ from fit to fit, by where its memory lies.
 - step by step: of every step of the window the median over the rounds, and of these the mean, so
   that what stops the machine for seconds, elsewhere in every round, falls out, and what a step
   costs in every round stays; what a node waits for one that was stopped falls out too. Where
@@ -120,9 +139,10 @@ ratio of two rows is of the rounds in which one call measured both.
 - own: how long the strategy itself holds up training, at the end of steps, waiting for the link
   included, of the node that took less (the other one had come first, and waited for it).
 - beside: CPU time a step of all threads but the training's, gloo's among them, of the node with
-  more of it. Where every core trains, as here, it is taken from the training. gloo polls for every
-  process group, also of rows that stand still: that part is in every row's figure and, with no
-  communication too, in its step time.
+  more of it. Where every core trains, as here, it is taken from the training. The threads of rows
+  that stand still poll their sockets: that is in every row's figure and step time, also in those of
+  no communication, so that a strategy's own share of it is in no ratio here: 0.6 ms a step where
+  rows ran one after the other (this page at commit 8f435dd).
 - utilization: the step time of no communication over the row's. No communication: a plain Trainer a
   node, both at once.
 - bytes: the median over nodes and rounds of what one node sent.
@@ -130,8 +150,6 @@ ratio of two rows is of the rounds in which one call measured both.
 The window of a DiLoCo row is {settings["cycles"]} whole cycle(s) in the steady state. A fit is
 silent for its first H steps; for the timing its step counter starts a few steps before H, so that
 the window begins with the first launch. Ahead of it every fragment is exchanged once, as DDP's
-gradients are in the warm-up, and what is exchanged at the end of a fit lies outside. The window of
-no communication is as long, that of DDP's rows {settings["steps"]} steps, and fewer on a slow link.
-Lightning broadcasts a flag before every batch, which is part of DDP's rows; it ignores
-`ddp_comm_hook` on the CPU, so a subclass registers the hook. PowerSGD has its gradients in one
-bucket, for with several its all-reduces may come in another order on each node."""
+gradients are in the warm-up, and what is exchanged at the end of a fit lies outside. Lightning
+broadcasts a flag before every batch, which is part of DDP's rows; it ignores `ddp_comm_hook` on the
+CPU, so a subclass registers the hook."""

@@ -74,22 +74,28 @@ class Stopwatch(pl.Callback):
         pass_on: called after the warm-up and after every leg but the last, returns when the next
             may begin. A leg has `LEG_STEPS` steps, and more while a fragment is in flight: what
             overlaps, overlaps with steps of its own fit.
+
+    Attributes:
+        began: whether the fit has come to its first step.
+        window: what was measured; None before the window's end.
     """
 
     def __init__(self, row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> None:
         self._steps, self._sync_every, self._pass_on = steps, sync_every, pass_on
         self._row = row
-        self._before = LedgerTotals(0, 0.0, 0)  # the window
+        self._before = LedgerTotals(0, 0.0, 0)  # where the window begins
         self._wire_bytes, self._beside_s = 0, 0.0  # of the window's legs so far
         self._start = (0, 0.0)  # of the leg: interface, CPU beside
         self._end = 0.0  # of the last step
         self._step_s: list[float] = []
         self._leg = 0  # steps of this leg
         self._own: list[float] = []  # of every step since the fit began
+        self.began = False
         self.window: Window | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.began = True
         if isinstance(trainer.strategy, StreamingDiLoCoStrategy):
             running = trainer.strategy._diloco
             assert running is not None, "a fit has begun"

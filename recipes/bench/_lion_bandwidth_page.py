@@ -30,16 +30,19 @@ Nodes of the network laboratory (`recipes/bench/netlab.py`), every link shaped t
 not shaped; after a pause, and so at every step, the first {BURST_KIB} KiB pass unshaped. GPT-2 with
 5.8 million parameters, random tokens, batch 4 x 128 a rank, one thread a rank; bytes follow from
 shapes and signs, not from what is learned. In a round every row runs once, in the same processes:
-one `Trainer.fit` per row, which take turns of {LEG_STEPS} steps. The order rotates from round to
-round, and random ties, average and exact zeros, there for their bytes, run in the first round only.
-A figure is the median over the rounds of a window's mean step, of the slowest node; step by step:
-of every step of the window the median over the rounds, and of these the mean, which leaves out what
-stops the machine for seconds; bytes are the median over nodes and rounds of what one node sent. No
-communication: a plain Trainer a node, all at once; with Lion it is `DistributedLion` alone.
-Utilization: the step time of no communication with AdamW over the row's. Waited: milliseconds a
-step in which a rank stood still for others, as the strategy's ledger has it, of the node that
-waited longest. Lightning broadcasts a flag before every batch, which is part of DDP's rows; it
-ignores `ddp_comm_hook` on the CPU, so a subclass registers the hook."""
+one `Trainer.fit` per row, which take turns of {LEG_STEPS} steps, with a barrier of 500 bytes or so
+between; what the threads of rows that stand still poll is in every row's time. Who begins changes
+with the round, and random ties, average and exact zeros, there for their bytes, run in the first
+round only. A figure is the median over the rounds of a window's mean step, of the slowest node;
+step by step: of every step of the window the median over the rounds, and of these the mean, which
+leaves out what stops the machine for seconds; bytes are the median over nodes and rounds of what
+one node sent. No communication: a plain Trainer a node, all at once; with Lion it is
+`DistributedLion` alone. Utilization: the step time of no communication with AdamW over the row's.
+Waited: milliseconds a step in which a rank stood still for others, as the strategy's ledger has it,
+of the node that waited longest. Lightning broadcasts a flag before every batch, which is part of
+DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a subclass registers the hook. PowerSGD runs
+in processes of its own: its hook's all-reduces may come in another order on each node, on which
+gloo aborts, and the rows beside it would be lost."""
 
 ZEROS = """\
 Formula: `Voting.bytes_per_step`, which knows neither headers of TCP and IP nor exact zeros. Every

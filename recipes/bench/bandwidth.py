@@ -27,6 +27,9 @@ from recipes.bench.page import provenance, write_page
 RESULTS = Path(__file__).parent / "results"
 TORCHFT_ROWS = ("torchft", "torchft_delay")
 DDP_ROWS = ("ddp", "ddp_bf16", "ddp_powersgd")
+# torch's hook begins all-reduces in callbacks, and on a busy machine those of two buckets may come
+# in another order on each rank; gloo then aborts, and with it all rows of the job
+MAY_ABORT = ("ddp_powersgd",)
 Jobs = Callable[[str, Sequence[str], int, argparse.Namespace], Iterator[Any]]
 NODES = 2
 
@@ -97,22 +100,30 @@ def ddp_steps(rate: str, steps: int) -> int:
 def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
     """Yield the jobs of one round: a module, and its rows with the steps of their windows.
 
-    The order of the rows rotates with the round. The bf16 hook is a job of its own: where torch
-    refuses it, in the midst of a backward, its rank's all-reduces are out of step for good. So are
-    torchft's rows, in the first round only: they are there for comparison, and they take long.
+    torchft's rows are jobs of their own, in the first round only: they are there for comparison,
+    and they take long.
     """
     steps = dict.fromkeys(rows, options.cycles * options.sync_every)
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
-    together = [row for row in rows if row not in (*TORCHFT_ROWS, "ddp_bf16")]
-    turn = round_ % len(together) if together else 0
-    if together:
-        order = together[turn:] + together[:turn]
-        yield "recipes.bench._bandwidth_job", [(row, steps[row]) for row in order]
-    if "ddp_bf16" in rows:
-        yield "recipes.bench._bandwidth_job", [("ddp_bf16", steps["ddp_bf16"])]
+    fits = [row for row in rows if row not in TORCHFT_ROWS]
+    yield from jobs_of_fits([(row, steps[row]) for row in fits], round_)
     for row in rows:
         if row in TORCHFT_ROWS and round_ == 0:
             yield "recipes.bench._torchft_job", [(row, steps[row])]
+
+
+def jobs_of_fits(rows: Sequence[tuple[str, int]], round_: int) -> Iterator[Any]:
+    """Yield a job in which the rows take turns, and one for each that may abort.
+
+    Who begins changes with the round.
+    """
+    together = [row for row in rows if row[0] not in MAY_ABORT]
+    if together:
+        first = round_ % len(together)
+        yield "recipes.bench._bandwidth_job", together[first:] + together[:first]
+    for row in rows:
+        if row[0] in MAY_ABORT:
+            yield "recipes.bench._bandwidth_job", [row]
 
 
 def run_job(
@@ -133,15 +144,16 @@ def run_job(
     plan = json.dumps({"rows": rows, "sync_every": options.sync_every})
     commands = [[sys.executable, "-m", module, plan, str(file)] for file in files]
     env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    results = lab.run(commands, timeout_s=options.timeout, env=env)
+    results = lab.run(commands, timeout_s=options.timeout * len(rows), env=env)
     seen = [_windows(file) for file in files]
     for file in files:
         file.unlink(missing_ok=True)
     bad = [result for result in results if result.returncode]
-    error = "the job ended well and measured nothing"
+    error = "the job ended well, but not every node has measured it"
     if bad:
-        print(bad[0].output, file=sys.stderr)
-        error = _last_line(bad[0].output, bad[0].returncode)
+        first = min(bad, key=lambda result: result.returncode)  # a signal: the others lost a peer
+        print(first.output, file=sys.stderr)
+        error = _last_line(first.output, first.returncode)
     return [
         [windows[row] for windows in seen]
         if all(row in windows for windows in seen)
@@ -199,8 +211,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo, a window")
     parser.add_argument("--sync-every", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=40, help="of DDP's window")
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds, a job")
+    parser.add_argument("--steps", type=int, default=40, help="of DDP's window, at most")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, a row")
     parser.add_argument("--raw", type=Path, default=Path("outputs/bench/bandwidth.json"))
     parser.add_argument("--page", type=Path, default=RESULTS / "bandwidth.md")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")

@@ -18,24 +18,21 @@ from typing import Any
 from recipes.bench._bandwidth_window import LEG_STEPS
 from recipes.bench._lion_bandwidth_page import LABELS, page_lines
 from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
-from recipes.bench.bandwidth import DDP_ROWS, RESULTS, Results, ddp_steps, measure
+from recipes.bench.bandwidth import DDP_ROWS, RESULTS, Results, ddp_steps, jobs_of_fits, measure
 from recipes.bench.page import provenance, write_page
 
 BYTES_ONLY = ("lion_random", "lion_average", "lion_zeros")
 
 
 def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
-    """Yield the one job of a round, its rows in an order that rotates with the round.
+    """Yield the jobs of one round.
 
     The rows that are there for their bytes are alike in every round and run in the first.
     """
     due = [row for row in rows if round_ == 0 or row not in BYTES_ONLY]
-    turn = round_ % len(due) if due else 0
     steps = dict.fromkeys(rows, options.steps)
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
-    if due:
-        order = due[turn:] + due[:turn]
-        yield "recipes.bench._bandwidth_job", [(row, steps[row]) for row in order]
+    yield from jobs_of_fits([(row, steps[row]) for row in due], round_)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
     parser.add_argument("--steps", type=int, default=20, help="of a window (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds, a job")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, a row")
     parser.add_argument("--raw", type=Path, default=Path("outputs/bench/lion_bandwidth.json"))
     parser.add_argument("--page", type=Path, default=RESULTS / "lion_bandwidth.md")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")

@@ -140,10 +140,10 @@ def test_it_holds_up_neither_the_end_of_a_process_nor_a_fork() -> None:
 
 def test_a_rank_that_dies_after_it_has_answered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said while it lived says nothing of now."""
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.5)
     with watches(2) as (watch, other):
         asked, ask = [], watch._ask
         monkeypatch.setattr(watch, "_ask", lambda *a, **k: asked.append(ask(*a, **k)) or asked[-1])
         with pytest.raises(RuntimeError, match=r"by peer\): rank 1 is gone"):
-            watch.wait([FailsLater(0.7, other._listener.close)], "t")
-    assert asked[0].launched == {1: 0}, "it lived when it was asked first"
+            watch.wait([FailsLater(2.0, other._listener.close)], "t")
+    assert any(answers.launched == {1: 0} for answers in asked), "it lived when it was asked first"

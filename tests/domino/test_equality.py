@@ -16,8 +16,8 @@ import torch
 from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from tests.domino.channels import Deaf
 from tests.domino.models import Case, Outcome, reference, worst_error
-from tests.domino.pairs import all_pairs, pairs_of, pairwise
 from tests.domino.ranks import play, play_all, with_channel
+from tests.pairs import all_pairs, pairs_of, pairwise
 from tests.world import run_ranks
 
 FACTORS: dict[str, list[Any]] = {

@@ -180,16 +180,16 @@ def test_an_ended_run_goes_on_to_the_same_weights(start, whole, strategy, send, 
 
 
 def test_a_second_ctrl_c_ends_at_once(start) -> None:
-    job = start("run", *DDP, _slow(5.0))
+    job = start("run", *DDP, _slow(20.0))
     job.wait_for(f"step-{SAVED}.ckpt")
     processes = psutil.Process(job.pid).children()
     assert len(processes) == 2
     begin = time.monotonic()
     _to_all(job, signal.SIGINT)
-    time.sleep(0.2)  # signals of one kind that come together count as one
+    time.sleep(1.0)  # signals of one kind that come together count as one
     _to_all(job, signal.SIGINT)
     assert job.exit_code() == -signal.SIGINT
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=10)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-    assert time.monotonic() - begin < 5, "shorter than the step that a first one would wait for"
+    assert time.monotonic() - begin < 15, "shorter than the step that a first one would wait for"
     assert not (job.run / "checkpoints" / "last.ckpt").exists()

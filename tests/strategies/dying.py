@@ -141,7 +141,8 @@ def check_ends(run: Run, victim: int) -> None:
     for rank, end in enumerate(run.ends):
         if rank != victim:
             assert end.error, f"rank {rank} did not end with an error: {end}"
-            assert end.failed_s - run.died_s < TIMEOUT.total_seconds(), (rank, end)
+            # gloo overlooks a death in a hundred; then it is the timeout that ends the wait
+            assert end.failed_s - run.died_s < TIMEOUT.total_seconds() + 5.0, (rank, end)
 
 
 def check_names(run: Run, victim: int) -> None:

@@ -23,11 +23,18 @@ STEPS = 10
 
 
 @pytest.fixture(autouse=True)
-def interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interface that sends 100 bytes between any two looks at it."""
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An interface that sends 100 bytes between any two looks at it; looks, barriers and passes."""
+    seen: list[str] = []
     sent = count(step=100)
-    monkeypatch.setattr(window, "interface_counters", lambda: Counters(next(sent), 0))
-    monkeypatch.setattr(window, "dist", SimpleNamespace(barrier=lambda: None))
+
+    def look() -> Counters:
+        seen.append("look")
+        return Counters(next(sent), 0)
+
+    monkeypatch.setattr(window, "interface_counters", look)
+    monkeypatch.setattr(window, "dist", SimpleNamespace(barrier=lambda: seen.append("barrier")))
+    return seen
 
 
 def measured(
@@ -51,8 +58,11 @@ def measured(
     return passed, stopwatch.window
 
 
-def test_a_leg_has_three_steps_and_every_leg_counts() -> None:
-    passed, made = measured(SingleDeviceStrategy(device="cpu"))
+def test_a_leg_has_three_steps_and_every_leg_counts(looks: list[str]) -> None:
+    passed, made = measured(
+        SingleDeviceStrategy(device="cpu"), between=lambda: looks.append("pass")
+    )
+    assert looks == ["pass", "barrier", "look", "barrier", "look"] * 4
     assert window.LEG_STEPS == 3
     assert passed == [3, 6, 9, 12]
     assert made.wire_bytes == 400, "what is sent between legs is not counted"
@@ -73,6 +83,7 @@ def test_no_leg_ends_with_a_fragment_in_flight(tmp_path: Path) -> None:
     assert made.wire_bytes == 200
     assert made.ledger_bytes == 0, "one replica sends nothing"
     assert len(made.own_s) == STEPS
+    assert made.waited_s == 0.0
 
 
 def test_time_between_legs_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

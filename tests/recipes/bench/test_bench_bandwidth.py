@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,20 +13,48 @@ import pytest
 from recipes.bench import _bandwidth_job as job
 from recipes.bench import bandwidth
 from recipes.bench._bandwidth_cells import LABELS
+from recipes.bench._bandwidth_window import Window
 from recipes.bench.netlab import JobResult, why_unavailable
 from tests.recipes.bench.records import SETTINGS, record
 
 
-def test_the_order_rotates_and_torchft_and_the_bf16_hook_have_jobs_of_their_own() -> None:
-    rows = ["none", "ddp", "ddp_bf16", "overlap", "torchft"]
+def test_who_begins_changes_and_some_rows_have_jobs_of_their_own() -> None:
+    rows = ["none", "ddp", "ddp_powersgd", "overlap", "torchft"]
     options = bandwidth.parse(["--rows", *rows, "--steps", "12"])
-    (_, first), (_, hook), (module, torchft) = bandwidth.jobs("100mbit", rows, 0, options)
+    (_, first), (_, powersgd), (module, torchft) = bandwidth.jobs("100mbit", rows, 0, options)
     (_, second), _ = bandwidth.jobs("100mbit", rows, 1, options)
+    assert powersgd == [("ddp_powersgd", 8)]
     assert first == [("none", 100), ("ddp", 8), ("overlap", 100)]
     assert [row for row, _ in second] == ["ddp", "overlap", "none"]
-    assert hook == [("ddp_bf16", 8)]
     assert module.endswith("_torchft_job")
     assert torchft == [("torchft", 100)]
+
+
+class Fit:
+    """A Trainer that ends with an error, before its first step or after."""
+
+    begins = False
+
+    def __init__(self, callbacks: list[Any], **_: Any) -> None:
+        (self._stopwatch,) = callbacks
+
+    def fit(self, *_: Any) -> None:
+        self._stopwatch._pass_on()
+        self._stopwatch.began = self.begins
+        raise RuntimeError("no\nhook")
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_refusal_is_the_rows_and_a_later_error_ends_the_job(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.pl, "Trainer", type("Fit", (Fit,), {"begins": begins}))
+    monkeypatch.setattr(job, "dist", SimpleNamespace(barrier=lambda: None))
+    passed: list[str] = []
+    with pytest.raises(RuntimeError) if begins else nullcontext():
+        made = job.measure("none", 5, 10, lambda: passed.append("on"))
+        assert made == Window("none", 5, error="no")
+    assert passed == ["on"], "the fit passes the baton on"
 
 
 def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: Path) -> None:
@@ -100,7 +130,9 @@ def test_a_row_that_only_one_node_has_measured_has_failed(tmp_path: Path) -> Non
 
     options = bandwidth.parse(["--raw", str(tmp_path / "raw.json")])
     (nodes,) = bandwidth.run_job(Short(2), "job", [("none", 5)], options)
-    assert [node["error"] for node in nodes] == ["the job ended well and measured nothing"] * 2
+    assert [node["error"] for node in nodes] == [
+        "the job ended well, but not every node has measured it"
+    ] * 2
 
 
 def test_results_of_an_older_version_go_on(tmp_path: Path) -> None:
@@ -166,9 +198,10 @@ def test_a_round_measures_whole_cycles_and_the_interface_agrees_with_the_ledger(
         assert node["ledger_bytes"] < node["wire_bytes"] < 1.3 * node["ledger_bytes"]
         # it acts where a fragment leaves or lands, which is in 6 of 10 steps at most
         assert len(node["own_s"]) == 10
-        assert sorted(node["own_s"])[3] < 0.001 < max(node["own_s"]) < node["seconds"]
+        # two of the four others: one may be interrupted
+        assert sorted(node["own_s"])[1] < 0.001 < max(node["own_s"]) < node["seconds"]
         assert 0 < node["beside_s"] < node["seconds"], "gloo's threads send"
     for node in none:
-        assert node["wire_bytes"] < 0.001 * ours[0]["wire_bytes"]
+        assert node["wire_bytes"] < 4 * 2000, "a barrier of 500 bytes after each of its legs"
     assert "| + fp4 |" in page.read_text()
     assert page.read_text().count("- command: `python -m recipes.bench.bandwidth") == 1

@@ -206,3 +206,30 @@ def test_a_row_that_failed_shows_its_error_and_no_figure() -> None:
     raw["records"].append({"rate": "100mbit", "row": "ddp_bf16", "round": 0, "nodes": nodes})
     (line,) = [line for line in page_lines(raw, ["100mbit"]) if "bf16 hook" in line]
     assert line == "| DDP, bf16 hook | did not run: gloo has no bf16 | | | | |"
+
+
+def test_a_round_that_failed_does_not_take_the_others_away() -> None:
+    failed = bandwidth._failed("none", 40, "a peer was lost")
+    rounds = [record("none", 300, 0, round_=1)]
+    rounds.append({"rate": "100mbit", "row": "none", "round": 0, "nodes": failed})
+    cell = cells(rounds, "100mbit")["none"]
+    assert isinstance(cell, Cell)
+    assert list(cell.ms_by_round) == [(None, 1)]
+
+
+def test_utilization_is_of_the_rounds_that_both_rows_have() -> None:
+    """The machine is twice as slow in three rounds in which fp4 does not run."""
+    rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 300, 600, 600, 600])]
+    rounds += [record("overlap_fp4", 400, 0, round_=i) for i in range(2)]
+    found = cells(rounds, "100mbit")
+    assert [line.split("|")[3] for line in table(found)[2:]] == [" 100.0 % ", " 75.0 % "]
+
+
+def test_the_page_says_how_long_the_windows_were() -> None:
+    rounds = [stepped("none", 0, [10.0] * 8, [9.0] * 8), stepped("ddp", 0, [10.0], [9.0])]
+    rounds.append(stepped("overlap", 0, [10.0] * 8, [9.0] * 8))
+    lines = page_lines({"settings": SETTINGS, "records": rounds}, ["100mbit"])
+    assert [line for line in lines if line.startswith("- A window")] == [
+        "- A window of 8 steps: no communication, + overlap 5.",
+        "- A window of 1 steps: DDP.",
+    ]

@@ -85,6 +85,8 @@ def test_the_grid_the_tuning_and_the_verdicts(
     assert "| 4.1200 ± 0.0000 | +3.00 ± 0.00 % | 2.0 % | missed |" in page
     assert "| lr 0.8, momentum 0.9, mix 0.5 | +0.50 % | +3.00 % |" in page
     assert "| DDP | 0.0113: 4.0047, 0.016: 4.0000, 0.0226: 4.0066 | 0.016 |" in page
+    assert "| the defaults | 8 of 8 | 0 of 8 |" in page
+    assert "| tuned | 8 of 8 | 4 of 8 |" in page
     assert "missing |" not in page
 
 

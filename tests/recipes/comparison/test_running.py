@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_jobs_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_job_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None:
     job = script("a", tmp_path, HANGS + "; time.sleep(60)")
-    record = run(job, plan(tmp_path, timeout_s=1.0))
+    record = run(job, plan(tmp_path, timeout_s=3.0))
     assert record.returncode == TIMED_OUT
     assert "It took too long and was ended" in failure_text(record)
     [pid] = (job.folder / "output.log").read_text().split()
@@ -190,14 +190,18 @@ def test_in_the_laboratory_every_node_runs_it_and_interfaces_are_counted(tmp_pat
         "    server = socket.create_server(address); peer, _ = server.accept()\n"
         "    while peer.recv(65536): pass\n"
         "else:\n"
-        "    import time; time.sleep(0.5)\n"
-        "    socket.create_connection(address).sendall(bytes(100000))\n"
+        "    import time\n"
+        "    for _ in range(500):\n"
+        "        try: peer = socket.create_connection(address); break\n"
+        "        except ConnectionRefusedError: time.sleep(0.02)\n"
+        "    peer.sendall(bytes(100000))\n"
         "    sys.exit(4)\n"
     )
     asked = replace(plan(tmp_path, timeout_s=20.0), bandwidth="100mbit")
     record = run(script("a", tmp_path, code), asked)
     assert record.returncode == 4
     assert record.interface_bytes is not None
-    assert 100_000 < record.interface_bytes[1] < 120_000
+    acknowledgements, data = record.interface_bytes
+    assert acknowledgements < 50_000 < 100_000 < data < 200_000  # a busy machine also resends
     assert [Path(log).read_text() for log in record.logs] == ["rank 0\n", "rank 1\n"]
     assert os.path.basename(record.logs[1]) == "output-node1.log"

@@ -111,16 +111,17 @@ def how_it_was_measured(settings: Mapping[str, int]) -> str:
     return f"""\
 Two nodes of the network laboratory (`recipes/bench/netlab.py`), every link shaped to the rate,
 delay not shaped; after a pause the first {BURST_KIB} KiB pass unshaped. GPT-2 with 5.8 million
-parameters, random tokens, batch 4 x 128 a rank, one thread a rank, AdamW, H={settings["sync_every"]}.
+parameters, random tokens, batch 4 x 128 a rank, one thread a rank, AdamW,
+H={settings["sync_every"]}.
 
 In a round every row runs once, in the same pair of processes: one `Trainer.fit` per row, which take
 turns. After {settings["leg_steps"]} steps of one, and more while it has a fragment in flight, all
 stand still but the next, in the order of the table, until every window is full: what slows the
 machine for seconds meets every row that has steps left. Between two turns lies a barrier, whose 500
 bytes or so are counted and whose time is nobody's: both nodes begin a turn at one moment, and a
-sync, which falls on the first step of a turn or into the
-next ones, waits for the slower node's part of these steps and not of all since the last sync. The
-first step of a turn takes some per cent longer than the others, in every row.
+sync, which falls on the first step of a turn or into the next ones, waits for the slower node's
+part of these steps and not of all since the last sync. The first step of a turn takes some per cent
+longer than the others, in every row.
 
 PowerSGD runs in processes of its own and shares its time with nobody: its hook's all-reduces may
 come in another order on each node, on which gloo aborts, and the rows beside it would be lost. So

@@ -102,12 +102,13 @@ def _windows(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
     return [f"- A window of {steps} steps: {', '.join(names)}." for steps, names in rows.items()]
 
 
-def how_it_was_measured(settings: Mapping[str, int]) -> str:
+def how_it_was_measured(settings: Mapping[str, Any]) -> str:
     """Return what all figures of the page have in common.
 
     Args:
         settings: with which they were measured.
     """
+    heap = " ".join(f"{name}={value}" for name, value in settings["heap"].items())
     return f"""\
 Two nodes of the network laboratory (`recipes/bench/netlab.py`), every link shaped to the rate,
 delay not shaped; after a pause the first {BURST_KIB} KiB pass unshaped. GPT-2 with 5.8 million
@@ -122,6 +123,12 @@ bytes or so are counted and whose time is nobody's: both nodes begin a turn at o
 sync, which falls on the first step of a turn or into the next ones, waits for the slower node's
 part of these steps and not of all since the last sync. The first step of a turn takes some per cent
 longer than the others, in every row.
+
+All fits of a process share one heap, which keeps what is freed below 32 MiB
+(`{heap}`). glibc's own rule is to keep twice
+as much as the largest block that came back: no communication would fetch 2,000 to 10,000 pages anew
+in every step, DiLoCo, which frees an outer gradient of 23 MB, next to none, and a step would cost
+what its row's blocks make of that rule.
 
 PowerSGD runs in processes of its own and shares its time with nobody: its hook's all-reduces may
 come in another order on each node, on which gloo aborts, and the rows beside it would be lost. So

@@ -30,6 +30,14 @@ DDP_ROWS = ("ddp", "ddp_bf16", "ddp_powersgd")
 # torch's hook begins all-reduces in callbacks, and on a busy machine those of two buckets may come
 # in another order on each rank; gloo then aborts, and with it all rows of the job
 MAY_ABORT = ("ddp_powersgd",)
+# Left to itself, glibc keeps twice as much freed memory as the largest block that came back, and
+# a process fetches the rest anew in every step: rows would differ by the sizes of their blocks.
+# One heap, for the fits' threads would each have another; freed blocks below 32 MiB stay in it.
+HEAP = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
 Jobs = Callable[[str, Sequence[str], int, argparse.Namespace], Iterator[Any]]
 NODES = 2
 
@@ -143,9 +151,7 @@ def run_job(
         file.unlink(missing_ok=True)
     plan = json.dumps({"rows": rows, "sync_every": options.sync_every})
     commands = [[sys.executable, "-m", module, plan, str(file)] for file in files]
-    # a heap of its own for the thread of every fit would make them unlike a fit in its own process
-    one_heap = {"MALLOC_ARENA_MAX": "1"}
-    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **one_heap}
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **HEAP}
     results = lab.run(commands, timeout_s=options.timeout * len(rows), env=env)
     seen = [_windows(file) for file in files]
     for file in files:
@@ -233,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     exit_on_signals()
     settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
-    settings["leg_steps"] = LEG_STEPS
+    settings |= {"leg_steps": LEG_STEPS, "heap": HEAP}
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "recipes.bench.bandwidth", *words])
     try:

@@ -18,7 +18,15 @@ from typing import Any
 from recipes.bench._bandwidth_window import LEG_STEPS
 from recipes.bench._lion_bandwidth_page import LABELS, page_lines
 from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
-from recipes.bench.bandwidth import DDP_ROWS, RESULTS, Results, ddp_steps, jobs_of_fits, measure
+from recipes.bench.bandwidth import (
+    DDP_ROWS,
+    HEAP,
+    RESULTS,
+    Results,
+    ddp_steps,
+    jobs_of_fits,
+    measure,
+)
 from recipes.bench.page import provenance, write_page
 
 BYTES_ONLY = ("lion_random", "lion_average", "lion_zeros")
@@ -66,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "recipes.bench.lion_bandwidth", *words])
     try:
-        settings = {"steps": options.steps, "leg_steps": LEG_STEPS}
+        settings = {"steps": options.steps, "leg_steps": LEG_STEPS, "heap": HEAP}
         results = Results(options.raw, settings, provenance(command))
         if not options.page_only:
             for nodes in options.nodes:

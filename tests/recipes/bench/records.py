@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40, "leg_steps": 3}
+SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40, "leg_steps": 3, "heap": {"A": "1"}}
 
 
 def record(

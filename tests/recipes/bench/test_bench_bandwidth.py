@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +102,7 @@ class Broken:
         self._rows = rows
 
     def run(self, commands: list[list[str]], timeout_s: float, env: Any) -> list[JobResult]:
+        self.env = env
         for *_, file in commands:
             lines = [json.dumps({"row": row, "error": None}) for row in ("none", "ddp")]
             Path(file).write_text("\n".join(lines[: self._rows]))
@@ -120,6 +124,29 @@ def test_what_was_measured_before_a_job_failed_is_kept(
     measured = bandwidth.run_job(Broken(rows), "job", [("none", 5), ("ddp", 5)], options)
     for (node, _), error in zip(measured, errors, strict=True):
         assert node["error"] == error or node["error"].startswith(error)
+
+
+def test_freed_memory_stays_in_one_heap(tmp_path: Path) -> None:
+    lab = Broken(1)
+    options = bandwidth.parse(["--raw", str(tmp_path / "raw.json")])
+    bandwidth.run_job(lab, "job", [("none", 5)], options)
+    script = """
+import resource
+from concurrent.futures import ThreadPoolExecutor
+import torch
+torch.set_num_threads(1)
+def faults(numel):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(numel)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+    print(one.submit(faults, 6_000_000).result(), other.submit(faults, 3_000_000).result())
+"""
+    command = [sys.executable, "-c", script]
+    env = {**os.environ, **lab.env}
+    out = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    first, second = map(int, out.split())
+    assert second < first / 8, "24 MB are 5860 pages, and what one thread freed serves the other"
 
 
 def test_a_row_that_only_one_node_has_measured_has_failed(tmp_path: Path) -> None:

@@ -116,7 +116,10 @@ class OuterFragment:
         local = self.local[: None if buffers else len(self.fragment.parameters)]
         here = self._pieces(self._local_shard().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._pieces(self.global_copy), here, strict=True):
-            if i < len(local) and not torch.equal(outer.to(local[i].dtype).float(), mine):
+            if i >= len(local):
+                break
+            ours = outer.to(local[i].dtype).float()
+            if not torch.allclose(ours, mine, rtol=0, atol=0, equal_nan=True):
                 return False
         return True
 

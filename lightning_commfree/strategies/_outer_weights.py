@@ -12,17 +12,27 @@ from lightning_commfree.diloco.swap import ADVICE
 
 
 def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
-    """Return a module's state with host copies of what is exchanged, which becomes local again.
+    """Return a state with host copies of what is exchanged, which becomes local again.
 
-    What is frozen stays what it is: it may be large.
+    What is frozen stays what it is: it may be large. Hyperparameters are of the user's own classes,
+    which need not bear to be taken apart.
     """
     exchanged = {tensor.untyped_storage().data_ptr() for tensor in diloco.swap.in_module}
 
-    def copied(tensor: Tensor) -> Tensor:
-        is_copied = tensor.untyped_storage().data_ptr() in exchanged
-        return tensor.to("cpu", copy=True) if is_copied else tensor
+    def copied(value: Any) -> Any:
+        found = []
 
-    return {key: apply_to_collection(value, Tensor, copied) for key, value in state.items()}
+        def copy(tensor: Tensor) -> Tensor:
+            found.append(tensor.untyped_storage().data_ptr() in exchanged)
+            return tensor.detach().to("cpu", copy=True) if found[-1] else tensor
+
+        replaced = apply_to_collection(value, Tensor, copy)
+        return replaced if any(found) else value
+
+    return {
+        key: value if key.endswith("hyper_parameters") else copied(value)
+        for key, value in state.items()
+    }
 
 
 def unlanded(diloco: StreamingDiLoCo, what: str) -> str | None:

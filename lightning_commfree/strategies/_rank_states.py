@@ -2,7 +2,7 @@
 
 Weights and optimizer state of tensor-parallel ranks are put together in a checkpoint, whole. What
 is left to each rank is small: its random numbers and the place of its data. That is gathered on
-rank 0, some 15 kB a rank, so that a checkpoint stays one file, to be copied and loaded anywhere:
+rank 0, some 40 kB a rank, so that a checkpoint stays one file, to be copied and loaded anywhere:
 
 =========================  ==========================  ============================================
 resumed on                 place in the data           random numbers
@@ -12,6 +12,8 @@ other tensor groups, as    as it was                   those that a group shares
 many of them                                           rank's own, of attention's dropout, are new
 more or fewer groups       the epoch's first batches   new
 =========================  ==========================  ============================================
+
+Gradients of a half-accumulated step are not kept.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import torch
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import ParallelModel
+from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._loops import restore_loops
-from lightning_commfree.strategies._resume import loop_state, random_state, restore_place
+from lightning_commfree.strategies._random import random_state
+from lightning_commfree.strategies._resume import Data, loop_state, restore_place
 
 KEY = "lightning_commfree_domino"  # of a checkpoint's entry
 TAG = "rank_states"
@@ -67,7 +71,10 @@ class Found:
 
 
 def rank_state(
-    models: Sequence[ParallelModel], checkpoint: Mapping[str, Any], device: torch.device
+    models: Sequence[ParallelModel],
+    checkpoint: Mapping[str, Any],
+    device: torch.device,
+    epoch_start: EpochStart,
 ) -> dict[str, Any]:
     """Return what only this rank knows.
 
@@ -75,9 +82,11 @@ def rank_state(
         models: the divided ones.
         checkpoint: as Lightning dumps it on this rank, with the states of this rank's loaders.
         device: where the models are.
+        epoch_start: of the Trainer.
     """
     return {
         "random": random_state(device),
+        "epoch_start": epoch_start.state_dict(),
         "own": [model.group.own_state() for model in models],
         "loaders": loop_state(checkpoint).get("combined_loader"),
     }
@@ -138,12 +147,15 @@ def place_loaders(checkpoint: dict[str, Any], found: Found) -> None:
         loop_state(checkpoint)["combined_loader"] = found.state["loaders"]
 
 
-def restore(found: Found, trainer: pl.Trainer, models: Sequence[ParallelModel]) -> None:
+def restore(
+    found: Found, trainer: pl.Trainer, models: Sequence[ParallelModel], epoch_start: EpochStart
+) -> None:
     """Bring data and random numbers to where they were; in `Strategy.on_train_start`."""
     if found.state is None:
         restore_loops(trainer)
         return
-    restore_place(trainer, found.state["random"])
+    data = Data(epoch_start=found.state.get("epoch_start"))
+    restore_place(trainer, found.state["random"], epoch_start, data)
     if found.exact:
         for model, state in zip(models, found.state["own"], strict=True):
             model.group.load_own_state(state)

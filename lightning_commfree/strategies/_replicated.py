@@ -24,7 +24,11 @@ from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._naming import NamingStrategy
 from lightning_commfree.strategies._signals import DeferredSigterm
-from lightning_commfree.strategies._start import check_ddp_kwargs, common_start
+from lightning_commfree.strategies._start import (
+    check_ddp_kwargs,
+    common_start,
+    refuse_timed_validation,
+)
 from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
@@ -244,6 +248,7 @@ class ReplicatedStrategy(NamingStrategy):
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         name = type(self).__name__
+        refuse_timed_validation(name, trainer)
         if not self._module.automatic_optimization:
             raise ValueError(
                 f"`{name}` does not support manual optimization: it counts optimizer steps, and a"

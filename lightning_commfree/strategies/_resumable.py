@@ -23,17 +23,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.strategies._epoch_start import EpochStart
+from lightning_commfree.strategies._gradients import accumulate_further, half_accumulated
 from lightning_commfree.strategies._loops import restore_loops, restore_watched, watched_metrics
 from lightning_commfree.strategies._own_tensors import OwnTensors
+from lightning_commfree.strategies._random import random_state
 from lightning_commfree.strategies._rank_files import RankFiles, damaged
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._resume import (
-    Data,
-    loop_state,
-    random_state,
-    read_ahead,
-    restore_place,
-)
+from lightning_commfree.strategies._resume import Data, loop_state, read_ahead, restore_place
 from lightning_commfree.strategies._signals import stopped_by_hand, warn_unsaved
 
 KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
@@ -61,8 +58,11 @@ class ResumableStrategy(ReplicatedStrategy):
     names what must be as it was (`_facts` and `_resume_facts`).
     """
 
+    _free_at_resume: frozenset[str] = frozenset()  # of `_facts`, what may be another at a resume
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._epoch_start = EpochStart()
         self._fit_runs = False
         self._resume_from: _Resumed | None = None
         self._resumes = False
@@ -152,7 +152,9 @@ class ResumableStrategy(ReplicatedStrategy):
             "algorithm": self._rank_state(),
             "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
             "precision": self.precision_plugin.state_dict(),
+            "gradients": half_accumulated(self._module),
             "random": random_state(self.root_device),
+            "epoch_start": self._epoch_start.state_dict(),
             "loaders": _loadable(loop_state(checkpoint).get("combined_loader")),
             "ahead": _loadable(read_ahead(self._module.trainer)),
             "schedulers": _loadable(checkpoint.get("lr_schedulers")),
@@ -174,6 +176,11 @@ class ResumableStrategy(ReplicatedStrategy):
             weights_only = kwargs.get("weights_only", args[0] if args else None)
             self._resume_from = _Resumed(checkpoint_path, checkpoint, weights_only)
         return checkpoint
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._epoch_start.install(self._module.trainer)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -237,8 +244,9 @@ class ResumableStrategy(ReplicatedStrategy):
         super().on_train_start()
         trainer, own = self._module.trainer, self._own
         if own is not None and own["random"] is not None:
-            data = Data(own.get("loaders"), own.get("ahead", []))
-            moment = restore_place(trainer, own["random"], data)
+            data = Data(own.get("loaders"), own.get("ahead", []), own.get("epoch_start"))
+            moment = restore_place(trainer, own["random"], self._epoch_start, data)
+            accumulate_further(self._module, own.get("gradients", {}))
             restore_watched(trainer, own.get("watched", {}), moment)
         elif self._resumes:
             restore_loops(trainer)
@@ -248,6 +256,7 @@ class ResumableStrategy(ReplicatedStrategy):
     def teardown(self) -> None:
         self._fit_runs = self._resumes = False
         self._resume_from = self._own = self._own_tensors = None
+        self._epoch_start.remove()
         super().teardown()
 
     def _find_own(
@@ -263,7 +272,7 @@ class ResumableStrategy(ReplicatedStrategy):
         facts, saved = {**self._facts(), **self._resume_facts()}, entry["facts"]
         changed = [
             f"{name} was {saved.get(name, 'absent')} and is {facts.get(name, 'absent')}"
-            for name in sorted(facts.keys() | saved.keys())
+            for name in sorted((facts.keys() | saved.keys()) - self._free_at_resume)
             if facts.get(name) != saved.get(name)
         ]
         if entry["ranks"] != self.world_size:

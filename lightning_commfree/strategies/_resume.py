@@ -11,33 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._loops import Moment, restore_loops
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, numpy's, torch's and, on a CUDA device, its generator.
-
-    Only tensors and plain values, which load with `weights_only=True`.
-    """
-    states = _collect_rng_states(include_cuda=False)
-    if device.type == "cuda":  # not of all that the process sees: it may see others at the resume
-        states["device"] = torch.cuda.get_rng_state(device)
-    if "numpy" in states:
-        kind, keys, *rest = states["numpy"]
-        states["numpy"] = (kind, [int(key) for key in keys], *rest)
-    return states
-
-
-def _set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
-    _set_rng_states({name: state for name, state in states.items() if name != "device"})
-    if device.type == "cuda" and "device" in states:
-        torch.cuda.set_rng_state(states["device"].cpu(), device)
+from lightning_commfree.strategies._random import set_random_state, without_device
 
 
 def loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,10 +34,12 @@ class Data(NamedTuple):
             them.
         ahead: batches that Lightning had read and not handed out: one, of data without a length.
             None: they cannot be read back.
+        epoch_start: of the epoch; None: unknown, in a checkpoint of an older version.
     """
 
     loaders: list[dict[str, Any]] | None = None
     ahead: Sequence[Any] | None = ()
+    epoch_start: dict[str, Any] | None = None
 
 
 def read_ahead(trainer: pl.Trainer) -> list[Any]:
@@ -65,11 +47,14 @@ def read_ahead(trainer: pl.Trainer) -> list[Any]:
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", []))
 
 
-def restore_place(trainer: pl.Trainer, random: dict[str, Any], data: Data | None = None) -> Moment:
+def restore_place(
+    trainer: pl.Trainer, random: dict[str, Any], begin: EpochStart, data: Data
+) -> Moment:
     """Bring loops, loader and random numbers to where they were; the last thing before the fit.
 
-    1. A checkpoint of the middle of an epoch: the epoch's order is made again, the batches that
-       were trained on are drawn and dropped, then the random numbers are set.
+    1. A checkpoint of the middle of an epoch: the epoch's order is made again, from the random
+       numbers with which it was made, the batches that were trained on are drawn and dropped, then
+       the random numbers of the save are set.
     2. Of the end of an epoch, or of its last batch: the random numbers are set; Lightning makes the
        next epoch's iterator, which draws from them, at its time.
 
@@ -78,12 +63,13 @@ def restore_place(trainer: pl.Trainer, random: dict[str, Any], data: Data | None
     Args:
         trainer: in `Strategy.on_train_start` of a resumed fit.
         random: what `random_state` returned at the save.
-        data: where the data stood; None: all is as Lightning has restored it.
+        begin: of this Trainer; gets the epoch's beginning from `data`.
+        data: where the data stood.
 
     Returns:
         Where the fit goes on.
     """
-    loop, data = trainer.fit_loop, data or Data()
+    loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
     moment = restore_loops(trainer)
     assert loop._combined_loader is not None, "the loaders are set up before `on_train_start`"
@@ -92,21 +78,28 @@ def restore_place(trainer: pl.Trainer, random: dict[str, Any], data: Data | None
         loop._last_train_dl_reload_epoch = latest // every * every
     for loader in loop._combined_loader.flattened:
         _set_sampler_epoch(loader, moment.epoch)
-    _set_random_state(random, trainer.strategy.root_device)
+    set_random_state(random, trainer.strategy.root_device)
     # Lightning has not loaded them where it took the epoch for over
     states = data.loaders or loop._combined_loader_states_to_load
     loop._combined_loader._load_state_dicts(states)
     loop._combined_loader_states_to_load = []
     if (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0):
-        _restore_iterator(trainer, moment.batches, bool(states), data.ahead)
-        _set_random_state(random, trainer.strategy.root_device)
+        unknown = {"iterator": {"random": without_device(random), "generators": []}, "batch": None}
+        begin.load_state_dict(data.epoch_start or unknown, begun=moment.begun)
+        _restore_iterator(trainer, moment, bool(states), data.ahead, begin)
+        set_random_state(random, trainer.strategy.root_device)
+    begin.set_generators((data.epoch_start or {}).get("now", []))
     return moment
 
 
 def _restore_iterator(
-    trainer: pl.Trainer, batches: int, loaded: bool, ahead: Sequence[Any] | None
+    trainer: pl.Trainer,
+    moment: Moment,
+    loaded: bool,
+    ahead: Sequence[Any] | None,
+    begin: EpochStart,
 ) -> None:
-    """Make the iterator of an epoch of which so many batches have been trained on."""
+    """Make the iterator of an epoch of which some batches have been trained on."""
     fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
     assert fetcher is not None, "the loaders are set up before `on_train_start`"
     assert combined is not None, "the loaders are set up before `on_train_start`"
@@ -123,14 +116,19 @@ def _restore_iterator(
         elif loaded:
             iter(fetcher)
     elif fetcher.length is None:
-        if batches:
+        if moment.batches:
             rank_zero_warn(
                 "The training data has neither a length nor a `state_dict`, so its place in the"
                 " middle of an epoch is unknown: the resumed fit begins with its first batch. Give"
                 " the loader `state_dict` and `load_state_dict` to resume exactly."
             )
     else:
+        for loader in combined.flattened:
+            if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None  # workers that persist; `setup_data` gave them other seeds
+        begin.set_for_iterator()
         iter(fetcher)
         assert fetcher.iterator is not None, "`iter` has made it"
-        for _ in range(batches):
+        begin.set_for_batch()
+        for _ in range(moment.batches):
             next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself

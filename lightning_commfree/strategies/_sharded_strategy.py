@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.domino import on_meta
+from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._naming import NamingStrategy
 from lightning_commfree.strategies._rank_states import (
     Found,
@@ -44,6 +45,7 @@ class ShardedStrategy(NamingStrategy):
     def __init__(self, **ddp_kwargs: Any) -> None:
         super().__init__(**ddp_kwargs)
         self._sharded: ShardedModule | None = None
+        self._epoch_start = EpochStart()
         self._filled = False  # the model was on `meta`
         self._found: Found | None = None  # of the checkpoint that is resumed, until it is in place
 
@@ -70,6 +72,11 @@ class ShardedStrategy(NamingStrategy):
     # -- life cycle
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._epoch_start.install(self._module.trainer)
+
+    @override
     def model_to_device(self) -> None:
         """Leave it to `configure_ddp` in a fit: a device need not hold the whole model."""
         if self._module.trainer.state.fn != TrainerFn.FITTING:
@@ -83,6 +90,7 @@ class ShardedStrategy(NamingStrategy):
                 self._sharded.join(self.optimizers)
             self._sharded = None
         self._filled, self._found = False, None
+        self._epoch_start.remove()
         module = self._lightning_module
         if self._on_meta():  # an error came first, and moving it to the CPU would hide the text
             self._lightning_module = None
@@ -103,7 +111,8 @@ class ShardedStrategy(NamingStrategy):
             return
         if self._sharded is not None and "optimizer_states" in checkpoint:  # else weights only
             assert self._world_channel is not None, "it is open while a fit runs"
-            state = rank_state(self._sharded.models, checkpoint, self.root_device)
+            models, start = self._sharded.models, self._epoch_start
+            state = rank_state(models, checkpoint, self.root_device, start)
             layout, split = self._layout(), self._split_settings()
             add_entry(checkpoint, self._world_channel, layout, split, state)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -172,7 +181,8 @@ class ShardedStrategy(NamingStrategy):
     def _go_on(self) -> None:
         """Bring a resumed fit's data and random numbers to where they were; in `on_train_start`."""
         if self._found is not None:
-            restore(self._found, self._module.trainer, self.sharded.models)
+            models = self.sharded.models
+            restore(self._found, self._module.trainer, models, self._epoch_start)
             self._found = None
 
     def _on_meta(self) -> bool:

@@ -12,6 +12,9 @@ ranks raise Lightning's own `SIGTERMException` after the same step:
    Lightning's loop raises at the end of this step, runs the `on_exception` hooks (which save what
    they would save) and tears down.
 
+SLURM's signal to requeue, on which Lightning would save from wherever each rank happens to be, in
+the middle of a step and of collectives, is taken for SIGTERM.
+
 Ctrl-C stops every rank where it is, each in another step, so that no checkpoint can be made of them
 any more (`stopped_by_hand`).
 
@@ -23,12 +26,15 @@ longer than that.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from types import FrameType
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.strategies._shadows import Shadows
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +69,10 @@ class DeferredSigterm:
     def __init__(self) -> None:
         self.requested = False
         self._trainer: pl.Trainer | None = None
+        self._shadows = Shadows()
 
     def install(self, trainer: pl.Trainer) -> None:
-        """Shadow Lightning's two methods on this Trainer's own objects.
+        """Shadow Lightning's methods on this Trainer's own objects.
 
         Must run in the process that trains, before Lightning registers its signal handlers: in
         `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
@@ -74,8 +81,10 @@ class DeferredSigterm:
         if trainer.world_size == 1:
             return
         self._trainer = trainer
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign]
+        connector = trainer._signal_connector
+        self._shadows.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._shadows.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
+        self._shadows.put(connector, "_slurm_sigusr_handler_fn", self._on_requeue)
 
     def agree(self) -> None:
         """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
@@ -84,10 +93,18 @@ class DeferredSigterm:
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""
-        if self._trainer is not None:
-            self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-            self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
-            self._trainer = None
+        self._shadows.remove()
+        self._trainer = None
+
+    def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
+        """Take SLURM's signal ahead of a time limit, on which Lightning would save at once."""
+        log.warning(
+            "Signal %d is taken for SIGTERM: all ranks stop together, and callbacks save what they"
+            " save on exceptions (`OnExceptionCheckpoint`). Lightning would have saved at once, in"
+            " the middle of a step, and requeued the job: its script has to do that.",
+            signum,
+        )
+        self._on_sigterm(signal.SIGTERM, frame)
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
         if self._trainer is None or self.requested:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -47,6 +48,23 @@ def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) 
             raw = tensor.detach().to(channel.device).contiguous().reshape(-1).view(torch.uint8)
             received = channel.broadcast(raw, START_TAG).wait()
             tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+
+
+def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
+    """Refuse a validation that begins when each rank's own clock says so.
+
+    Lightning does not let the ranks agree on it: one validates while the others train on.
+
+    Raises:
+        ValueError: the Trainer has a time for `val_check_interval`.
+    """
+    seconds = getattr(trainer, "_val_check_time_interval", None)  # since Lightning 2.6
+    if seconds is not None and trainer.world_size > 1:
+        raise ValueError(
+            f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
+            " every rank would validate by its own clock, after another step than the others. Give"
+            " a number of batches, or a share of an epoch."
+        )
 
 
 def check_ddp_kwargs(strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: bool) -> None:

@@ -33,7 +33,12 @@ from lightning_commfree.strategies._domino_checks import (
 from lightning_commfree.strategies._rank_states import Layout
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
-from lightning_commfree.strategies._start import START_TAG, check_ddp_kwargs, common_start
+from lightning_commfree.strategies._start import (
+    START_TAG,
+    check_ddp_kwargs,
+    common_start,
+    refuse_timed_validation,
+)
 from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
@@ -149,6 +154,7 @@ class DominoTPStrategy(ShardedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            refuse_timed_validation(type(self).__name__, trainer)
             check_fit(type(self).__name__, self._module, self.precision_plugin)
             if self.tensor_parallel_size > 1:
                 refuse_callbacks(trainer, type(self).__name__, PARTS)

@@ -26,6 +26,7 @@ from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._resumable import ResumableStrategy
+from lightning_commfree.strategies._shadows import Shadows
 from lightning_commfree.strategies._signals import stopped_by_hand
 from lightning_commfree.strategies._start import common_start
 
@@ -87,6 +88,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
     """
 
+    _free_at_resume = frozenset({"check_drift_every"})  # it looks, and changes nothing
+
     def __init__(
         self,
         sync_every: int = 100,
@@ -119,6 +122,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._unlanded_reported = False
         self._finished_at: int | None = None  # the inner step after which `finish` ran
         self._early_saves = EarlySaves()
+        self._shadows = Shadows()
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -166,6 +170,15 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         # a factory cannot be compared, what it makes can
         assert self._world_channel is not None, "it is open while a fit runs"
         check_agreement(self._world_channel, self._diloco.outer_facts())
+        connector = trainer._checkpoint_connector
+        dump = connector.dump_checkpoint
+
+        def dump_settled(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            with self._settled():  # hooks that add to a checkpoint see what it holds
+                checkpoint = dump(*args, **kwargs)
+                return checkpoint if self._diloco is None else copies(checkpoint, self._diloco)
+
+        self._shadows.put(connector, "dump_checkpoint", dump_settled)
         self._finished_at = None
         self._early_saves = EarlySaves()
         self._unlanded_reported = False
@@ -237,6 +250,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._end_without_training()
             self._diloco.close()
             self._diloco = None
+        self._shadows.remove()
         super().teardown()
 
     # -- checkpoints
@@ -247,12 +261,9 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
         What is exchanged is copied: the module goes on with the local weights.
         """
-        if self._diloco is None or stopped_by_hand(self._module.trainer):
-            return super().lightning_module_state_dict()
-        self._finish_if_ending()
-        self._diloco.wait_in_flight()
-        with self._diloco.swap.outer_weights():
-            return copies(super().lightning_module_state_dict(), self._diloco)
+        with self._settled():
+            state = super().lightning_module_state_dict()
+            return state if self._diloco is None else copies(state, self._diloco)
 
     @override
     def save_checkpoint(
@@ -291,6 +302,17 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def _running(self) -> StreamingDiLoCo:
         assert self._diloco is not None, "the algorithm lives from `setup` to `teardown` of a fit"
         return self._diloco
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """In the body the module holds the outer weights, and nothing is on the wire."""
+        if self._diloco is None or stopped_by_hand(self._module.trainer):
+            yield
+            return
+        self._finish_if_ending()
+        self._diloco.wait_in_flight()
+        with self._diloco.swap.outer_weights():
+            yield
 
     def _take_changed_weights(self) -> None:
         """Begin with what `on_fit_start` or `on_train_start` have made of the weights.

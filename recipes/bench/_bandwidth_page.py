@@ -126,9 +126,9 @@ longer than the others, in every row.
 
 All fits of a process share one heap, which keeps what is freed below 32 MiB
 (`{heap}`). glibc's own rule is to keep twice
-as much as the largest block that came back: no communication would fetch 2,000 to 10,000 pages anew
-in every step, DiLoCo, which frees an outer gradient of 23 MB, next to none, and a step would cost
-what its row's blocks make of that rule.
+as much as the largest block that came back. Rows would then differ by the sizes of their blocks:
+DiLoCo, which frees an outer gradient of the whole model, would keep its heap, and no communication
+would fetch part of it anew in every step.
 
 PowerSGD runs in processes of its own and shares its time with nobody: its hook's all-reduces may
 come in another order on each node, on which gloo aborts, and the rows beside it would be lost. So

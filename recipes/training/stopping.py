@@ -109,7 +109,7 @@ class StopOnSignal(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         if trainer.global_step == self._step:
-            return  # in the middle of accumulation, which no checkpoint holds
+            return  # accumulation is not over, which most checkpoints do not hold
         self._step = trainer.global_step
         if not self._all_know(trainer):
             return

@@ -40,6 +40,21 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(torch.uint8).clone()
 
 
+# The copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_copies_are_equal_whatever_they_hold(dtype: torch.dtype) -> None:
+    module = Weights(dtype)
+    fragment = OuterFragment(module, WHOLE, AVERAGING)
+    fragment.outer_step(torch.tensor([math.nan, 0.3, math.inf, 0.7, 0.0, 0.0]))
+    assert not fragment.is_local()
+    fragment.merge(0.0)
+    assert fragment.is_local(), "NaN and Inf of a diverged run"
+    add(module.b, 1.0)
+    assert not fragment.is_local()
+
+
 # The outer gradient
 
 

@@ -131,11 +131,13 @@ def fit_misused(rank: int, size: int) -> list[tuple[str, str]]:
     return [attempt(module(), size, **arguments) for module, arguments, *_ in MODULES]
 
 
-def attempt(module: Tiny, size: int, **arguments: Any) -> tuple[str, str]:
+def attempt(
+    module: Tiny, size: int, trainer: dict[str, Any] | None = None, **arguments: Any
+) -> tuple[str, str]:
     strategy = StreamingDiLoCoStrategy(**{"sync_every": 4, **arguments})
-    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
+    made = quiet_trainer(strategy=strategy, devices=size, max_epochs=1, **(trainer or {}))
     try:
-        trainer.fit(module, loader(8 * 2 * size))
+        made.fit(module, loader(8 * 2 * size))
     except Exception as error:  # noqa: BLE001 - whatever it is, its text is compared
         return type(error).__name__, str(error)
     return "", "no error"
@@ -155,6 +157,7 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
         attempt(Tiny(), size, mix=0.5 if rank else 0.25, overlap_steps=2 if rank == 2 else 1),
         attempt(wider if rank == 1 else Tiny(), size),
         attempt(Tiny(), size, outer_optimizer=partial(torch.optim.SGD, lr=0.4 + 0.1 * rank)),
+        attempt(Tiny(), size, {"val_check_interval": "00:00:01:00"}),
         attempt(Tiny(), size),
     ]
 
@@ -162,7 +165,7 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
 def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
     """Every rank gets the same error, none hangs, and the next fit on the same ranks is not
     disturbed."""
-    for settings, shapes, outer, good in run_ranks(fit_disagreeing, 3, tmp_path):
+    for settings, shapes, outer, timed, good in run_ranks(fit_disagreeing, 3, tmp_path):
         assert settings[0] == "ValueError"
         assert (
             "mix is 0.5 on rank 1, 0.25 on rank 0; mix is 0.5 on rank 2, 0.25 on rank 0;"
@@ -171,4 +174,6 @@ def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
         assert "overlap_steps is 2 on rank 2, 1 on rank 0" in settings[1]
         assert "head.bias is float32 [1], trainable on rank 1, absent on rank 0" in shapes[1]
         assert "outer_optimizer is SGD {'lr': 0.5," in outer[1]
+        assert timed[0] == "ValueError"
+        assert "does not support a time as `val_check_interval` (60 s here)" in timed[1]
         assert good == ("", "no error")

@@ -175,6 +175,7 @@ def other_worlds(rank: int, size: int, folder: Path) -> Any:
         ("gone", folder / "first" / "step=12.ckpt", {}),
         ("settings", checkpoint, {"mix": 0.25}),
         ("link", folder / "link.ckpt", {}),
+        ("unchecked", checkpoint, {"check_drift_every": 0}),
         ("moved", folder / "moved" / "other.ckpt", {}),
     ):
         again, module, recorder, data = fit(folder / name, size, settings=settings)
@@ -193,10 +194,18 @@ def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
         assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]
         assert not texts["link"][0]
         assert not texts["moved"][0]
+        assert not texts["unchecked"][0]
         from_outer = {name: outer for name, (*_, outer) in texts.items()}
-        assert from_outer == {"gone": True, "settings": True, "link": False, "moved": False}
+        assert from_outer == {
+            "gone": True,
+            "settings": True,
+            "link": False,
+            "unchecked": False,
+            "moved": False,
+        }
         for name, tensor in texts["link"][1].items():
             assert torch.equal(tensor, texts["moved"][1][name])
+            assert torch.equal(tensor, texts["unchecked"][1][name])
 
 
 def alone(rank: int, size: int, folder: Path) -> Any:

@@ -21,14 +21,18 @@ from tests.world import run_ranks
 
 
 class TermAt(pl.Callback):
-    """Sends SIGTERM to this process during batch `step`, on one rank only."""
+    """Sends SIGTERM to this process during batch `step`, on one rank only; or plays SLURM's signal
+    to requeue there."""
 
-    def __init__(self, step: int, rank: int) -> None:
-        self.step, self.rank = step, rank
+    def __init__(self, step: int, rank: int, requeue: bool = False) -> None:
+        self.step, self.rank, self.requeue = step, rank, requeue
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step + 1 == self.step and trainer.global_rank == self.rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            if self.requeue:  # Lightning registers its handler in a SLURM job only
+                trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
 
 
 def fit(rank: int, size: int, folder: Path) -> list[Any]:
@@ -37,10 +41,18 @@ def fit(rank: int, size: int, folder: Path) -> list[Any]:
         end_early(size, folder / "mid", step=10, max_steps=100),
         end_early(size, folder / "last", step=20, max_steps=20),
         end_early(size, folder / "first", step=2, max_steps=100),  # nothing leaves before step 8
+        end_early(size, folder / "requeue", step=10, max_steps=100, requeue=True),
     ]
 
 
-def end_early(size: int, folder: Path, step: int, max_steps: int, replica_size: int = 1) -> Any:
+def end_early(
+    size: int,
+    folder: Path,
+    step: int,
+    max_steps: int,
+    replica_size: int = 1,
+    requeue: bool = False,
+) -> Any:
     strategy = StreamingDiLoCoStrategy(
         sync_every=8,
         num_fragments=2,
@@ -54,7 +66,7 @@ def end_early(size: int, folder: Path, step: int, max_steps: int, replica_size: 
         devices=size,
         max_steps=max_steps,
         enable_checkpointing=True,
-        callbacks=[TermAt(step, rank=1), saving],
+        callbacks=[TermAt(step, 1, requeue), saving],
     )
     module = Tiny()
     handler = signal.getsignal(signal.SIGTERM)
@@ -75,13 +87,14 @@ def end_early(size: int, folder: Path, step: int, max_steps: int, replica_size: 
 
 def test_all_ranks_stop_after_the_same_step_and_save(tmp_path: Path) -> None:
     ranks = run_ranks(fit, 3, tmp_path, tmp_path / "checkpoints")
-    for mid_outcome, last_outcome, first_outcome in ranks:
+    for mid_outcome, last_outcome, first_outcome, requeue_outcome in ranks:
         mid, mid_step, mid_clean, mid_files = mid_outcome
         last, last_step, last_clean, _ = last_outcome
         assert first_outcome[:2] == ("SIGTERMException", 8 + 3)
         assert (mid, mid_step) == ("SIGTERMException", 15)
         assert mid_files == ["on_exception.ckpt", "replicas"]
         assert mid_clean
+        assert requeue_outcome == mid_outcome
         # in the very last step the fit is complete; Lightning raises behind it, here as under DDP
         assert (last, last_step) == ("SIGTERMException", 20)
         assert last_clean

@@ -1,0 +1,35 @@
+"""The states of the random number generators, in a form that a checkpoint can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of Python's, numpy's, torch's and, on a CUDA device, its generator.
+
+    Only tensors and plain values, which load with `weights_only=True`.
+    """
+    states = _collect_rng_states(include_cuda=False)
+    if device.type == "cuda":  # not of all that the process sees: it may see others at the resume
+        states["device"] = torch.cuda.get_rng_state(device)
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        states["numpy"] = (kind, [int(key) for key in keys], *rest)
+    return states
+
+
+def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Draw from here on as at the moment at which `random_state` returned `states`."""
+    _set_rng_states(without_device(states))
+    if device.type == "cuda" and "device" in states:
+        torch.cuda.set_rng_state(states["device"].cpu(), device)
+
+
+def without_device(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `random_state` returned for the host."""
+    return {name: state for name, state in states.items() if name != "device"}

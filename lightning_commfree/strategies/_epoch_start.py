@@ -39,13 +39,19 @@ class EpochStart:
     def __init__(self) -> None:
         self._shadows = Shadows()
         self._trainer: pl.Trainer | None = None
-        self._clear()
+        self._iterator: _State | None = None
+        self._batch: _State | None = None
+        self._restored = False
+        # at the latest preparation of a training loader
+        self._host: dict[str, Any] | None = None
+        self._prepared: dict[torch.Generator, Tensor] = {}
 
     def install(self, trainer: pl.Trainer) -> None:
         """Shadow two methods of this Trainer's own objects; before it makes its loaders."""
         self.remove()
-        self._clear()
-        self._trainer = trainer
+        self._trainer, self._restored = trainer, False
+        self._iterator = self._batch = self._host = None
+        self._prepared = {}
         connector, loop = trainer._data_connector, trainer.fit_loop.epoch_loop
         prepare, begin = connector._prepare_dataloader, loop.on_run_start
 
@@ -101,13 +107,6 @@ class EpochStart:
         if len(generators) == len(states):  # else these are other loaders
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-
-    def _clear(self) -> None:
-        self._iterator: _State | None = None
-        self._batch: _State | None = None
-        self._restored = False
-        self._host: dict[str, Any] | None = None
-        self._prepared: dict[torch.Generator, Tensor] = {}
 
     def _generators(self) -> list[torch.Generator]:
         loaders = None if self._trainer is None else self._trainer.fit_loop._combined_loader

@@ -37,8 +37,9 @@ class Cell:
     steps_by_round: Mapping[
         RoundOfCall, NDArray[np.float64]
     ]  # ms, nodes x steps; where they were kept
-    own_ms: float | None  # per step, of the strategy itself; None: nobody measured it
-    own_rounds: int  # that `own_ms` rests on
+    own_by_round: Mapping[
+        RoundOfCall, NDArray[np.float64]
+    ]  # ms of the strategy itself at each step, of the node that took less; where it was measured
     beside_ms: float | None  # CPU time per step in other threads, of the node with more of it
     step_ms: float
     wire_bytes: float  # per step and node
@@ -63,6 +64,21 @@ class Cell:
         if len(kept) < FEWEST_ROUNDS:
             return None
         return float(np.median(kept, axis=0).mean(axis=1).max())
+
+    def own_ms(self, but_for: RoundOfCall | None = None) -> float | None:
+        """Return how long the strategy holds up training, without waiting for a slower node.
+
+        Of what it took at the end of each step: of the node that took less, for the other one came
+        first and waited; of these the medians over the rounds, and their mean over the steps.
+
+        Args:
+            but_for: a round that is left out.
+
+        Returns:
+            Milliseconds a step; None where nobody measured it.
+        """
+        own = [steps_ms for key, steps_ms in self.own_by_round.items() if key != but_for]
+        return float(np.median(own, axis=0).mean()) if own else None
 
 
 def cells(
@@ -92,7 +108,6 @@ def _cell(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> C
         for key, round_ in rounds.items()
     }
     counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
-    own = [round_ for round_ in rounds.values() if all(node.get("own_s") for node in round_)]
     # DDP has no ledger: the formula that the ledger uses for this collective
     num_bytes = 4 * nodes[0]["parameters"]
     computed = None
@@ -105,8 +120,11 @@ def _cell(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> C
             for key, round_ in rounds.items()
             if all(node.get("step_s") for node in round_)
         },
-        own_ms=_own_ms(own),
-        own_rounds=len(own),
+        own_by_round={
+            key: 1e3 * np.array([node["own_s"] for node in round_]).min(axis=0)
+            for key, round_ in rounds.items()
+            if all(node.get("own_s") for node in round_)
+        },
         beside_ms=_median_of_worst(rounds, "beside_s"),
         step_ms=statistics.median(step_ms.values()),
         wire_bytes=statistics.median(node["wire_bytes"] / node["steps"] for node in nodes),
@@ -114,18 +132,6 @@ def _cell(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> C
         ledger_is_counted=bool(counted),
         waited_ms=_median_of_worst(rounds, "waited_s"),
     )
-
-
-def _own_ms(kept: Sequence[Sequence[dict[str, Any]]]) -> float | None:
-    """Return how long the strategy holds up training, per step, but for waiting for a slower node.
-
-    Of what it took at the end of each step: of the node that took less, for the other one came
-    first and waited; of these the medians over the rounds, and their mean over the steps.
-    """
-    if not kept:
-        return None
-    own = [np.array([node["own_s"] for node in round_]).min(axis=0) for round_ in kept]
-    return 1e3 * float(np.median(own, axis=0).mean())
 
 
 def _median_of_worst(

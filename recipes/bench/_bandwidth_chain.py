@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from itertools import pairwise
 
-from recipes.bench._bandwidth_cells import LABELS, Cell, RoundOfCall
+from recipes.bench._bandwidth_cells import FEWEST_ROUNDS, LABELS, Cell, RoundOfCall
 
 CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each adds to the one before it
 
@@ -33,12 +33,7 @@ def chain(found: dict[str, Cell | str]) -> list[str]:
                 reach += f" ({low:.4f} to {high:.4f} with any one round left out)"
             verdict = _verdict_of_steps(by_step, without_one)
         text = f"{ratio:.4f} of its time{reach}; not slower {verdict}"
-        if first.own_ms is not None and second.own_ms is not None:
-            more = "does not hold" if second.own_ms > first.own_ms else "holds"
-            own = [f"{c.own_ms:.2f} ms a step ({c.own_rounds} rounds)" for c in (second, first)]
-            text += (
-                f". It holds training up for {own[0]}, the other for {own[1]}: by that it {more}"
-            )
+        text += _by_own_time(second, first)
         if first.beside_ms is not None and second.beside_ms is not None:
             text += (
                 f". Beside the training its threads take {second.beside_ms:.2f} ms of CPU a step,"
@@ -99,7 +94,27 @@ def _verdict(ratio: float, by_round: Sequence[float]) -> str:
     return "does not hold"
 
 
+def _by_own_time(ours: Cell, other: Cell) -> str:
+    """Return what both hold training up for, and the verdict by that; empty where it is unknown."""
+    mine, its = ours.own_ms(), other.own_ms()
+    if mine is None or its is None:
+        return ""
+    without_one = []
+    if min(len(ours.own_by_round), len(other.own_by_round)) > FEWEST_ROUNDS:
+        for key in ours.own_by_round.keys() | other.own_by_round.keys():
+            mine_without, its_without = ours.own_ms(key), other.own_ms(key)
+            assert mine_without is not None, "other rounds are left"
+            assert its_without is not None, "other rounds are left"
+            without_one.append(mine_without / its_without)
+    own = [
+        f"{ms:.2f} ms a step ({len(cell.own_by_round)} rounds)"
+        for ms, cell in ((mine, ours), (its, other))
+    ]
+    verdict = _verdict_of_steps(mine / its, without_one)
+    return f". It holds training up for {own[0]}, the other for {own[1]}: by that it {verdict}"
+
+
 def _verdict_of_steps(ratio: float, without_one: Sequence[float]) -> str:
-    if without_one and min(without_one) <= 1 < max(without_one):
+    if without_one and min(ratio, *without_one) <= 1 < max(ratio, *without_one):
         return "cannot be told: it turns with a round left out"
     return "holds" if ratio <= 1 else "does not hold"

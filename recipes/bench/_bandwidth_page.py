@@ -20,7 +20,7 @@ def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> l
     more: dict[str, Callable[[Cell], float | None]] = {
         "step by step": Cell.step_by_step_ms,
         "waited": lambda cell: cell.waited_ms,
-        "own": lambda cell: cell.own_ms,
+        "own": Cell.own_ms,
         "beside": lambda cell: cell.beside_ms,
     }
     measured = [cell for cell in found.values() if isinstance(cell, Cell)]
@@ -145,7 +145,8 @@ several calls are named above, a ratio of two rows is of the rounds in which one
 - waited: milliseconds a step in which a rank stood still for others, as the strategy's ledger has
   it, of the node that waited longer.
 - own: how long the strategy itself holds up training, at the end of steps, waiting for the link
-  included, of the node that took less (the other one had come first, and waited for it).
+  included, of the node that took less (the other one had come first, and waited for it). By own
+  time and step by step alike, a verdict that turns with a round left out is none.
 - beside: CPU time a step of all threads but the training's, gloo's among them, of the node with
   more of it. Where every core trains, as here, it is taken from the training. The threads of rows
   that stand still poll their sockets: that is in every row's figure and step time, also in those of

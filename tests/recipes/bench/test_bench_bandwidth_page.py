@@ -8,7 +8,7 @@ import pytest
 
 from recipes.bench import bandwidth
 from recipes.bench._bandwidth_cells import Cell, cells
-from recipes.bench._bandwidth_chain import chain
+from recipes.bench._bandwidth_chain import _verdict_of_steps, chain
 from recipes.bench._bandwidth_page import headline, page_lines, table
 from tests.recipes.bench.records import SETTINGS, record, stepped
 
@@ -142,6 +142,14 @@ def test_the_chain_is_judged_step_by_step_where_steps_were_kept(
     assert line.endswith(words)
 
 
+def test_it_turns_too_where_all_rounds_together_are_on_the_other_side() -> None:
+    """Of an even number of rounds a median lies between two of them, of one fewer on one."""
+    turns = "cannot be told: it turns with a round left out"
+    assert _verdict_of_steps(1.002, [0.991, 0.999]) == turns
+    assert _verdict_of_steps(0.999, [1.001, 1.002]) == turns
+    assert _verdict_of_steps(1.002, []) == "does not hold"
+
+
 def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
     """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
 
@@ -155,7 +163,7 @@ def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
     rounds = [held("overlap", i, 6.0) for i in range(2)]
     rounds += [held("overlap_fp4", i, 2.0) for i in range(2)]
     found = cells(rounds, "100mbit")
-    assert [cell.own_ms for cell in found.values()] == pytest.approx([3.0, 1.0])
+    assert [cell.own_ms() for cell in found.values()] == pytest.approx([3.0, 1.0])
     ours = (
         "for 1.00 ms a step (2 rounds), the other for 3.00 ms a step (2 rounds): by that it holds."
     )
@@ -167,6 +175,26 @@ def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
     assert chain(found)[0].endswith(
         "the other for 1.00 ms a step (2 rounds): by that it does not hold."
     )
+
+
+@pytest.mark.parametrize(
+    ("ours", "words"),
+    [
+        ([5, 6, 6, 6], "by that it does not hold."),
+        ([3, 3, 3, 9], "by that it holds."),
+        ([3, 3, 6, 6], "by that it cannot be told: it turns with a round left out."),
+    ],
+)
+def test_by_its_own_time_too_a_row_may_turn(ours: list[float], words: str) -> None:
+    rounds = []
+    for i, ms in enumerate(ours):
+        for row, own in (("overlap", 4.0), ("overlap_fp4", ms)):
+            made = stepped(row, i, [100.0] * 2, [100.0] * 2)
+            for node in made["nodes"]:
+                node["own_s"] = [own / 1e3] * 2
+            rounds.append(made)
+    (line,) = chain(cells(rounds, "100mbit"))
+    assert line.endswith(words)
 
 
 def test_what_threads_take_beside_the_training_is_of_the_node_with_more_of_it() -> None:

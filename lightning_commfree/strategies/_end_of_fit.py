@@ -8,10 +8,12 @@ wherever it can be.
 
 from __future__ import annotations
 
+import os
 from typing import cast
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 
@@ -43,12 +45,19 @@ def fit_is_ending(trainer: pl.Trainer, in_optimizer_step: bool = False) -> bool:
     )
 
 
+def scores_its_saves(trainer: pl.Trainer) -> bool:
+    """Return whether a `ModelCheckpoint` saves files under a monitored value."""
+    return any(callback.monitor is not None for callback in _savers(trainer))
+
+
 class EarlySaves:
     """Checkpoints of a fit that were written before its weights were the final ones.
 
     1. `ModelCheckpoint` saves at the end of a validation, after step 250.
     2. The epoch ends; a callback sets `trainer.should_stop`. The last exchange changes the weights.
-    3. The file of step 250 is the last checkpoint and must validate like the model in memory.
+    3. The file of step 250 is the last checkpoint and must validate like the model in memory: it is
+       written again. If it bears a score it must validate to that score, and stays as it is; a link
+       to it, as `ModelCheckpoint(save_last="link")` makes one, gives way to a file of its own.
     """
 
     def __init__(self) -> None:
@@ -62,6 +71,33 @@ class EarlySaves:
         """A checkpoint is removed."""
         self._saves = [save for save in self._saves if save[0] != filepath]
 
-    def of(self, step: int) -> list[tuple[_PATH, bool]]:
-        """Return path and whether without the trainer's state, of those written after `step`."""
-        return [(path, weights_only) for path, after, weights_only in self._saves if after == step]
+    def write_again(self, trainer: pl.Trainer, step: int) -> None:
+        """Write those of inner step `step` again; on all ranks, which save as one."""
+        # rank 0's: elsewhere the same checkpoint may have another name, and another one may go
+        for path, weights_only in trainer.strategy.broadcast(self._stale(trainer, step)):
+            if trainer.is_global_zero and os.path.islink(path):
+                os.remove(path)  # else a move to another disk would write what it points to
+            trainer.save_checkpoint(path, weights_only)
+
+    def _stale(self, trainer: pl.Trainer, step: int) -> list[tuple[_PATH, bool]]:
+        """Return what must hold the final weights: path, and whether without trainer state."""
+        early = {path: weights_only for path, after, weights_only in self._saves if after == step}
+        savers = _savers(trainer)
+        scored = {
+            path for saver in savers if saver.monitor is not None for path in saver.best_k_models
+        }
+        targets = {
+            os.path.realpath(path): only for path, only in early.items() if str(path) in scored
+        }
+        last = [saver.last_model_path for saver in savers]
+        links = [
+            (path, targets[os.path.realpath(path)])
+            for path in last
+            if os.path.islink(path) and os.path.realpath(path) in targets
+        ]
+        return [save for save in early.items() if str(save[0]) not in scored] + links
+
+
+def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    callbacks = trainer.checkpoint_callbacks
+    return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]

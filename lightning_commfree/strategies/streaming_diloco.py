@@ -23,7 +23,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
-from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending
+from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending, scores_its_saves
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._shadows import Shadows
@@ -237,9 +237,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def on_train_end(self) -> None:
         if self._diloco is not None:
             self._finish(self._sigterm.requested)
-            # rank 0's: elsewhere the same checkpoint may have another name, and another one may go
-            for path, weights_only in self.broadcast(self._early_saves.of(self._running.step)):
-                self._module.trainer.save_checkpoint(path, weights_only)
+            self._early_saves.write_again(self._module.trainer, self._running.step)
         super().on_train_end()
 
     @override
@@ -309,7 +307,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._diloco is None or stopped_by_hand(self._module.trainer):
             yield
             return
-        self._finish_if_ending()
+        if not scores_its_saves(self._module.trainer):  # else the scored weights are saved first
+            self._finish_if_ending()
         self._diloco.wait_in_flight()
         with self._diloco.swap.outer_weights():
             yield

@@ -89,8 +89,41 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], list[Any]]] = {
 }
 
 
+# early stopping before the last save: what else is saved beside the scored files
+SCORED: dict[str, dict[str, Any]] = {
+    "a link to the scored one": {"save_last": "link"},
+    "a last one": {"save_last": True, "save_top_k": 2},
+    "without trainer state": {"save_last": "link", "save_weights_only": True, "save_top_k": -1},
+}
+
+
 def fit(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    return {name: fit_one(size, folder / str(i), name) for i, name in enumerate(CASES)}
+    ends = {name: fit_one(size, folder / str(i), name) for i, name in enumerate(CASES)}
+    return {**ends, **{name: fit_scored(size, folder / name, SCORED[name]) for name in SCORED}}
+
+
+def fit_scored(size: int, folder: Path, saving: dict[str, Any]) -> Any:
+    """Return the weights in the end and what a `ModelCheckpoint` says that its files score."""
+    strategy = StreamingDiLoCoStrategy(sync_every=6, num_fragments=2, wire_dtype="fp32")
+    scored = ModelCheckpoint(
+        dirpath=folder, monitor="val_loss", filename="{val_loss:.9f}", **saving
+    )
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        max_epochs=9,
+        val_check_interval=5,
+        enable_checkpointing=True,
+        callbacks=[
+            EarlyStopping("val_loss", stopping_threshold=1e9, check_on_train_epoch_end=False),
+            scored,
+            ModelCheckpoint(dirpath=folder / "unscored", save_on_train_epoch_end=False),
+        ],
+    )
+    module = Tiny()
+    trainer.fit(module, loader(STEPS_PER_EPOCH * 2 * size), loader(8))
+    scores = {path: float(score) for path, score in scored.best_k_models.items()}
+    return {name: p.detach().clone() for name, p in module.named_parameters()}, scores
 
 
 def fit_one(size: int, folder: Path, name: str) -> Any:
@@ -147,3 +180,25 @@ def test_a_plain_trainer_validates_the_last_checkpoint_alike(outcomes: Any) -> N
     module = Tiny.load_from_checkpoint(newest)
     plain = quiet_trainer().validate(module, loader(8), verbose=False)[0]["val_loss"]
     assert plain == pytest.approx(ranks[0][name][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", list(SCORED))
+def test_a_file_under_a_score_validates_to_it_and_the_others_are_the_model_in_memory(
+    outcomes: Any, name: str
+) -> None:
+    ranks, folder = outcomes
+    weights, scores = ranks[0][name]
+    assert scores
+    for path, score in scores.items():
+        assert not Path(path).is_symlink()
+        module = Tiny.load_from_checkpoint(path)
+        plain = quiet_trainer().validate(module, loader(8), verbose=False)[0]["val_loss"]
+        assert plain == pytest.approx(score, rel=1e-6)
+        assert not torch.equal(module.head.weight, weights["head.weight"]), "the fit went on"
+    saved = [*(folder / name).glob("*.ckpt"), *(folder / name / "unscored").glob("*.ckpt")]
+    others = [path for path in saved if str(path) not in scores]
+    assert len(others) == 2
+    for path in others:
+        state = torch.load(path, weights_only=True)["state_dict"]
+        for key, value in weights.items():
+            assert torch.equal(state[key], value), f"{path.name}: {key}"

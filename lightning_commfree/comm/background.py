@@ -50,7 +50,7 @@ class Background:
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
-        future = self._executor.submit(self._run, job)
+        future = self._executor.submit(self._run, job, self._ledger.phase)
 
         def resolve() -> T:
             if staged is not None:
@@ -66,11 +66,12 @@ class Background:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _run(self, job: Callable[[], T]) -> T:
+    def _run(self, job: Callable[[], T], phase: str) -> T:
         if self._error is not None:
             raise self._error
         try:
-            return job()
+            with self._ledger.of_this_thread(phase):
+                return job()
         except Exception as error:
             self._error = error
             raise

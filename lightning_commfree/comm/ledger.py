@@ -14,6 +14,10 @@ all-gather     b (n - 1)               ring: every block visits every other rank
 all-to-all     b (n - 1) / n           the block for oneself stays at home
 broadcast      b (n - 1) / n           n - 1 ranks receive b each
 ============== ======================= ====================================================
+
+Every byte and second also belongs to a *phase* of a fit, so that those of a training step are never
+mixed with those of the start: before the first step (`START`); in the training steps (`STEPS`); in
+validations (`VALIDATION`); in checkpoints and in what ends a fit, a last exchange (`END`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+START, STEPS, VALIDATION, END = "start", "steps", "validation", "end"
+PHASES = (START, STEPS, VALIDATION, END)
 
 
 def ring_all_reduce_bytes(num_bytes: int, size: int) -> int:
@@ -61,12 +68,23 @@ class Ledger:
 
     A second counts as *waited* when the caller could do nothing else: the time inside
     `Pending.wait` of a collective that was launched earlier, or the whole of a blocking one.
+
+    Attributes:
+        phase: in which what comes is counted, one of `PHASES`; set by whoever runs the fit.
+        bytes_by_phase: bytes sent, by phase and tag.
+        seconds_by_phase: seconds waited.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
     seconds_by_tag: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
+    phase: str = START
+    bytes_by_phase: defaultdict[str, Counter[str]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
+    seconds_by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _idle_threads: set[int] = field(default_factory=set, repr=False, compare=False)
+    _phase_by_thread: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def bytes_sent(self) -> int:
@@ -87,10 +105,37 @@ class Ledger:
         """Return the sums over all tags as they stand now."""
         return LedgerTotals(self.bytes_sent, self.seconds_waited, self.collectives)
 
+    def bytes_in(self, phase: str) -> int:
+        """Return the bytes that this rank has sent in a phase."""
+        return sum(list(self.bytes_by_phase[phase].values()))
+
     def count_sent(self, tag: str, num_bytes: int) -> None:
         """Count one collective for which this rank sends `num_bytes`."""
         self.bytes_by_tag[tag] += num_bytes
+        self.bytes_by_phase[self._phase_here()][tag] += num_bytes
         self.collectives_by_tag[tag] += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count what comes in the body as of a phase, and then as before."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextmanager
+    def of_this_thread(self, phase: str) -> Iterator[None]:
+        """Count what the calling thread sends in the body as of a phase.
+
+        A thread beside the training sends what a step has launched while a validation runs.
+        """
+        thread = threading.get_ident()
+        self._phase_by_thread[thread] = phase
+        try:
+            yield
+        finally:
+            del self._phase_by_thread[thread]
 
     def ignore_waits_of_this_thread(self) -> None:
         """Count no waits of the calling thread from now on: the training does not stand still."""
@@ -104,4 +149,9 @@ class Ledger:
             yield
         finally:
             if threading.get_ident() not in self._idle_threads:
-                self.seconds_by_tag[tag] += time.perf_counter() - start
+                seconds = time.perf_counter() - start
+                self.seconds_by_tag[tag] += seconds
+                self.seconds_by_phase[self.phase] += seconds
+
+    def _phase_here(self) -> str:
+        return self._phase_by_thread.get(threading.get_ident(), self.phase)

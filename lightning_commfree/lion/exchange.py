@@ -19,6 +19,7 @@ alike. A worker that abstains needs no second plane: the header says it.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -64,7 +65,7 @@ class Exchange(Protocol):
     """A way for buckets of one size; `run` belongs into a background thread."""
 
     @property
-    def num_bytes(self) -> int:
+    def bytes_by_tag(self) -> Counter[str]:
         """Bytes that this worker sends for a bucket without zeros, by the ledger's formulas."""
 
     def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
@@ -87,9 +88,11 @@ def cheaper_exchange(
         valid: uint8, shape (plane_bytes,): the bits that are no padding.
         rule: what it is for.
     """
-    gather = GatherExchange(channel, plane_bytes, parameters, valid)
-    shards = ShardExchange(channel, plane_bytes, parameters, valid, rule)
-    return shards if shards.num_bytes < gather.num_bytes else gather
+    ways: list[Exchange] = [
+        GatherExchange(channel, plane_bytes, parameters, valid),
+        ShardExchange(channel, plane_bytes, parameters, valid, rule),
+    ]
+    return min(ways, key=lambda way: way.bytes_by_tag.total())
 
 
 class GatherExchange:
@@ -100,9 +103,9 @@ class GatherExchange:
         self._message_bytes = header_bytes(parameters) + plane_bytes
 
     @property
-    def num_bytes(self) -> int:
+    def bytes_by_tag(self) -> Counter[str]:
         """See `Exchange`."""
-        return all_gather_bytes(self._message_bytes, self._channel.size)
+        return Counter({UP_TAG: all_gather_bytes(self._message_bytes, self._channel.size)})
 
     def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
         """See `Exchange`."""
@@ -141,11 +144,12 @@ class ShardExchange:
         self._down_planes = rule.expected_planes(size)
 
     @property
-    def num_bytes(self) -> int:
+    def bytes_by_tag(self) -> Counter[str]:
         """See `Exchange`; ties count where they can be."""
         size = self._channel.size
         down_bytes = _FLAG_BYTES + self._down_planes * self._shard_bytes
-        return all_to_all_bytes(self._up_bytes, size) + all_gather_bytes(down_bytes, size)
+        up, down = all_to_all_bytes(self._up_bytes, size), all_gather_bytes(down_bytes, size)
+        return Counter({UP_TAG: up, DOWN_TAG: down})
 
     def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
         """See `Exchange`."""
@@ -193,9 +197,9 @@ class NodeExchange:
         self._inner, self._node, self._workers = inner, node, workers
 
     @property
-    def num_bytes(self) -> int:
+    def bytes_by_tag(self) -> Counter[str]:
         """See `Exchange`; without what stays within the node."""
-        return self._inner.num_bytes
+        return self._inner.bytes_by_tag
 
     def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
         """See `Exchange`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -64,9 +65,9 @@ class Poll:
         self._exchange = self._make_exchange()
 
     @property
-    def num_bytes(self) -> int:
+    def bytes_by_tag(self) -> Counter[str]:
         """Bytes that this rank sends for a vote without zeros, by the ledger's formulas."""
-        return self._exchange.num_bytes
+        return self._exchange.bytes_by_tag
 
     def launch(
         self, members: list[Member], step: int, stop: bool, background: Background

@@ -23,6 +23,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG, Result
+from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
 from lightning_commfree.lion.poll import Flight, Poll
 from lightning_commfree.lion.settings import LionSettings
@@ -79,17 +80,20 @@ class Voting:
         """What is voted on."""
         return self._bucket_of.keys()
 
-    def cycle(self) -> tuple[int, int]:
+    def cycle(self) -> tuple[Counter[str], int]:
         """Return the bytes that this rank sends from one momentum sync to the next, and the steps.
 
-        As `bytes_per_step` says, by the ledger's formulas.
+        By tag; as `bytes_per_step` says, by the ledger's formulas.
         """
         every = max(self.settings.momentum_sync_every, 1)
-        total = every * self.bytes_per_step
+        sent: Counter[str] = Counter()
+        for poll in self._polls:
+            for tag, num_bytes in poll.bytes_by_tag.items():
+                sent[tag] += every * num_bytes
         if self.settings.momentum_sync_every:
             members = (self._members(bucket.parameters) for bucket in self.buckets)
-            total += sum(momentum_bytes(some, self.channel, self.node) for some in members)
-        return total, every
+            sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.channel, self.node) for m in members)
+        return sent, every
 
     def bits_per_parameter(self) -> dict[str, float]:
         """Return what this rank has sent up and down, in bits per parameter and step."""
@@ -111,7 +115,7 @@ class Voting:
     @property
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
-        return sum(poll.num_bytes for poll in self._polls)
+        return sum(poll.bytes_by_tag.total() for poll in self._polls)
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ replicas, a ledger, and the ledger's figures in the Trainer's loggers.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
-from lightning_commfree.strategies._naming import NamingStrategy
+from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._signals import DeferredSigterm
 from lightning_commfree.strategies._start import (
     check_ddp_kwargs,
@@ -32,7 +32,7 @@ from lightning_commfree.strategies._start import (
 from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
-class ReplicatedStrategy(NamingStrategy):
+class ReplicatedStrategy(CountingStrategy):
     """DDP without gradient sync; base of the strategies that replace its all-reduce.
 
     A subclass says what must be equal on all ranks (`_facts`), prepares its algorithm
@@ -132,8 +132,8 @@ class ReplicatedStrategy(NamingStrategy):
             self._sigterm.install(trainer)
             self._begin_fit(trainer)
             self._traffic = self._forecast()
-            per_step = self._traffic.ddp_bytes_per_step
-            self._fit_log = FitLog(self._module, self.ledger, per_step)
+            ddp_bytes, cycle = self._traffic.ddp_bytes_per_step, self._traffic.cycle_steps
+            self._fit_log = FitLog(self._module, self.ledger, ddp_bytes, cycle)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -232,8 +232,8 @@ class ReplicatedStrategy(NamingStrategy):
         """
 
     @abstractmethod
-    def _cycle(self) -> tuple[int, int]:
-        """Return the bytes that this rank sends in a cycle, and the steps of a cycle."""
+    def _cycle(self) -> tuple[Mapping[str, int], int]:
+        """Return the bytes that this rank sends in a cycle by tag, and the steps of a cycle."""
 
     def _figures(self) -> dict[str, float]:
         """Return the algorithm's own figures for the Trainer's loggers, by name."""
@@ -264,8 +264,5 @@ class ReplicatedStrategy(NamingStrategy):
 
     def _forecast(self) -> Traffic:
         trainable = sum(p.numel() for p in self._module.parameters() if p.requires_grad)
-        bytes_per_cycle, cycle_steps = self._cycle()
         ddp_bytes = ring_all_reduce_bytes(4 * trainable, self.world_size)
-        return Traffic(
-            bytes_per_cycle / cycle_steps, bytes_per_cycle, cycle_steps, float(ddp_bytes)
-        )
+        return Traffic(*self._cycle(), float(ddp_bytes))

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_commfree.domino import on_meta
 from lightning_commfree.strategies._epoch_start import EpochStart
-from lightning_commfree.strategies._naming import NamingStrategy
+from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._rank_states import (
     Found,
     Layout,
@@ -35,7 +35,7 @@ from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._signals import stopped_by_hand, warn_unsaved
 
 
-class ShardedStrategy(NamingStrategy):
+class ShardedStrategy(CountingStrategy):
     """A strategy whose ranks hold parts of one model.
 
     A subclass opens the channel to all ranks, divides the module in `configure_ddp` and says how

@@ -169,7 +169,7 @@ class DistributedLionStrategy(ResumableStrategy):
         return stop_agreed
 
     @override
-    def _cycle(self) -> tuple[int, int]:
+    def _cycle(self) -> tuple[Mapping[str, int], int]:
         assert self._voting is not None, "the fit has begun"
         return self._voting.cycle()
 

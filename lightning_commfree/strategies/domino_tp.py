@@ -23,6 +23,8 @@ from lightning_commfree.domino import (
     gradient_norm,
     sum_shared,
 )
+from lightning_commfree.domino.gradients import AVERAGE_TAG
+from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.strategies._callbacks import PARTS, refuse_callbacks
 from lightning_commfree.strategies._domino_checks import (
     check_batch,
@@ -131,8 +133,8 @@ class DominoTPStrategy(ShardedStrategy):
         assert self._average is not None, "the model is divided"
         averaged = self._average.num_bytes(self._module.parameters())
         assert self._fit_log is not None, "a fit has begun"
-        total = round(sums) + averaged
-        return Traffic(float(total), total, 1, self._fit_log.ddp_bytes_per_step)
+        sent = {FORWARD_TAG: sums / 2, BACKWARD_TAG: sums / 2, AVERAGE_TAG: averaged}
+        return Traffic(sent, 1, self._fit_log.ddp_bytes_per_step)
 
     # -- life cycle, in the order in which the Trainer calls it
 

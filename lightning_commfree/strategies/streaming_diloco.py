@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.ledger import END
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     EagerDiLoCo,
@@ -22,6 +23,7 @@ from lightning_commfree.diloco import (
     default_outer_optimizer,
     split_into_fragments,
 )
+from lightning_commfree.diloco.exchange import TAG
 from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending, scores_its_saves
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
@@ -190,8 +192,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         super().on_train_start()
 
     @override
-    def _cycle(self) -> tuple[int, int]:
-        return self._running.bytes_per_cycle, self.settings.sync_every
+    def _cycle(self) -> tuple[Mapping[str, int], int]:
+        return {TAG: self._running.bytes_per_cycle}, self.settings.sync_every
 
     @override
     def _after_step(self, stop: bool) -> bool:
@@ -334,7 +336,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         """Finish once per last step; return whether the ranks agreed to stop."""
         if self._finished_at == self._running.step:
             return False
-        stop_agreed = self._running.finish(stop)
+        with self.ledger.during(END):
+            stop_agreed = self._running.finish(stop)
         self._finished_at = self._running.step
         return stop_agreed
 

@@ -97,4 +97,4 @@ def _ddp_traffic(trainer: pl.Trainer) -> Traffic:
         )
     trainable = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
     per_step = ring_all_reduce_bytes(4 * trainable, trainer.world_size)
-    return Traffic(float(per_step), per_step, 1, float(per_step))
+    return Traffic({"gradient": per_step}, 1, float(per_step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_commfree.comm import ledger as ledger_module
+from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import (
+    END,
+    START,
+    STEPS,
+    VALIDATION,
     Ledger,
     LedgerTotals,
     all_gather_bytes,
@@ -88,3 +94,37 @@ def test_waits_add_up_by_tag_and_count_when_the_transfer_fails(
     assert ledger.seconds_by_tag == {"a": 0.75, "b": 2.0}
     assert ledger.seconds_waited == 2.75
     assert ledger.collectives == 0, "a wait is no collective"
+
+
+def test_every_byte_and_second_has_its_phase() -> None:
+    ledger = Ledger()
+    ledger.count_sent("a", 3)
+    ledger.phase = STEPS
+    ledger.count_sent("a", 4)
+    with ledger.count_wait("a"):
+        pass
+    with ledger.during(END):
+        ledger.count_sent("b", 5)
+    ledger.count_sent("b", 6)
+    assert ledger.bytes_by_phase == {START: {"a": 3}, STEPS: {"a": 4, "b": 6}, END: {"b": 5}}
+    assert (ledger.bytes_in(STEPS), ledger.bytes_in(VALIDATION)) == (10, 0)
+    assert set(ledger.seconds_by_phase) == {STEPS}
+    assert sum(map(ledger.bytes_in, (START, STEPS, END))) == ledger.bytes_sent
+
+
+def test_what_a_step_has_launched_is_the_steps_although_a_validation_runs() -> None:
+    """The thread of the exchanges is slow: it sends when the training has gone on."""
+    ledger, validating = Ledger(phase=STEPS), threading.Event()
+
+    def send() -> None:
+        validating.wait()
+        ledger.count_sent("a", 3)
+
+    background = Background(ledger)
+    pending = background.submit(send, "a")
+    with ledger.during(VALIDATION):
+        ledger.count_sent("b", 5)
+        validating.set()
+        pending.wait()
+    background.close()
+    assert ledger.bytes_by_phase == {STEPS: {"a": 3}, VALIDATION: {"b": 5}}

@@ -118,7 +118,9 @@ def test_ranks_of_a_node_share_the_work_and_the_momenta() -> None:
 def test_a_cycle_is_what_is_sent_from_sync_to_sync(every: int) -> None:
     def worker(channel: Any) -> tuple[int, list[int], tuple[int, int]]:
         one = Worker(channel, LionSettings(momentum_sync_every=every))
-        foretold = one.voting.cycle()
+        sent, steps = one.voting.cycle()
+        assert sent[TAG] == sync
+        foretold = sent.total(), steps
         run = one.train(2 * every, training.dense_gradients)
         return one.voting.bytes_per_step, run.sent, foretold
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.ledger import STEPS, Ledger
 from lightning_commfree.strategies._traffic import FitLog
 from tests.strategies.models import Tiny, loader
 
@@ -30,14 +30,18 @@ class Rows(DummyLogger):
 class Logging(Tiny):
     """Calls the log as a strategy does, before the Trainer counts the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, cycle_steps: int) -> None:
         super().__init__()
-        self.steps = 0
+        self.steps, self.cycle_steps = 0, cycle_steps
         self.asked: list[int] = []  # after which steps the algorithm's figures were wanted
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.ledger.count_sent("besides", 10_000)  # a validation's, say: not a step's
+        self.ledger.phase = STEPS
 
     def on_fit_start(self) -> None:
         self.ledger = Ledger()
-        self.fit_log = FitLog(self, self.ledger, BYTES)
+        self.fit_log = FitLog(self, self.ledger, BYTES, self.cycle_steps)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -50,9 +54,9 @@ class Logging(Tiny):
         return {"own/step": float(self.steps)}
 
 
-def fit(every: int, **arguments: Any) -> tuple[Logging, Rows, pl.Trainer]:
+def fit(every: int, cycle_steps: int = 1, **arguments: Any) -> tuple[Logging, Rows, pl.Trainer]:
     torch.manual_seed(0)
-    module, rows = Logging(), Rows()
+    module, rows = Logging(cycle_steps), Rows()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -74,9 +78,17 @@ def test_figures_come_with_the_rows_and_after_the_last_step() -> None:
     assert rows.rows[4]["own/step"] == 5
     assert rows.rows[4]["comm/bytes_per_step"] == 10 * (1 + 2 + 3 + 4 + 5) / 5
     assert rows.rows[9]["comm/bytes_per_step"] == 10 * (6 + 7 + 8 + 9 + 10) / 5
-    assert rows.rows[9]["comm/compression"] == pytest.approx(BYTES * 10 / (10 * 55))
+    assert rows.rows[9]["comm/compression"] == pytest.approx(BYTES * 5 / (6 + 7 + 8 + 9 + 10) / 10)
     assert trainer.callback_metrics["own/step"] == 12
     assert trainer.callback_metrics["comm/exposed_ms"] == 0
+
+
+@pytest.mark.parametrize(("cycle_steps", "window"), [(2, 6), (4, 8), (7, 7)])
+def test_means_are_over_whole_cycles(cycle_steps: int, window: int) -> None:
+    """As many cycles as hold the 5 steps between two rows: in no step something else is sent."""
+    _, rows, _ = fit(5, cycle_steps, max_steps=10)
+    sent = sum(range(10 - window + 1, 11))
+    assert rows.rows[9]["comm/bytes_per_step"] == pytest.approx(10 * sent / window)
 
 
 def test_a_fit_shorter_than_a_row_still_ends_with_its_figures() -> None:

@@ -78,6 +78,7 @@ def fit_with_habits(rank: int, size: int, folder: Path) -> Any:
         "norms": module.grad_norms,
         "traffic": strategy.traffic(),
         "bytes": dict(strategy.ledger.bytes_by_tag),
+        "phases": {phase: dict(sent) for phase, sent in strategy.ledger.bytes_by_phase.items()},
         "numel": [len(outer) for outer in recorder.outer[0]],
         "validated_with": module.validated_with,
         "outer": [[outer.clone() for outer in step] for step in recorder.outer],
@@ -104,7 +105,17 @@ def test_steps_are_optimizer_steps_and_bytes_are_counted(habits: Any) -> None:
         assert rank["bytes"]["outer_gradient"] == sum(
             n * s for n, s in zip(launches, sizes, strict=True)
         )
+        steps = [len(range(6, 41, 6)), len(range(9, 41, 6))]
+        assert rank["phases"]["steps"] == {
+            "outer_gradient": sum(n * s for n, s in zip(steps, sizes, strict=True))
+        }
+        assert rank["phases"]["end"] == {"outer_gradient": sum(sizes)}
+        assert set(rank["phases"]["start"]) == {"peers", "handshake", "start"}
+        assert sum(sum(sent.values()) for sent in rank["phases"].values()) == sum(
+            rank["bytes"].values()
+        )
         traffic = rank["traffic"]
+        assert traffic.bytes_by_tag == {"outer_gradient": sum(sizes)}
         assert traffic.bytes_per_cycle == sum(sizes)
         assert traffic.bytes_per_step == sum(sizes) / 6
         assert traffic.ddp_bytes_per_step == 4 * sum(
@@ -153,10 +164,13 @@ def test_communication_is_logged_through_the_trainers_loggers(habits: Any) -> No
     steps = [row for row in logged if row["comm/bytes_per_step"]]
     assert [int(row["step"]) for row in steps] == [4, 9, 14, 19, 24, 29, 34, 39]
     assert all(row["loss"] for row in steps), "in the same row as the module's metrics"
-    sent = sum(5 * float(row["comm/bytes_per_step"]) for row in steps)
-    assert sent == pytest.approx(ranks[0]["bytes"]["outer_gradient"], rel=1e-6)
-    last = steps[-1]
-    compression = 40 * ranks[0]["traffic"].ddp_bytes_per_step / ranks[0]["bytes"]["outer_gradient"]
+    # means over a cycle of 6 steps: as foretold, once every fragment has left; the last exchange
+    # and what was sent before the first step are no steps
+    traffic, last = ranks[0]["traffic"], steps[-1]
+    assert float(steps[0]["comm/bytes_per_step"]) == 0
+    for row in steps[2:]:
+        assert float(row["comm/bytes_per_step"]) == pytest.approx(traffic.bytes_per_step, rel=1e-6)
+    compression = traffic.ddp_bytes_per_step / traffic.bytes_per_step
     assert float(last["comm/compression"]) == pytest.approx(compression, rel=1e-6)
     assert float(last["comm/exposed_ms"]) >= 0.0
     assert not any(name.startswith("outer/") and steps[0].get(name) for name in header)

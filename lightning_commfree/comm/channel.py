@@ -32,6 +32,7 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.peers import TAG as PEERS_TAG
 from lightning_commfree.comm.peers import PeerWatch
+from lightning_commfree.comm.unshared import Unshared
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -95,6 +96,7 @@ class Channel:
         self.device = device or torch.device("cpu")
         self._group, self._downward = group, downward
         self._watch: PeerWatch | None = None  # from `open` on, for several ranks
+        self._sockets = Unshared()  # what forked children close
         assert (group is None) == (self.size == 1), (
             "a channel of several ranks needs a process group"
         )
@@ -136,19 +138,22 @@ class Channel:
         `python -m recipes.bench.duplex` measures the difference.
         """
         mine = None
-        for ranks in groups:
-            group = downward = None
-            if len(ranks) > 1:
-                make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
-                with nullcontext() if backend == "nccl" else _nothing_to_split():
-                    group = make()
-                    downward = make() if full_duplex and backend == "gloo" else None
-            if rank in ranks:
-                where = None if backend == "gloo" else device
-                mine = cls(ranks, rank, ledger, group, where, downward)
-        assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
-        above = None if wider is None else wider._watch
-        mine._meet(timeout or dist.constants.default_pg_timeout, above)
+        sockets = Unshared()
+        with sockets.opening():
+            for ranks in groups:
+                group = downward = None
+                if len(ranks) > 1:
+                    make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
+                    with nullcontext() if backend == "nccl" else _nothing_to_split():
+                        group = make()
+                        downward = make() if full_duplex and backend == "gloo" else None
+                if rank in ranks:
+                    where = None if backend == "gloo" else device
+                    mine = cls(ranks, rank, ledger, group, where, downward)
+            assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
+            above = None if wider is None else wider._watch
+            mine._meet(timeout or dist.constants.default_pg_timeout, above)
+        mine._sockets = sockets
         return mine
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.strategies._signals import stopped_by_hand
 
 T = TypeVar("T")
@@ -18,6 +19,15 @@ class NamingStrategy(DDPStrategy):
     """A `DDPStrategy` that knows who is there, once `_world_channel` is open."""
 
     _world_channel: Channel | None = None  # to all ranks
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sockets = Unshared()
+
+    @override
+    def setup_environment(self) -> None:
+        with self._sockets.opening():  # a rank that is killed is gone, whoever it has forked off
+            super().setup_environment()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

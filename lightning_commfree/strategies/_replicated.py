@@ -79,6 +79,14 @@ class ReplicatedStrategy(CountingStrategy):
         assert self._traffic is not None, "the traffic is known from `on_fit_start` on"
         return self._traffic
 
+    def figures(self) -> dict[str, float]:
+        """Return the latest figures by name: `comm/*` and the algorithm's own.
+
+        They are this rank's, and what its rows in the Trainer's loggers hold; `callback_metrics`
+        does not. Nothing before the first step of a fit; after the fit those of its end.
+        """
+        return {} if self._fit_log is None else self._fit_log.figures()
+
     @property
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None, "the Trainer connects the module first"
@@ -133,7 +141,7 @@ class ReplicatedStrategy(CountingStrategy):
             self._begin_fit(trainer)
             self._traffic = self._forecast()
             ddp_bytes, cycle = self._traffic.ddp_bytes_per_step, self._traffic.cycle_steps
-            self._fit_log = FitLog(self._module, self.ledger, ddp_bytes, cycle)
+            self._fit_log = FitLog(trainer, self.ledger, ddp_bytes, cycle, self._figures)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -183,7 +191,7 @@ class ReplicatedStrategy(CountingStrategy):
         if self._after_step(self._sigterm.requested):
             self._sigterm.agree()
         assert self._fit_log is not None, "a fit has begun"
-        self._fit_log.after_step(self._figures)
+        self._fit_log.after_step()
         return output
 
     @override
@@ -201,7 +209,14 @@ class ReplicatedStrategy(CountingStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     @override
+    def on_train_end(self) -> None:
+        self.figures()  # they stay when the algorithm goes
+        super().on_train_end()
+
+    @override
     def teardown(self) -> None:
+        if self._fit_log is not None:
+            self._fit_log.close()
         self._sigterm.remove()
         super().teardown()
         for channel in {self._channel, self._group_channel, self._world_channel} - {None}:

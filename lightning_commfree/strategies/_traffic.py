@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_commfree.comm.ledger import END, STEPS, Ledger
-from lightning_commfree.strategies._end_of_fit import fit_is_ending
+from lightning_commfree.strategies._shadows import Shadows
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,20 @@ class Traffic:
 
 
 class FitLog:
-    """The figures of one fit for the Trainer's loggers, in the rows of the module's own metrics.
+    """The figures of one fit, in the rows that the Trainer's loggers get of the module's metrics.
 
-    Those of the ledger are of training steps alone, without the start, validations, checkpoints and
-    the last exchange, and means over the last whole cycles: as many as hold `log_every_n_steps`.
-    Figures are made and passed on where a row is due, and after the last step, for
-    `callback_metrics`: in between each would cost 0.3 ms of the host's time, and nobody would read
-    it.
+    They stand in those rows alone: `callback_metrics`, `logged_metrics` and what `validate` returns
+    are the user's, and a logger is called when it would be called without them. A row that follows
+    another one without a step between them has none. Those of the ledger are of training steps
+    alone, without the start, validations, checkpoints and the last exchange, and means over the
+    last whole cycles: as many as hold `log_every_n_steps`.
 
     Args:
-        module: that is trained, with its Trainer.
+        trainer: in its fit; shadowed until `close`.
         ledger: of this rank.
         ddp_bytes_per_step: what fp32 DDP would send for the same model on the same ranks.
         cycle_steps: after which the strategy sends the same again.
+        more: the algorithm's own figures; asked for after a step, where they are wanted.
 
     Attributes:
         ddp_bytes_per_step: as given.
@@ -52,31 +54,51 @@ class FitLog:
 
     def __init__(
         self,
-        module: pl.LightningModule,
+        trainer: pl.Trainer,
         ledger: Ledger,
         ddp_bytes_per_step: float,
         cycle_steps: int = 1,
+        more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self._module, self._ledger = module, ledger
+        self._trainer, self._ledger, self._more = trainer, ledger, more
         self.ddp_bytes_per_step = ddp_bytes_per_step
-        self._every: int = module.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        cycles = -(-max(self._every, 1) // cycle_steps)
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        cycles = -(-max(every, 1) // cycle_steps)
         self._window = deque([self._sums()], maxlen=cycles * cycle_steps + 1)
+        self._steps = self._steps_in_rows = 0
+        self._latest: dict[str, float] = {}
+        self._runs = True
+        self._shadows = Shadows()
+        self._log = trainer._logger_connector.log_metrics
+        self._shadows.put(trainer._logger_connector, "log_metrics", self._log_row)
 
-    def after_step(self, more: Callable[[], Mapping[str, float]] = dict) -> None:
-        """Count a step and log its figures and `more`; from within `Strategy.optimizer_step`."""
+    def after_step(self) -> None:
+        """Count a step; from within `Strategy.optimizer_step`."""
         self._ledger.phase = END  # until the next step begins
+        self._steps += 1
         self._window.append(self._sums())
-        if self._is_due(self._module.trainer):
-            for name, value in {**self._means(), **more()}.items():
-                self._module.log(name, value, on_step=True, on_epoch=False)
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
-        if trainer.barebones or not self._every:
-            return False
-        # the Trainer has not counted this step yet
-        due = (trainer.global_step + 1) % self._every == 0
-        return due or fit_is_ending(trainer, in_optimizer_step=True)
+    def figures(self) -> dict[str, float]:
+        """Return the figures as of now, by name; when the fit is over those that came last."""
+        if self._runs and self._steps:
+            self._latest = {**self._means(), **self._more()}
+        return dict(self._latest)
+
+    def close(self) -> None:
+        """End it, with the fit."""
+        self._runs = False
+        self._shadows.remove()
+
+    def _log_row(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Do what Lightning's method does, with the figures in the row and nowhere else."""
+        trainer, own = self._trainer, dict[str, Any]()
+        is_row = metrics and trainer.loggers and trainer.training and step is None  # no callback's
+        if is_row and self._steps > self._steps_in_rows:
+            own = {name: v for name, v in self.figures().items() if name not in metrics}
+            self._steps_in_rows = self._steps
+        self._log({**metrics, **own}, step)
+        for name in own:
+            del trainer._logger_connector._logged_metrics[name]
 
     def _sums(self) -> tuple[int, float]:
         return self._ledger.bytes_in(STEPS), self._ledger.seconds_by_phase[STEPS]

@@ -136,6 +136,13 @@ class DominoTPStrategy(ShardedStrategy):
         sent = {FORWARD_TAG: sums / 2, BACKWARD_TAG: sums / 2, AVERAGE_TAG: averaged}
         return Traffic(sent, 1, self._fit_log.ddp_bytes_per_step)
 
+    def figures(self) -> dict[str, float]:
+        """Return the latest figures by name, `comm/*`: this rank's, as the Trainer's loggers get.
+
+        Nothing before the first step of a fit; after the fit those of its end.
+        """
+        return {} if self._fit_log is None else self._fit_log.figures()
+
     # -- life cycle, in the order in which the Trainer calls it
 
     @override
@@ -168,7 +175,7 @@ class DominoTPStrategy(ShardedStrategy):
             # Lightning clips by the norm of what a rank holds
             self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
-            self._fit_log = FitLog(self._module, self.ledger, float(ddp_bytes))
+            self._fit_log = FitLog(trainer, self.ledger, float(ddp_bytes))
             self._checked = set()
 
     @override
@@ -263,6 +270,9 @@ class DominoTPStrategy(ShardedStrategy):
     @override
     def teardown(self) -> None:
         self._average = None
+        if self._fit_log is not None:
+            self._fit_log.figures()
+            self._fit_log.close()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
         for channel in (self._tensor_channel, self._data_channel, self._world_channel):

@@ -168,7 +168,7 @@ def fit(rank: int, size: int, module: Any, **kwargs: Any) -> dict[str, Any]:
         "weights": torch.cat([p.detach().float().flatten() for p in module.parameters()]),
         "said": said,
         "sums": dict(strategy.ledger.collectives_by_tag),
-        "metrics": {name: float(v) for name, v in trainer.callback_metrics.items()},
+        "metrics": strategy.figures(),
         "generated": module.wrapped["lm"].generate(words(1).tensors[0], max_new_tokens=4).tolist(),
     }
 

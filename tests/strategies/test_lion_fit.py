@@ -66,7 +66,7 @@ class Metrics(pl.Callback):
         self.rows: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.rows.append({name: float(v) for name, v in trainer.callback_metrics.items()})
+        self.rows.append(trainer.strategy.figures())
 
 
 class OwnStatistics(pl.Callback):

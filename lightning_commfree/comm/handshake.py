@@ -32,8 +32,7 @@ def check_agreement(channel: Channel, facts: Mapping[str, str]) -> None:
     digests = _gather(channel, hashlib.sha256(text).digest())
     if all(digest == digests[0] for digest in digests):
         return
-    lengths = [int(length) for length in _gather(channel, b"%16d" % len(text))]
-    texts = _gather(channel, text.ljust(max(lengths)))
+    texts = gather_texts(channel, text.decode())
     everybody: list[dict[str, str]] = [json.loads(text) for text in texts]
     reference, first = everybody[0], channel.ranks[0]
     differences = [
@@ -48,6 +47,14 @@ def check_agreement(channel: Channel, facts: Mapping[str, str]) -> None:
         f"The ranks of this job do not agree: {'; '.join(differences[:_SHOWN])}{more}. Start every"
         " rank with the same settings, the same model and the same versions of the code."
     )
+
+
+def gather_texts(channel: Channel, text: str) -> list[str]:
+    """Return what every rank of `channel` has to say, by rank; collective."""
+    raw = text.encode()
+    lengths = [int(length) for length in _gather(channel, b"%16d" % len(raw))]
+    rows = _gather(channel, raw.ljust(max(1, *lengths)))  # nothing cannot be sent
+    return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def _gather(channel: Channel, text: bytes) -> list[bytes]:

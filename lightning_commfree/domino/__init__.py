@@ -19,8 +19,8 @@ A, M       `Half`                        half-blocks         2 a layer    attent
 Read in this order: `layers` (the sharded modules), `halves` (what lies between two all-reduces),
 `micro` (how a batch is divided), `schedule` (who computes while whose sum flies), `cut` and `model`
 (how a transformers model is divided), `plan` (one that has a plan of its own), `fill` (one that has
-no values yet), `loss` (cross entropy without whole logits), `parallel` (all
-of it put into the model).
+no values yet), `loss` (cross entropy without whole logits), `finite` (NaN and Inf end a
+fit), `parallel` (all of it put into the model).
 
 Departures from the paper:
 
@@ -33,6 +33,7 @@ Departures from the paper:
 
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.fill import on_meta
+from lightning_commfree.domino.finite import looks_finite, refuse_nonfinite
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.model import whole_tensor
@@ -48,7 +49,9 @@ __all__ = [
     "TensorGroup",
     "check_divisible",
     "gradient_norm",
+    "looks_finite",
     "on_meta",
+    "refuse_nonfinite",
     "sum_shared",
     "whole_tensor",
 ]

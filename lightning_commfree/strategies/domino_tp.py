@@ -15,12 +15,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.in_step import InStep, Place, Where
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
 from lightning_commfree.domino import (
     DominoSettings,
     GradientAverage,
     gradient_norm,
+    looks_finite,
+    refuse_nonfinite,
     sum_shared,
 )
 from lightning_commfree.domino.gradients import AVERAGE_TAG
@@ -246,6 +249,7 @@ class DominoTPStrategy(ShardedStrategy):
         super().post_backward(closure_loss)
         assert self._average is not None, "the model is divided"
         if self._average.active:
+            self._check_finite(closure_loss)
             self._average.land(self._module.parameters())
             for model in self.sharded.models:
                 sum_shared(model.sharded.cuts, model.group)
@@ -296,6 +300,16 @@ class DominoTPStrategy(ShardedStrategy):
             self._checked.add(kind)
             assert self._tensor_channel is not None, "it is open while a fit runs"
             check_batch(self._tensor_channel, kind, batch)
+
+    def _check_finite(self, loss: Tensor) -> None:
+        """Stop all ranks where one has NaN or Inf, before anything is averaged and stepped with."""
+        world, trainer = self._world_channel, self._module.trainer
+        assert world is not None, "it is open while a fit runs"
+        finite = looks_finite(self._module.parameters())
+        place = Place(Where.BACKWARD, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+        if any(InStep(world).tell(place, int(not finite))):
+            step = trainer.global_step + 1
+            refuse_nonfinite(world, self._module, loss, step, self.tensor_parallel_size)
 
     def _say_once(self) -> Callable[[str], None]:
         said: set[str] = set()

@@ -1,0 +1,89 @@
+"""Are all ranks at the same place? Each says where it is, and a word that the others have to know.
+
+Ranks that share a model meet in every collective, so they must come to each of them together. A
+rank whose data end earlier, or which alone has found NaN, would leave the others waiting, or meet
+them in a collective of another kind. So where ranks may part, each tells the others first:
+
+1. Ranks 0 and 1 have taken the step of batch 5, which was rank 1's last; rank 0 has more.
+2. Both tell: rank 0 "end of batch 5", rank 1 "end of batch 5, my data end here".
+3. Both know the same, so both decide the same.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+from lightning_commfree.comm.channel import Channel
+
+TAG = "in_step"
+
+
+class Where(IntEnum):
+    """What a rank has just done."""
+
+    BACKWARD = 0
+    BATCH = 1
+    VALIDATION = 2
+    EPOCH = 3
+
+
+class Place(NamedTuple):
+    """Where a rank is in its fit."""
+
+    where: Where
+    epoch: int  # from 0
+    batch: int  # of the epoch, from 0; -1: none yet
+
+    def __str__(self) -> str:
+        batch = f"batch {self.batch} of epoch {self.epoch}"
+        if self.where == Where.BACKWARD:
+            return f"in {batch}"
+        if self.where == Where.EPOCH:
+            after = f", behind its batch {self.batch}" if self.batch >= 0 else ", without a batch"
+            return f"at the end of epoch {self.epoch}{after}"
+        return f"at the end of {batch}" + (", validated" * (self.where == Where.VALIDATION))
+
+
+class InStep:
+    """The words that ranks exchange: 32 bytes each, on the host.
+
+    Args:
+        channel: to the ranks that must stay together, of host memory. Nobody else may use it at a
+            time that is not the same on all ranks.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def tell(self, place: Place, word: int) -> list[int]:
+        """Return the words of all ranks, by rank.
+
+        Args:
+            place: where this rank is.
+            word: what the others have to know; a whole number.
+
+        Raises:
+            RuntimeError: the ranks are at different places; on all of them alike.
+        """
+        mine = torch.tensor([*place, word], dtype=torch.int64)
+        rows = self._channel.all_gather(mine, TAG).wait().tolist()
+        places = [Place(Where(where), epoch, batch) for where, epoch, batch, _ in rows]
+        if len(set(places)) > 1:
+            ranks = self._channel.ranks
+            found = [
+                f"{_named([r for r, p in zip(ranks, places, strict=True) if p == one])} {one}"
+                for one in sorted(set(places), key=lambda p: (p.epoch, p.batch, p.where))
+            ]
+            raise RuntimeError(
+                f"The ranks of this fit have gone different ways: {'; '.join(found)}. Give all"
+                " ranks equally many batches, and let all of them skip or stop at the same batch."
+            )
+        return [row[-1] for row in rows]
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown} is" if len(ranks) == 1 else f"ranks {shown} are"

@@ -54,7 +54,7 @@ class ReplicatedStrategy(CountingStrategy):
     _group_argument = "replica_size"  # what a subclass calls `group_size`
 
     def __init__(self, group_size: int = 1, **ddp_kwargs: Any) -> None:
-        check_ddp_kwargs(type(self).__name__, ddp_kwargs, with_ddp=group_size > 1)
+        ddp_kwargs = check_ddp_kwargs(type(self).__name__, ddp_kwargs, with_ddp=group_size > 1)
         super().__init__(**ddp_kwargs)
         self.ledger = Ledger()
         self.group_ledger = Ledger()

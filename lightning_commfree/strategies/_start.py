@@ -67,25 +67,38 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
         )
 
 
-def check_ddp_kwargs(strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: bool) -> None:
+def check_ddp_kwargs(
+    strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: bool
+) -> dict[str, Any]:
     """Refuse what nobody knows, and without DDP in the groups what means nothing then.
+
+    LightningCLI gives every argument of DDP's that a configuration leaves out, with its default:
+    such a one says nothing and is left out here too.
 
     Args:
         strategy: its name.
         ddp_kwargs: what it got besides its own arguments.
         with_ddp: DDP synchronizes gradients within groups of ranks, and takes its arguments.
 
+    Returns:
+        Those that are not DDP's defaults.
+
     Raises:
         TypeError: an argument of that kind.
     """
+    taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
+    defaults = {name: known.default for names in taken for name, known in names.items()}
+    said = {
+        name: value
+        for name, value in ddp_kwargs.items()
+        if name not in defaults or not _is_same(value, defaults[name])
+    }
     legal: tuple[str, ...] = _DDP_KWARGS
     why = "It replaces DDP's gradient synchronization, so of `DDPStrategy` it"
     if with_ddp:
-        taken = (inspect.signature(kind) for kind in (DDPStrategy, DistributedDataParallel))
-        known = dict.fromkeys(name for signature in taken for name in signature.parameters)
-        legal = tuple(known.keys() - _NOT_OF_THE_USER)
+        legal = tuple(defaults.keys() - _NOT_OF_THE_USER)
         why = "Of `DDPStrategy` and `DistributedDataParallel` it"
-    for name in ddp_kwargs:
+    for name in said:
         if name not in legal:
             near = difflib.get_close_matches(name, legal, n=1)
             hint = f" Did you mean `{near[0]}`?" if near else ""
@@ -93,6 +106,11 @@ def check_ddp_kwargs(strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: boo
                 f"`{strategy}` got the argument `{name}`. {why} takes only"
                 f" {', '.join(f'`{one}`' for one in sorted(legal))}.{hint}"
             )
+    return said
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def _describe(module: nn.Module) -> dict[str, str]:

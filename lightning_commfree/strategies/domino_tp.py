@@ -102,7 +102,7 @@ class DominoTPStrategy(ShardedStrategy):
         num_micro_batches: int = 2,
         **ddp_kwargs: Any,
     ) -> None:
-        check_ddp_kwargs(type(self).__name__, ddp_kwargs, with_ddp=False)
+        ddp_kwargs = check_ddp_kwargs(type(self).__name__, ddp_kwargs, with_ddp=False)
         super().__init__(**ddp_kwargs)
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         self.ledger = Ledger()

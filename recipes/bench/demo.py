@@ -43,7 +43,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
     """Return the comparison as lines of Markdown."""
     ddp_loss = summaries["ddp"]["validation_loss"]
     lines = [
-        "| strategy | tokens | validation loss | against DDP | unigram model | one rank sent |"
+        "| strategy | tokens | validation loss | against DDP | unigram model | sent in steps |"
         " seconds |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -52,7 +52,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
         lines.append(
             f"| {name} | {s['tokens']:,} | {s['validation_loss']:.4f}"
             f" | {100 * (s['validation_loss'] / ddp_loss - 1):+.2f} % | {s['unigram_loss']:.4f}"
-            f" | {human_bytes(s['bytes_sent'])} ({counted}) | {s['seconds']:.0f} |"
+            f" | {human_bytes(s['bytes_in_steps'])} ({counted}) | {s['seconds']:.0f} |"
         )
     return lines
 

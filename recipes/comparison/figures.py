@@ -46,18 +46,18 @@ def draw_loss_over_seconds(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 
 
 def draw_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    """Draw what rank 0 had sent, over tokens; dashed where that is computed and not counted."""
+    """Draw what rank 0's steps had sent, over tokens; dashed where that is computed."""
     most = 0
     for name, shade, (summary, history) in _curves(outcomes):
         done = [step - history.first_step for step in history.steps]
         x = [*tokens(history, done), summary.tokens]
-        y = [*history.bytes_sent, summary.bytes_sent]
+        y = [*history.bytes_sent, summary.bytes_in_steps]
         style = "-" if summary.bytes_are_counted else "--"
         axes.plot(x, y, style, color=shade, label=name)
-        most = max(most, summary.bytes_sent)
+        most = max(most, summary.bytes_in_steps)
     if most > 0:
         axes.set_yscale("log", nonpositive="mask")  # strategies lie orders of magnitude apart
-    axes.set(title="Bytes sent by one rank", ylabel="sum so far")
+    axes.set(title="Bytes sent by one rank in steps", ylabel="sum so far")
     axes.yaxis.set_major_formatter(EngFormatter("B"))
     _label_tokens(axes)
     axes.grid(color="0.92")
@@ -91,7 +91,7 @@ def draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 DRAWINGS: dict[str, Callable[[Axes, Sequence[Outcome]], None]] = {
     "Validation loss over the tokens trained on": draw_loss_over_tokens,
     "Validation loss over wall-clock time": draw_loss_over_seconds,
-    "Bytes that one rank has sent, over tokens": draw_bytes,
+    "Bytes that one rank's training steps have sent, over tokens": draw_bytes,
     "Time computing, hidden and exposed, by strategy": draw_times,
 }
 

@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_commfree.comm.ledger import START
 from recipes.comparison.jobs import Job
 from recipes.comparison.running import Record
 from recipes.training.progress import History
-from recipes.training.report import HISTORY_FILE, SUMMARY_FILE, RunSummary
+from recipes.training.report import HISTORY_FILE, SUMMARY_FILE
+from recipes.training.summary import RunSummary
 
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "": 1.0}
 
@@ -40,9 +42,11 @@ class Times:
 
     Attributes:
         total: from the first batch to the end of training, validations included.
-        exposed: waited for communication, and for other ranks to join in; None: not measured.
+        exposed: waited for communication, and for other ranks to join in, since the first step;
+            None: not measured.
         hidden: communication that rank 0 did not wait for, a lower bound: what the bytes that it
-            sent need at the link's rate, less `exposed`. None: there is no link of known rate.
+            sent since the first step need at the link's rate, less `exposed`. None: there is no
+            link of known rate.
     """
 
     total: float
@@ -76,7 +80,8 @@ def times(outcome: Outcome) -> Times:
     exposed = summary.seconds_waited
     hidden = None
     if rate is not None and exposed is not None:
-        on_the_link = 8 * summary.bytes_sent / bits_per_second(rate)
+        since_the_start = summary.bytes_sent - sum(summary.bytes_by_phase.get(START, {}).values())
+        on_the_link = 8 * since_the_start / bits_per_second(rate)
         hidden = min(max(on_the_link - exposed, 0.0), max(summary.seconds - exposed, 0.0))
     return Times(summary.seconds, exposed, hidden)
 

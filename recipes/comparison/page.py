@@ -14,6 +14,7 @@ from recipes.comparison.figures import DRAWINGS, color, svg
 from recipes.comparison.jobs import Plan
 from recipes.comparison.outcome import Measured, Outcome, times
 from recipes.comparison.running import failure_text
+from recipes.training.summary import share
 from recipes.training.traffic import human_bytes
 
 _TEMPLATE = "page.html.jinja"
@@ -98,7 +99,7 @@ def warnings(outcomes: Sequence[Outcome]) -> list[str]:
 def heads(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
     """Return the heads of the table's columns."""
     columns = ["strategy", "validation loss", f"against {outcomes[0].job.name}", "perplexity"]
-    columns += ["seconds", "exposed", "hidden, at least", "one rank sent", "of fp32 DDP's bytes"]
+    columns += ["seconds", "exposed", "hidden, at least", "sent in steps", "of fp32 DDP's"]
     return [*columns, "a node's interface sent"] if plan.bandwidth else columns
 
 
@@ -116,10 +117,11 @@ def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
     if first is not None and first is not outcome.measured:
         difference = summary.validation_loss / first.summary.validation_loss - 1
         against = f"{round(100 * difference, 2) + 0.0:+.2f} %"  # + 0.0: never -0.00
-    sent, share = summary.bytes_sent, "nothing sent"
+    sent, of_ddp = summary.bytes_in_steps, "nothing sent"
     if sent and summary.ddp_bytes:
-        ratio = sent / summary.ddp_bytes
-        share = f"1/{1 / ratio:,.3g}" if ratio < 0.995 else f"{ratio:.3g}"
+        of_ddp = share(summary.ddp_bytes / sent)
+    besides = summary.bytes_sent - sent
+    how = "counted" if summary.bytes_are_counted else "computed"
     found = [
         Cell(f"{summary.validation_loss:.4f}"),
         Cell(against),
@@ -127,8 +129,8 @@ def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
         Cell(f"{summary.seconds:.3g}"),
         _seconds(spent.exposed, "not measured"),
         _seconds(spent.hidden, "not known"),
-        Cell(human_bytes(sent), "counted" if summary.bytes_are_counted else "computed"),
-        Cell(share),
+        Cell(human_bytes(sent), f"{how}; {human_bytes(besides)} besides" if besides else how),
+        Cell(of_ddp),
     ]
     if plan.bandwidth:
         interfaces = outcome.record.interface_bytes or []
@@ -143,10 +145,10 @@ def methods(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
         " split, in nats per token. The curves are of the validations on the way, over what"
         " trainer.limit_val_batches takes; the star is the final figure.",
         "Seconds: from the first batch to the end of training, validations included.",
-        "Exposed: seconds that rank 0 stood still for communication, which includes waiting for a"
-        " rank that is late. The library's strategies count them in their ledger; for DDP they are"
-        " torch's own statistics, from the end of backward's computation to that of its"
-        " all-reduces. A model that is divided over ranks (Domino) communicates in validations,"
+        "Exposed: seconds that rank 0 stood still for communication since its first step, which"
+        " includes waiting for a rank that is late. The library's strategies count them in"
+        " their ledger; for DDP they are torch's own statistics, from the end of"
+        " backward's computation to that of its all-reduces. A model that is divided over ranks (Domino) communicates in validations,"
         " too, and that is in its figures.",
     ]
     if plan.bandwidth is None:
@@ -161,10 +163,12 @@ def methods(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
             " messages take time, too, and some of what was waited for was a late rank."
         )
     lines.append(
-        "One rank sent: rank 0's bytes of collectives, counted in the ledger when they leave. DDP"
-        " has no ledger: for it they are computed from the all-reduce of fp32 gradients. Barriers"
-        " and validation's sums, which Lightning sends by itself, are not in it. Of fp32 DDP's"
-        " bytes: set against what fp32 DDP would have sent in as many steps on as many ranks."
+        "Sent in steps: rank 0's bytes of the collectives of training steps, counted in the ledger"
+        " when they leave. Besides: those of the start, of validations, checkpoints and the last"
+        " exchange. DDP has no ledger: for it they are computed from the all-reduce of fp32"
+        " gradients and, besides, the broadcast of weights and buffers at the start. Barriers and"
+        " validation's sums, which Lightning sends by itself, are not in it. Of fp32 DDP's: set"
+        " against what fp32 DDP would have sent in as many steps on as many ranks."
     )
     if plan.bandwidth:
         lines.append(

@@ -13,12 +13,12 @@ from recipes.training.progress import History
 def draw_run(
     history: History, final_loss: float, ddp_bytes_per_step: float, title: str, path: Path
 ) -> None:
-    """Write a PNG with loss and bytes sent by one rank, over optimizer steps.
+    """Write a PNG with loss and what one rank's training steps have sent, over these.
 
     Args:
         history: of the run.
         final_loss: validation loss of the final weights, nats per token.
-        ddp_bytes_per_step: what fp32 DDP sends, for comparison.
+        ddp_bytes_per_step: what fp32 DDP's steps send, for comparison.
         title: of the picture.
         path: of the PNG.
     """
@@ -39,7 +39,7 @@ def draw_run(
     traffic.plot(
         history.steps, [sent / 1e6 for sent in history.bytes_sent], color="C1", label="this run"
     )
-    traffic.set(xlabel="optimizer step", ylabel="sent by one rank (MB)")
+    traffic.set(xlabel="optimizer step", ylabel="sent by one rank's steps (MB)")
     if max(ddp_megabytes, default=0) > 0:
         # two curves that differ a hundredfold: linear below what DDP sends in one step, so that
         # zero has a place

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import Batch, LanguageModel
-from recipes.training.traffic import TrafficMeter
+from recipes.training.traffic import TrafficMeter, ddp_start_bytes
 
 _WINDOW = 21  # ends of batches; 20 batches lie between the first and the last
 
@@ -30,7 +30,7 @@ class History:
     steps: list[int] = field(default_factory=list)  # at which the next four were recorded
     seconds: list[float] = field(default_factory=list)  # since the first batch, all included
     train_loss: list[float] = field(default_factory=list)  # this rank's, nats per token
-    bytes_sent: list[int] = field(default_factory=list)  # by this rank since the start of this fit
+    bytes_sent: list[int] = field(default_factory=list)  # by this rank's steps of this fit
     seconds_waited: list[float | None] = field(default_factory=list)  # None: nobody counts
     validation_steps: list[int] = field(default_factory=list)
     validation_seconds: list[float] = field(default_factory=list)
@@ -42,8 +42,8 @@ class RunRecorder(pl.Callback):
 
     `tokens/s` counts all ranks together and is a mean over the last 20 batches, reading included
     and validation left out. `mfu` is the share of a GPU's peak that the model's own arithmetic
-    takes, on GPUs whose peak Lightning knows. `comm/bytes_sent` is this rank's sum so far. The
-    progress bar shows `kB/step`, its mean per optimizer step.
+    takes, on GPUs whose peak Lightning knows. `comm/bytes_sent` is what this rank's training steps
+    have sent so far. The progress bar shows `kB/step`, the strategy's `comm/bytes_per_step`.
 
     Speed is computed by Lightning's `Throughput`, and not by its `ThroughputMonitor`: that callback
     multiplies by the number of ranks, and ranks that share one model read the same tokens; and it
@@ -55,9 +55,13 @@ class RunRecorder(pl.Callback):
     Attributes:
         history: every `log_every_n_steps` optimizer steps, and every validation.
         meter: what this rank will send and has sent; from `on_fit_start` on.
+        num_parameters: of the whole model; from `setup` on, as the next one.
+        num_trained: those of them that are trained.
     """
 
     meter: TrafficMeter
+    num_parameters: int
+    num_trained: int
 
     def __init__(self, data: TrainingData) -> None:
         self.history = History()
@@ -68,11 +72,19 @@ class RunRecorder(pl.Callback):
         self._train_start = 0.0
         self._validation_start = 0.0
         self._seconds_validated = 0.0
+        self._ddp_start_bytes = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # a strategy may divide the model before the fit starts
+        self.num_parameters = sum(p.numel() for p in pl_module.parameters())
+        self.num_trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
+        self._ddp_start_bytes = ddp_start_bytes(pl_module, trainer.world_size)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         tokens = self._data.batch_size * self._data.tokens_per_row()
-        self.meter = TrafficMeter(trainer, tokens)
+        self.meter = TrafficMeter(trainer, tokens, self._ddp_start_bytes)
         monitor = ThroughputMonitor(batch_size_fn=len)
         monitor.setup(trainer, pl_module, "fit")  # looks up the GPU's peak for this precision
         self._throughput = Throughput(available_flops=monitor.available_flops, window_size=_WINDOW)
@@ -108,9 +120,9 @@ class RunRecorder(pl.Callback):
         if due and "device/mfu" in speed:
             pl_module.log("mfu", speed["device/mfu"])
         if due and steps > 0:
-            sent = self.meter.bytes_sent(steps)
-            pl_module.log("comm/bytes_sent", float(sent))
-            pl_module.log("kB/step", sent / steps / 1000, prog_bar=True, logger=False)
+            pl_module.log("comm/bytes_sent", float(self.meter.bytes_in_steps(steps)))
+            per_step = self.meter.bytes_per_step()
+            pl_module.log("kB/step", per_step / 1000, prog_bar=True, logger=False)
         if steps > 0:
             self._remember(trainer, every, cast(dict[str, Tensor], outputs)["loss"])
 
@@ -167,7 +179,7 @@ class RunRecorder(pl.Callback):
             history.seconds.append(time.monotonic() - self._train_start)
             history.seconds_waited.append(self.meter.seconds_waited())
             history.train_loss.append(float(share) * trainer.accumulate_grad_batches)
-            history.bytes_sent.append(self.meter.bytes_sent(step - history.first_step))
+            history.bytes_sent.append(self.meter.bytes_in_steps(step - history.first_step))
 
 
 def flops_per_batch(module: LanguageModel, batch_size: int, block_size: int) -> int:

@@ -6,54 +6,28 @@ import copy
 import json
 import math
 import os
-import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy
+from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.progress import RunRecorder
-from recipes.training.traffic import human_bytes
+from recipes.training.summary import RunSummary, print_panel, shown, summary_rows
+from recipes.training.traffic import by_tag, human_bytes
 
 SUMMARY_FILE = "summary.json"
 HISTORY_FILE = "history.json"
 CHECKPOINT_FOLDER = "checkpoints"
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The figures of a finished fit; `summary.json` holds them."""
-
-    steps: int  # optimizer steps
-    tokens: int  # trained on, by all ranks
-    seconds: float  # from the first batch to the end of training, validations included
-    validation_loss: float  # nats per token, whole validation split, of the module after fit
-    perplexity: float  # exp(validation_loss)
-    initial_loss: float | None  # before training, likewise; None where nobody asked for it
-    unigram_loss: float | None  # nats per token, on the same tokens; None where there is none
-    bytes_sent: int  # by rank 0
-    bytes_are_counted: bool  # by a ledger; otherwise computed
-    ddp_bytes: int  # what fp32 DDP would have sent in as many steps; computed
-    seconds_waited: float | None  # by rank 0 for communication; None where nobody counts
-    sample: str
-    checkpoint: str | None
-    huggingface: str
-    metrics: str | None
-    figure: str
-    adapter: str | None = None  # folder of the adapters alone, where only they were trained
 
 
 class RunReport(pl.Callback):
@@ -101,7 +75,7 @@ class RunReport(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         if trainer.is_global_zero:
-            _print_panel("Before training", self._plan(trainer, pl_module))
+            print_panel("Before training", self._plan(trainer, pl_module))
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -132,40 +106,41 @@ class RunReport(pl.Callback):
             summary = self._summarize(trainer, pl_module, seconds, self._final_loss)
             for name, content in ((SUMMARY_FILE, summary), (HISTORY_FILE, self._recorder.history)):
                 (self._run_dir / name).write_text(json.dumps(asdict(content), indent=2) + "\n")
-            _print_panel("After training", summary_rows(summary))
+            print_panel("After training", summary_rows(summary))
         pl_module.cpu()
 
     def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
         strategy, traffic = trainer.strategy, self._recorder.meter.plan
         sizes = {name: p.numel() for name, p in module.named_parameters()}
-        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
         per_step = self._recorder.tokens_per_step(trainer)
         rows_per_step = per_step / self._data.tokens_per_row()
         epochs = trainer.max_steps * rows_per_step / self._data.num_rows()
         model = f"{type(module.model).__name__}, vocabulary of {len(self._data.tokenizer):,}"
         if origin := module.model.config.name_or_path:  # of fresh weights there is none
-            model += f", from {_shown(origin) if os.path.isdir(origin) else origin}"
+            model += f", from {shown(origin) if os.path.isdir(origin) else origin}"
+        parameters, trained = self._recorder.num_parameters, self._recorder.num_trained
+        count = f"{parameters:,}, of which {trained:,} are trained"
+        if (held := sum(sizes.values())) != parameters:
+            count += f"; this rank holds {held:,}"
         return {
             "model": model,
-            "parameters": f"{sum(sizes.values()):,}, of which {trained:,} are trained",
+            "parameters": count,
             "data": self._data.describe(),
             "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)",
             "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
             "tokens per step": f"{per_step:,}, in rows of {self._data.tokens_per_row()}",
             "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
-            "one rank sends": (
-                f"{human_bytes(traffic.bytes_per_step)} per step on average,"
-                f" {human_bytes(traffic.bytes_per_cycle)} per cycle of {traffic.cycle_steps}"
-                " step(s)"
-            ),
-            "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step",
+            "one rank sends": _forecast(traffic),
+            "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step, and"
+            f" {human_bytes(self._recorder.meter.ddp_start_bytes)} before the first",
         }
 
     def _summarize(
         self, trainer: pl.Trainer, module: LanguageModel, seconds: float, validation_loss: float
     ) -> RunSummary:
         meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
+        sent = meter.sent(steps)
         unigram = self._data.baseline_loss()
         losses = {"val": validation_loss, "unigram": unigram, "initial": self._initial_loss}
         final = {f"final/{name}_loss": loss for name, loss in losses.items() if loss is not None}
@@ -182,9 +157,12 @@ class RunReport(pl.Callback):
             perplexity=math.exp(validation_loss),
             initial_loss=self._initial_loss,
             unigram_loss=unigram,
-            bytes_sent=meter.bytes_sent(steps),
+            bytes_in_steps=meter.bytes_in_steps(steps),
+            bytes_sent=sum(sum(tags.values()) for tags in sent.values()),
+            bytes_by_phase=sent,
             bytes_are_counted=meter.ledger is not None,
             ddp_bytes=round(steps * meter.plan.ddp_bytes_per_step),
+            ddp_start_bytes=meter.ddp_start_bytes,
             seconds_waited=meter.seconds_waited(),
             sample=sample,
             checkpoint=_newest_checkpoint(self._run_dir / CHECKPOINT_FOLDER),
@@ -222,47 +200,16 @@ class RunReport(pl.Callback):
         return str(path)
 
 
-def summary_rows(summary: RunSummary) -> dict[str, str]:
-    """Return what is printed at the end, label to text."""
-    how = "counted" if summary.bytes_are_counted else "computed"
-    ratio = f"1/{summary.ddp_bytes / summary.bytes_sent:,.3g}" if summary.bytes_sent else "none"
-    waited = summary.seconds_waited
-    rows = {
-        "trained": f"{summary.steps:,} steps, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
-        "before": _loss(summary.initial_loss, "of the weights that it started from"),
-        "validation loss": _loss(summary.validation_loss, "of the final weights"),
-        "perplexity": f"{summary.perplexity:.2f}",
-        "unigram model": _loss(summary.unigram_loss, "on the same tokens"),
-        "one rank sent": f"{human_bytes(summary.bytes_sent)} ({how})",
-        "fp32 DDP": f"{human_bytes(summary.ddp_bytes)} (computed); this run sent {ratio} of it",
-        "waited": "not measured" if waited is None else f"{waited:.2f} s for communication, rank 0",
-        "sample": re.sub(r"\n\s*\n", "\n", summary.sample),  # without its empty lines
-        "checkpoint": _shown(summary.checkpoint) or "none was written",
-        "Hugging Face": _shown(summary.huggingface),
-        "adapter": _shown(summary.adapter),
-        "metrics": _shown(summary.metrics) or "the loggers' own; `logger=csv` writes metrics.csv",
-        "figure": _shown(summary.figure),
-    }
-    return {label: text for label, text in rows.items() if text}
-
-
-def _loss(nats: float | None, of: str) -> str:
-    return "" if nats is None else f"{nats:.4f} nats per token, {of}"
-
-
-def _shown(path: str | None) -> str:
-    """Return a path as one would type it here; the panel is narrow."""
-    return "" if path is None else os.path.relpath(path)
-
-
-def _print_panel(title: str, rows: dict[str, str]) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, text in rows.items():
-        # not `add_row(label, text)` on str: brackets in generated text are no markup
-        table.add_row(Text(label), Text(text))
-    Console().print(Panel(table, title=title))
+def _forecast(traffic: Traffic) -> str:
+    """Return what training steps will send."""
+    per_step = {tag: sent / traffic.cycle_steps for tag, sent in traffic.bytes_by_tag.items()}
+    text = f"{human_bytes(traffic.bytes_per_step)} per step"
+    if traffic.cycle_steps > 1:
+        text += (
+            f" in the mean over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
+            f" {traffic.cycle_steps} steps"
+        )
+    return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
 
 
 def _newest_checkpoint(folder: Path) -> str | None:

@@ -1,16 +1,31 @@
 """What a strategy sends: foretold before a run and read off while it runs.
 
-Our strategies foretell and count for themselves. Lightning's DDP does neither; for it both numbers
-come from the ledger's formula for the all-reduce of fp32 gradients, and are said to be computed.
+*Bytes per step* are what training steps send, mean over a cycle, wherever they stand. What is sent
+before the first step, in validations and at the end (checkpoints, a last exchange) is told beside
+them and never added to them; against fp32 DDP steps are set against steps.
+
+Our strategies foretell and count for themselves. Lightning's DDP does neither; for it the numbers
+come from the ledger's formulas for the all-reduce of fp32 gradients and for the broadcast of
+weights and buffers at the start, and are said to be computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
+from lightning_commfree.comm.ledger import (
+    PHASES,
+    START,
+    STEPS,
+    Ledger,
+    broadcast_bytes,
+    ring_all_reduce_bytes,
+)
 from lightning_commfree.strategies import DominoTPStrategy, ReplicatedStrategy, Traffic
 
 
@@ -21,19 +36,23 @@ class TrafficMeter:
         trainer: in its fit.
         tokens_per_batch: that a model sees in a batch; with tensor parallelism several ranks share
             one.
+        ddp_start_bytes: see below; of the whole model, which a strategy may have divided.
 
     Attributes:
-        plan: what this rank will send.
+        plan: what this rank will send in training steps.
         ledger: what it has sent; None for a strategy that does not count.
+        ddp_start_bytes: what DDP sends before the first step: rank 0's weights and buffers.
 
     Raises:
         TypeError: nobody knows what the strategy sends.
     """
 
-    def __init__(self, trainer: pl.Trainer, tokens_per_batch: int) -> None:
+    def __init__(self, trainer: pl.Trainer, tokens_per_batch: int, ddp_start_bytes: int) -> None:
         strategy = trainer.strategy
         self.ledger: Ledger | None
         self.plan: Traffic
+        self.ddp_start_bytes = ddp_start_bytes
+        self._trainer = trainer
         if isinstance(strategy, ReplicatedStrategy):
             self.plan, self.ledger = strategy.traffic(), strategy.ledger
         elif isinstance(strategy, DominoTPStrategy):
@@ -44,21 +63,36 @@ class TrafficMeter:
             self.plan, self.ledger = _ddp_traffic(trainer), None
         self._ddp = _wrapped(strategy)
 
-    def bytes_sent(self, steps: int) -> int:
-        """Return the bytes that this rank has sent: counted, or computed for `steps` of DDP."""
-        if self.ledger is not None:
-            return self.ledger.bytes_sent
-        return steps * self.plan.bytes_per_cycle
+    def bytes_per_step(self) -> float:
+        """Return the mean over the last cycle, as the strategy logs it; computed for DDP."""
+        strategy = self._trainer.strategy
+        if isinstance(strategy, ReplicatedStrategy | DominoTPStrategy):
+            return strategy.figures().get("comm/bytes_per_step", 0.0)
+        return self.plan.bytes_per_step
+
+    def bytes_in_steps(self, steps: int) -> int:
+        """Return what this rank's training steps have sent: counted, or computed for DDP's."""
+        return sum(self.sent(steps).get(STEPS, {}).values())
+
+    def sent(self, steps: int) -> dict[str, dict[str, int]]:
+        """Return the bytes that this rank has sent, by phase and tag; `steps` are computed."""
+        if self.ledger is None:
+            in_steps = {tag: round(steps * sent) for tag, sent in self.plan.bytes_by_tag.items()}
+            return {START: {"broadcast": self.ddp_start_bytes}, STEPS: in_steps}
+        found = self.ledger.bytes_by_phase
+        return {phase: dict(found[phase]) for phase in PHASES if phase in found}
 
     def seconds_waited(self) -> float | None:
-        """Return the seconds that this rank has waited for others; None where nobody counts.
+        """Return the seconds that this rank has waited for others since its first step.
+
+        None where nobody counts.
 
         Lightning's DDP is wrapped by torch's, which measures the time of its all-reduces and how
         much of it backward still computes: the rest is waited for. On CUDA, where measuring stops
         the stream, it does so in the first 10 steps and in every 100th.
         """
         if self.ledger is not None:
-            return self.ledger.seconds_waited
+            return self.ledger.seconds_waited - self.ledger.seconds_by_phase[START]
         return None if self._ddp is None else _ddp_seconds_waited(self._ddp)
 
 
@@ -78,6 +112,18 @@ def _ddp_seconds_waited(ddp: DistributedDataParallel) -> float | None:
         return None  # in the first step, and on devices that torch has no timer for
     waited = found["avg_backward_comm_time"] - found["avg_backward_compute_comm_overlap_time"]
     return 1e-9 * waited * found["iteration"]
+
+
+def ddp_start_bytes(module: nn.Module, ranks: int) -> int:
+    """Return what one of several ranks sends, in the mean, while DDP gives all rank 0's tensors."""
+    tensors = (*module.parameters(), *module.buffers())
+    return broadcast_bytes(sum(tensor.nbytes for tensor in tensors), ranks)
+
+
+def by_tag(sent: Mapping[str, float]) -> str:
+    """Return "outer_gradient 1.23 MB, handshake 40 B", largest first, without what is nothing."""
+    largest_first = sorted(sent.items(), key=lambda item: -item[1])
+    return ", ".join(f"{tag} {human_bytes(size)}" for tag, size in largest_first if size)
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -8,7 +8,7 @@ from recipes.comparison.jobs import Job, Plan
 from recipes.comparison.outcome import Measured, Outcome
 from recipes.comparison.running import Record
 from recipes.training.progress import History
-from recipes.training.report import RunSummary
+from recipes.training.summary import RunSummary
 
 LOSSES = {"ddp": 4.0, "streaming_diloco": 4.1}
 
@@ -28,6 +28,7 @@ def outcome(
 
 
 def measured(loss: float, counted: bool) -> Measured:
+    in_steps = 1_000_000 if counted else 80_000_000
     summary = RunSummary(
         steps=100,
         tokens=204_800,
@@ -36,9 +37,12 @@ def measured(loss: float, counted: bool) -> Measured:
         perplexity=2.718281828**loss,
         initial_loss=None,
         unigram_loss=5.8,
-        bytes_sent=1_000_000 if counted else 80_000_000,
+        bytes_in_steps=in_steps,
+        bytes_sent=in_steps + 250_000,
+        bytes_by_phase={"start": {"start": 250_000}, "steps": {"outer_gradient": in_steps}},
         bytes_are_counted=counted,
         ddp_bytes=80_000_000,
+        ddp_start_bytes=400_000,
         seconds_waited=2.0,
         sample="",
         checkpoint=None,
@@ -51,7 +55,7 @@ def measured(loss: float, counted: bool) -> Measured:
         steps=[1, 50, 100],
         seconds=[0.4, 24.0, 50.0],
         train_loss=[7.0, 5.0, loss],
-        bytes_sent=[0, summary.bytes_sent // 2, summary.bytes_sent],
+        bytes_sent=[0, in_steps // 2, in_steps],
         seconds_waited=[0.0, 1.0, 2.0],
         validation_steps=[50, 100],
         validation_seconds=[25.0, 50.0],

@@ -26,13 +26,13 @@ def test_a_row_says_what_was_measured_and_how(tmp_path: Path) -> None:
         "seconds": ("50", ""),
         "exposed": ("2 s", ""),
         "hidden, at least": ("not known", ""),
-        "one rank sent": ("80 MB", "computed"),
-        "of fp32 DDP's bytes": ("1", ""),
+        "sent in steps": ("80 MB", "computed; 250 kB besides"),
+        "of fp32 DDP's": ("1", ""),
     }
     row = dict(zip(names, cells(diloco, ddp.measured, plan(tmp_path)), strict=True))
     assert row["against ddp"] == ("+2.50 %", "")
-    assert row["one rank sent"] == ("1 MB", "counted")
-    assert row["of fp32 DDP's bytes"] == ("1/80", "")
+    assert row["sent in steps"] == ("1 MB", "counted; 250 kB besides")
+    assert row["of fp32 DDP's"] == ("1/80", "")
 
 
 def test_what_a_link_needs_less_what_was_waited_is_hidden(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def _speeds(clock, num_shares, world_size, pauses=()):
     """Play 30 batches of half a second, with a validation of 9 s before some of them."""
     data = SimpleNamespace(batch_size=ROWS, tokens_per_row=lambda: CONTEXT)
     recorder = RunRecorder(data)
-    recorder.meter = SimpleNamespace(bytes_sent=lambda steps: 0, seconds_waited=lambda: None)
+    recorder.meter = SimpleNamespace(
+        bytes_in_steps=lambda steps: 0, bytes_per_step=lambda: 0.0, seconds_waited=lambda: None
+    )
     logged = []
     module = SimpleNamespace(log=lambda name, value, **_: logged.append((name, float(value))))
     shares = {"num_replicas": num_shares, "rank": 0} if num_shares > 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
 from recipes.training.progress import History, RunRecorder
-from recipes.training.report import RunReport, RunSummary, summary_rows
+from recipes.training.report import RunReport
+from recipes.training.summary import RunSummary, share, summary_rows
 from recipes.training.traffic import TrafficMeter, human_bytes
 
 BLOCK_SIZE, BATCH_SIZE, ACCUMULATE, STEPS = 16, 2, 3, 8
@@ -107,7 +109,14 @@ def test_a_ddp_runs_figures(fit, tmp_path, capfd) -> None:
     assert summary.steps == STEPS
     assert summary.tokens == STEPS * ACCUMULATE * 2 * BATCH_SIZE * BLOCK_SIZE
     # two ranks: a ring all-reduce sends every fp32 gradient once
-    assert summary.bytes_sent == summary.ddp_bytes == STEPS * 4 * parameters
+    assert summary.bytes_in_steps == summary.ddp_bytes == STEPS * 4 * parameters
+    # rank 0 gives its weights, and the two ranks' mean is half of that
+    assert summary.ddp_start_bytes == 4 * parameters // 2
+    assert summary.bytes_by_phase == {
+        "start": {"broadcast": 2 * parameters},
+        "steps": {"gradient": STEPS * 4 * parameters},
+    }
+    assert summary.bytes_sent == summary.ddp_bytes + summary.ddp_start_bytes
     assert not summary.bytes_are_counted
     assert 0 < summary.seconds_waited < summary.seconds, "by torch's own statistics"
     assert summary.perplexity == pytest.approx(math.exp(summary.validation_loss))
@@ -123,7 +132,7 @@ def test_a_ddp_runs_figures(fit, tmp_path, capfd) -> None:
         assert name in rows.splitlines()[0]
 
 
-def test_a_diloco_runs_figures_are_the_ledgers(fit) -> None:
+def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     strategy = StreamingDiLoCoStrategy(
         sync_every=4, num_fragments=2, wire_dtype="fp32", start_method="fork"
     )
@@ -132,13 +141,39 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit) -> None:
     assert summary.bytes_are_counted
     assert summary.seconds_waited > 0
     assert summary.ddp_bytes == STEPS * 4 * parameters
-    assert 0 < summary.bytes_sent < summary.ddp_bytes
+    # two fragments, every fourth step: after steps 4 and 8, and 6; then the last exchange of both
+    size = summary.bytes_by_phase["end"]["outer_gradient"]
+    assert size > 4 * parameters
+    assert summary.bytes_by_phase["steps"].keys() == {"outer_gradient"}
+    assert size < summary.bytes_in_steps == summary.bytes_by_phase["steps"]["outer_gradient"]
+    assert summary.bytes_in_steps < 2 * size
+    assert summary.bytes_by_phase["start"]["start"] == 4 * parameters // 2
+    assert summary.bytes_by_phase.keys() == {"start", "steps", "end"}, "nothing for validations"
+    assert summary.bytes_sent == sum(sum(sent.values()) for sent in summary.bytes_by_phase.values())
+    # the panel before the run means the same bytes: of a cycle's steps
+    shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    per_step, cycle = human_bytes(size / 4), human_bytes(size)
+    assert (
+        f"one rank sends {per_step} per step in the mean over a cycle, {cycle} per cycle of 4"
+        f" steps: outer_gradient {per_step}"
+    ) in shown
+    rows = summary_rows(summary)
+    assert "in training steps (counted), " in rows["one rank sent"]
+    assert re.search(r"start .*\(start .*; end .* \(outer_gradient ", rows["besides"])
+    sent = summary.bytes_in_steps
+    assert f"this run's sent {share(summary.ddp_bytes / sent)} of it" in rows["fp32 DDP"]
 
 
-def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data) -> None:
+def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data, capfd) -> None:
     _, module, summary = fit(strategy=DominoTPStrategy(start_method="fork"))
     whole = token_loss(module, data.val_dataloader())
     assert summary.validation_loss == pytest.approx(whole, rel=1e-5)
+    shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    parameters = sum(p.numel() for p in module.parameters())
+    assert f"{parameters:,}, of which {parameters:,} are trained; this rank holds " in shown
+    # validations divide the model too, and saves put it together: none of it is a step's
+    assert summary.bytes_by_phase["validation"]["tensor_forward"] > 0
+    assert "tensor_state" not in summary.bytes_by_phase["steps"]
 
 
 def test_one_rank_sends_nothing(fit) -> None:
@@ -160,7 +195,7 @@ def test_a_strategy_that_nobody_can_count(quiet_trainer) -> None:
     trainer.strategy.connect(LightningModule())
     trainer._accelerator_connector.strategy = FSDPStrategy.__new__(FSDPStrategy)
     with pytest.raises(TypeError, match="cannot say what `FSDPStrategy` sends. Use a strategy of"):
-        TrafficMeter(trainer, 64)
+        TrafficMeter(trainer, 64, 0)
 
 
 def test_text_is_repeatable_and_fits_the_context() -> None:
@@ -202,9 +237,12 @@ def test_a_sample_is_shown_without_its_empty_lines() -> None:
         perplexity=2.7,
         initial_loss=None,
         unigram_loss=2.0,
-        bytes_sent=10,
+        bytes_in_steps=10,
+        bytes_sent=30,
+        bytes_by_phase={"start": {"start": 16, "peers": 4}, "steps": {"a": 10}},
         bytes_are_counted=True,
         ddp_bytes=40,
+        ddp_start_bytes=20,
         seconds_waited=0.5,
         sample="a\n\n \nb [bold]",
         checkpoint=None,
@@ -214,5 +252,7 @@ def test_a_sample_is_shown_without_its_empty_lines() -> None:
     )
     rows = summary_rows(summary)
     assert rows["sample"] == "a\nb [bold]"
-    assert "1/4" in rows["fp32 DDP"]
+    assert rows["one rank sent"] == "10 B in training steps (counted), 10 B per step: a 10 B"
+    assert rows["besides"] == "start 20 B (start 16 B, peers 4 B)"
+    assert "this run's sent 1/4 of it. All in all 30 B, 1/2 of what DDP" in rows["fp32 DDP"]
     assert rows["checkpoint"] == "none was written"

@@ -148,8 +148,8 @@ def methods(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
         "Exposed: seconds that rank 0 stood still for communication since its first step, which"
         " includes waiting for a rank that is late. The library's strategies count them in"
         " their ledger; for DDP they are torch's own statistics, from the end of"
-        " backward's computation to that of its all-reduces. A model that is divided over ranks (Domino) communicates in validations,"
-        " too, and that is in its figures.",
+        " backward's computation to that of its all-reduces. A model that is divided over ranks"
+        " (Domino) communicates in validations, too, and that is in its figures.",
     ]
     if plan.bandwidth is None:
         lines.append(

@@ -1,7 +1,9 @@
 """The runs of Distributed Lion's quality bench as data: which there are, and in which order.
 
-All learning rates are rungs of one ladder, 2^k / 1000. A cell is a model with a method; it is tuned
-with seed 1, from the four rungs at which its kind of method begins on past either end, until the
+First Lion's betas: those of `BETAS` on the mean gradient, with seed 1, at one learning rate; the
+pair with the lowest mean loss over the models is what all of Lion's runs take from there on. All
+learning rates are rungs of one ladder, 2^k / 1000. A cell is a model with a method; its rate is
+tuned with seed 1, from the rungs at which its kind of method begins on past either end, until the
 best rung has a worse one on both sides. So no best one lies at an end of what was tried.
 """
 
@@ -30,14 +32,21 @@ WORKERS = (2, 4, 8)
 VOTES = ("majority", "average")
 # in order of their runs; G-Lion and AdamW have no workers: they get the mean of all gradients
 METHODS = [
+    ("adamw", 1),
     ("g_lion", 1),
     ("majority", 4),
-    ("adamw", 1),
-    *((vote, n) for n in WORKERS for vote in VOTES if (vote, n) != ("majority", 4)),
+    ("majority", 2),
+    ("majority", 8),
+    *(("average", n) for n in WORKERS),
 ]
-FIRST_RUNGS = {"adamw": (1, 2, 3, 4), "g_lion": (-1, 0, 1, 2), "majority": (-1, 0, 1, 2)}
-FIRST_RUNGS["average"] = FIRST_RUNGS["majority"]
+FIRST_RUNGS = {"adamw": (2, 3, 4), "g_lion": (0, 1, 2), "majority": (0, 1, 2), "average": (0, 1, 2)}
+Betas = tuple[float, float]
+# beta2's memory 1 / (1 - beta2) is 5 to 100 steps: 1 to 20 percent of a run of 500
+BETAS: tuple[Betas, ...] = ((0.9, 0.99), (0.9, 0.95), (0.9, 0.9), (0.8, 0.9), (0.6, 0.8))
+BETAS_RUNG = 1  # at which they are compared: both models' best with (0.9, 0.99)
+ADAMW_BETAS: Betas = (0.9, 0.98)  # those of `conf/optimizer/adamw.yaml`
 DECAY = 4e-4  # highest learning rate times weight decay, in every run: all decay alike
+PRECONDITION = 2.0  # percent above AdamW, for G-Lion: the vote is set against a Lion that is tuned
 TARGET = 2.0  # percent above G-Lion, for the majority of 4 workers
 
 
@@ -50,6 +59,8 @@ class Run:
     workers: int  # that vote; 1 for the first two
     seed: int
     lr: float
+    beta1: float = 0.0
+    beta2: float = 0.0
 
     @property
     def vote(self) -> str | None:
@@ -66,6 +77,7 @@ class Run:
             f"seed={self.seed}",
             f"optimizer={'adamw' if self.method == 'adamw' else 'distributed_lion'}",
             f"optimizer.lr={self.lr}",
+            f"optimizer.betas=[{self.beta1},{self.beta2}]",
             f"optimizer.weight_decay={DECAY / self.lr}",
         ]
 
@@ -78,9 +90,30 @@ def lr_of(rung: int) -> float:
     return 2.0**rung / 1000
 
 
-def cells(model: str) -> list[Run]:
-    """Return a run of each method with seed 1; its learning rate is 0 and stands for none."""
-    return [Run(model, method, workers, 1, 0.0) for method, workers in METHODS]
+def tried(model: str) -> list[Run]:
+    """Return a model's runs that choose Lion's betas."""
+    return [Run(model, "g_lion", 1, 1, lr_of(BETAS_RUNG), *betas) for betas in BETAS]
+
+
+def best_betas(losses: Losses) -> Betas | None:
+    """Return Lion's betas, the same for all models; None while a run that chooses is missing."""
+    columns = list(zip(*map(tried, MODELS), strict=True))  # a pair's runs, one of each model
+    if any(job not in losses for column in columns for job in column):
+        return None
+    means = [sum(losses[job] for job in column) for column in columns]
+    return BETAS[means.index(min(means))]
+
+
+def cells(losses: Losses, model: str) -> list[Run]:
+    """Return a run of each method with seed 1.
+
+    Its learning rate is 0 and stands for none, and so do Lion's betas while they are not known.
+    """
+    lion = best_betas(losses) or (0.0, 0.0)
+    return [
+        Run(model, method, workers, 1, 0.0, *(ADAMW_BETAS if method == "adamw" else lion))
+        for method, workers in METHODS
+    ]
 
 
 def sweep(losses: Losses, cell: Run) -> list[int]:
@@ -111,9 +144,16 @@ def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
-    """Yield the runs in their order, as far as the results allow to know them."""
-    in_order = [cell for row in zip(*map(cells, MODELS), strict=True) for cell in row]
-    for cell in in_order:
-        yield from (replace(cell, lr=lr_of(rung)) for rung in sweep(losses, cell))
-    for cell in in_order:
-        yield from at_best(losses, cell, seeds)
+    """Yield the runs in their order, as far as the results allow to know them.
+
+    Method by method: its rates and then its seeds, on both models, before the next method begins.
+    """
+    for column in zip(*map(tried, MODELS), strict=True):
+        yield from column
+    chosen = best_betas(losses) is not None
+    for row in zip(*(cells(losses, model) for model in MODELS), strict=True):
+        if chosen or row[0].method == "adamw":
+            for cell in row:
+                yield from (replace(cell, lr=lr_of(rung)) for rung in sweep(losses, cell))
+            for cell in row:
+                yield from at_best(losses, cell, seeds)

@@ -26,9 +26,9 @@ mean is formed), `streaming` (the algorithm), `swap` (outer weights in the modul
 
 Departures from the paper:
 
-- A run *finishes*: what is in flight lands, then every fragment is exchanged once more with mix 0,
-  so that all replicas end with the same weights. The paper evaluates the global copies, which are
-  up to H steps stale.
+- A run *finishes*: what is in flight lands, then every fragment is exchanged once more and the mean
+  of the local weights taken, so that all replicas end with the same weights. The paper evaluates
+  the global copies, which are up to H steps stale.
 - Section 2.2 writes the offset with the other sign than Algorithm 2; the algorithm is followed. It
   matters from P = 3 on and then only for the order of the fragments.
 - Floating-point buffers of a checkpoint (BatchNorm) are averaged with their module's fragment, in

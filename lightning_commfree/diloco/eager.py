@@ -14,8 +14,9 @@ replica this is DiLoCo without delay.
 Averaged buffers are no gradients: their mean of one cycle ago becomes the global copy when it
 arrives, and until the first one the local buffers stay as they are.
 
-`finish` makes the copies equal: everybody's present outer gradient, what was taken in advance taken
-out again, then one fp32 average of the copies.
+`finish` lands the others' part of what is in flight and takes the mean of the local weights, as
+without eager updates. The weights themselves travel, in fp32: replicas whose global copies differ
+have none in common to take differences from.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commfree.diloco.exchange import TAG
+from lightning_commfree.diloco.exchange import cheaper_exchanges
+from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
-from lightning_commfree.diloco.wire import decode
+from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
 
 
 class EagerDiLoCo(StreamingDiLoCo):
@@ -37,6 +39,9 @@ class EagerDiLoCo(StreamingDiLoCo):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent: dict[int, Tensor] = {}  # by fragment in flight: its own part, encoded
+        sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
+        fp32 = WIRE_FORMATS["fp32"]
+        self._fp32 = cheaper_exchanges(self._channel, self._background, fp32, sizes)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -64,17 +69,16 @@ class EagerDiLoCo(StreamingDiLoCo):
     @override
     def _finish_rounds(self, stop: bool) -> list[bool]:
         stops = []
-        for p, fragment in enumerate(self.fragments):
+        for p in list(self._in_flight):
             late, stopped = self._take_late(p)
-            self._launch(p, stop)
+            self.fragments[p].outer_step(late)
+            self.fragments[p].merge(self.settings.mix, buffers=False)  # a cycle old
+            stops.append(stopped)
+        for p, (fragment, exchange) in enumerate(zip(self.fragments, self._fp32, strict=True)):
+            self._send(p, exchange, fragment.local_values(), Header(stop, self.step, 0))
             arrival = self._receive(p)
-            fragment.outer_step(late + arrival.mean)
-            copies = fragment.global_copy.to(self._channel.device, copy=True)
-            total = self._channel.all_reduce(copies, TAG).wait()
-            fragment.global_copy.copy_(total / self._channel.size)
-            fragment.average_buffers(arrival.mean)
-            fragment.merge(mix=0.0)
-            stops.append(stopped or arrival.stop)
+            self._settle(p, arrival.mean)
+            stops.append(arrival.stop)
         return stops
 
     def _take_late(self, p: int) -> tuple[Tensor, bool]:

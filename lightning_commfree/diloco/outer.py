@@ -45,7 +45,7 @@ class OuterFragment:
             behind are buffers, which travel as they are. S in a fragment without buffers.
         optimizer: the outer optimizer.
         scheduler: of its learning rate, stepped after each outer step; None without one.
-        landings: how many outer steps have been taken.
+        landings: how often the global copy has moved: by outer steps, and to the mean at an end.
 
     Raises:
         TypeError: `outer_optimizer` did not return a torch optimizer.
@@ -64,7 +64,7 @@ class OuterFragment:
         self._replica = replica or Channel([0], 0, Ledger())
         self._sizes = [local.numel() for local in self.local]
         self.shard_numel = -(-sum(self._sizes) // self._replica.size)
-        start = self._local_shard()
+        start = self.local_values()
         self.global_copy = start if device is None else _moved(start, device)
         split = len(fragment.parameters)
         pieces = self._pieces(self.global_copy)
@@ -105,7 +105,7 @@ class OuterFragment:
         themselves: they are averaged and not stepped, and a rounded difference could make a
         variance negative.
         """
-        gradient = self._local_shard()
+        gradient = self.local_values()
         parameters = gradient[: self.parameter_numel]
         outer = self.global_copy[: self.parameter_numel].to(gradient.device, non_blocking=True)
         torch.sub(outer, parameters, out=parameters)
@@ -114,7 +114,7 @@ class OuterFragment:
     def is_local(self, buffers: bool = True) -> bool:
         """Return whether the local copy is the global one, in its own dtype; buffers on demand."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
-        here = self._pieces(self._local_shard().to(self.global_copy.device))
+        here = self._pieces(self.local_values().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._pieces(self.global_copy), here, strict=True):
             if i >= len(local):
                 break
@@ -125,7 +125,7 @@ class OuterFragment:
 
     def take_local(self) -> None:
         """Make the local copy the global one, before anything has been exchanged."""
-        self.global_copy.copy_(self._local_shard())
+        self.global_copy.copy_(self.local_values())
 
     def digest(self) -> Tensor:
         """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
@@ -153,6 +153,34 @@ class OuterFragment:
             self._outer_buffers, means[len(self._outer_parameters) :], strict=True
         ):
             buffer.copy_(value)
+
+    def local_mean(self, mean: Tensor) -> Tensor:
+        """Return the replicas' mean local copy: fp32, shape (S,), a new tensor.
+
+        Args:
+            mean: of what `outer_gradient` returned on each of them. All had this global copy.
+        """
+        values = mean.clone()
+        parameters = values[: self.parameter_numel]
+        torch.sub(self.global_copy[: self.parameter_numel], parameters, out=parameters)
+        return values
+
+    def settle(self, local_mean: Tensor | None) -> None:
+        """Make the replicas' mean both copies; the outer optimizer has no part in it.
+
+        The global copy then is what the local one holds, in bf16 too: a second time moves nothing.
+
+        Args:
+            local_mean: fp32, shape (S,), the same on all replicas. None: of one replica alone. Its
+                local copy stays as it is.
+        """
+        if local_mean is not None:
+            self.global_copy.copy_(local_mean)
+            self.merge(mix=0.0)
+        self.take_local()
+        if local_mean is None and self._replica.size > 1:  # its ranks have buffers of their own
+            self.merge(mix=0.0)
+        self.landings += 1
 
     def merge(self, mix: float, buffers: bool = True) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
@@ -204,7 +232,7 @@ class OuterFragment:
         shards = self._replica.all_gather(self.global_copy.to(self._replica.device), REPLICA_TAG)
         return shards.wait().to(self.global_copy.device).view(-1)[: sum(self._sizes)]
 
-    def _local_shard(self) -> Tensor:
+    def local_values(self) -> Tensor:
         """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""
         flat = torch.cat([local.reshape(-1).float() for local in self.local])
         if self._replica.size == 1:

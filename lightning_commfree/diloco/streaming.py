@@ -9,7 +9,7 @@ which all replicas last agreed. After an inner step, in this order:
    average in fp32, step the outer optimizer on the global copy, merge it into the local copy.
 
 At the end of training, *finish*: land what is in flight, then one blocking round over every
-fragment with mix 0.
+fragment, which makes the plain mean of the replicas' local copies both copies of all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.diloco.exchange import Arrival, cheaper_exchanges
+from lightning_commfree.diloco.exchange import Arrival, Exchange, cheaper_exchanges
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
@@ -38,13 +38,14 @@ class Landing(NamedTuple):
 
     gradient_norm: float  # of the mean outer gradient
     cosine: float  # similarity of the replicas' outer gradients, mean over the pairs
-    outer_lr: float  # with which the outer step was taken
+    outer_lr: float  # with which the outer step was taken; 1 for the mean at the end of a fit
     flight_s: float  # seconds from launch to landing
     waited_s: float  # seconds of it in which the training stood still
     num_bytes: int  # sent by this replica
 
 
 class _Flight(NamedTuple):
+    exchange: Exchange
     pending: Pending[Tensor]
     launched_s: float  # on the clock of `time.perf_counter`
 
@@ -125,10 +126,17 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def finish(self, stop: bool = False) -> bool:
-        """Land what is in flight, then exchange every fragment with mix 0.
+        """Land what is in flight, then take the plain mean of the replicas' local weights.
 
-        All replicas end with the same weights, the outer ones, in their modules. A second call
-        moves them again: the outer momentum goes on.
+        Global and local copies are that mean then, to the bit and on all replicas, averaged buffers
+        too; a second call moves nothing. An outer step in its place would throw away most of what a
+        short fit has learnt. One replica alone keeps its local weights.
+
+        The differences to the global copies travel in the run's wire format, as at every launch:
+        N/2 bytes in fp4. In fp32 the demo's validation loss is the same to 0.1 %.
+
+        The outer momentum stays what it was, for it has no part in the mean: it is an average of
+        former outer gradients, and where training goes on they still say where it was going.
 
         Returns:
             Whether any replica wants to stop, as `after_inner_step` does.
@@ -206,7 +214,7 @@ class StreamingDiLoCo:
         for tensor, saved in zip(self.swap.local, state["local"], strict=True):
             tensor.copy_(saved)
         self._in_flight = {
-            p: _Flight(Pending.here(arrived), time.perf_counter())
+            p: _Flight(self._exchanges[p], Pending.here(arrived), time.perf_counter())
             for p, arrived in state["in_flight"].items()
         }
 
@@ -220,17 +228,26 @@ class StreamingDiLoCo:
 
     def _finish_rounds(self, stop: bool) -> list[bool]:
         stops = [self._land(p, self.settings.mix) for p in list(self._in_flight)]
-        for p in range(len(self.fragments)):
+        for p, fragment in enumerate(self.fragments):
             self._launch(p, stop)
-            stops.append(self._land(p, mix=0.0))
+            arrival = self._receive(p)
+            self._settle(p, fragment.local_mean(arrival.mean))
+            stops.append(arrival.stop)
         return stops
 
+    def _settle(self, p: int, local_mean: Tensor) -> None:
+        """Take the mean of a last round, which is an outer step of learning rate 1 as it were."""
+        self.fragments[p].settle(None if self._channel.size == 1 else local_mean)
+        self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
+
     def _launch(self, p: int, stop: bool) -> None:
-        assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
         gradient = self.fragments[p].outer_gradient()
-        header = Header(stop, self.step, self._digest(p))
-        pending = self._exchanges[p].launch(gradient, header)
-        self._in_flight[p] = _Flight(pending, time.perf_counter())
+        self._send(p, self._exchanges[p], gradient, Header(stop, self.step, self._digest(p)))
+
+    def _send(self, p: int, exchange: Exchange, values: Tensor, header: Header) -> None:
+        assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
+        pending = exchange.launch(values, header)
+        self._in_flight[p] = _Flight(exchange, pending, time.perf_counter())
 
     def _land(self, p: int, mix: float) -> bool:
         arrival = self._receive(p)
@@ -244,7 +261,7 @@ class StreamingDiLoCo:
         before_s = self._channel.ledger.seconds_waited
         arrived = flight.pending.wait()
         waited_s = self._channel.ledger.seconds_waited - before_s
-        fragment, exchange = self.fragments[p], self._exchanges[p]
+        fragment, exchange = self.fragments[p], flight.exchange
         arrival = exchange.read(arrived, fragment.global_copy.device)
         if self._replica is not None and self._replica.size > 1:
             arrival = arrival.shared_within(self._replica)

@@ -289,7 +289,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     @override
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         self._running.load_state_dict(state)
-        if state["finished"]:  # a second time would move the weights again
+        if state["finished"]:  # a second time would move nothing
             self._finished_at = self._running.step
 
     @override

@@ -64,7 +64,20 @@ class SerialDiLoCo:
             self.land(p, deltas, self.mix)
         self.on_the_way = []
         for p in range(len(self.fragments)):
-            self.land(p, self.deltas(p), 0.0)
+            self.take_the_mean(p, self.deltas(p))
+
+    @torch.no_grad()
+    def take_the_mean(self, p: int, deltas: list[dict[str, Tensor]]) -> None:
+        for name in self.fragments[p]:
+            locals_ = [module.get_parameter(name) for module in self.modules]
+            if len(locals_) > 1:
+                total = deltas[0][name].clone()
+                for delta in deltas[1:]:
+                    total = total + delta[name]
+                mean = self.outer[name] - total / len(deltas)
+                for local in locals_:
+                    local.copy_(mean)
+            self.outer[name].copy_(locals_[0])
 
     @torch.no_grad()
     def deltas(self, p: int) -> list[dict[str, Tensor]]:

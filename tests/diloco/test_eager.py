@@ -112,14 +112,14 @@ def twin(  # noqa: C901 - a twin reads top to bottom
         for m in range(size):
             states[m].append(state_of(modules[m]))
     for p, names in enumerate(fragments):
-        now = received(deltas(names))
         for m in range(size):
-            step_outer(m, p, {n: sum(now[n]) / size + others_before(m, n) for n in names}, 0.0)
+            if (0, names[0]) in before:
+                step_outer(m, p, {n: others_before(m, n) for n in names}, mix)
         for name in names:
-            average = sum(outer[m][name].detach() for m in range(size)) / size
-            for m in range(size):
+            average = sum(module.get_parameter(name).detach() for module in modules) / size
+            for module in modules:
                 with torch.no_grad():
-                    modules[m].get_parameter(name).copy_(average)
+                    module.get_parameter(name).copy_(average)
     for m in range(size):
         states[m].append(state_of(modules[m]))
     return states

@@ -51,25 +51,24 @@ HALF = partial(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True)
 # |      4 | 4, 12             | 8    | 8    | 5: 0 - 6 = -6          | -5.5, -10.5 (-5, -15)    |
 # |      8 | 2.5, 13.5         | 8    | 12   | 9: -6 - 7 = -13        | -11.25, -17.75           |
 # |     12 | 1.25, 13.75       | 7.5  | 13.5 | finish: -20.125        | -17.1875, -23.4375       |
-# | finish | -2.9375, 3.3125   | .1875| 6.9375 | -21.953125           | the same, mix 0          |
+# | finish | the mean of -17.1875 and -23.4375, and no outer step:     -20.3125, both copies  |
 X_LOCAL = (
-    [-1.0, -2.0, -3.0, -4.0, -5.5, -6.5, -7.5, -8.5, -11.25, -12.25, -13.25, -14.25, -21.953125],
+    [-1.0, -2.0, -3.0, -4.0, -5.5, -6.5, -7.5, -8.5, -11.25, -12.25, -13.25, -14.25, -20.3125],
     [-3.0, -6.0, -9.0, -12.0, -10.5, -13.5, -16.5, -19.5, -17.75, -20.75, -23.75, -26.75]
-    + [-21.953125],
+    + [-20.3125],
 )
-X_OUTER = [0.0] * 4 + [-6.0] * 4 + [-13.0] * 4 + [-21.953125]
+X_OUTER = [0.0] * 4 + [-6.0] * 4 + [-13.0] * 4 + [-20.3125]
 # `y` leaves after steps 6 and 10:
 #
 # |      6 | 6, 18             | 12   | 12     | 7: 0 - 9 = -9            | -8, -15 (-7, -21)    |
 # |     10 | 2, 15             | 8.5  | 14.5   | 11: -9 - 7.875 = -16.875 | -14.4375, -21.9375   |
-# | finish | -1.4375, 8.0625   | 3.3125 | 10.5625 | -21.171875            | the same, mix 0      |
+# | finish | the mean of -15.4375 and -24.9375: -20.1875, both copies                        |
 Y_LOCAL = (
-    [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -8.0, -9.0, -10.0, -11.0, -14.4375, -15.4375]
-    + [-21.171875],
+    [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -8.0, -9.0, -10.0, -11.0, -14.4375, -15.4375] + [-20.1875],
     [-3.0, -6.0, -9.0, -12.0, -15.0, -18.0, -15.0, -18.0, -21.0, -24.0, -21.9375, -24.9375]
-    + [-21.171875],
+    + [-20.1875],
 )
-Y_OUTER = [0.0] * 6 + [-9.0] * 4 + [-16.875] * 2 + [-21.171875]
+Y_OUTER = [0.0] * 6 + [-9.0] * 4 + [-16.875] * 2 + [-20.1875]
 
 
 def take_off(rank: int, size: int) -> list[tuple[float, float, float, float]]:
@@ -154,7 +153,7 @@ def test_bf16_parameters_equal_the_twin_and_keep_fp32_global_copies(tmp_path: Pa
         assert {tensor.dtype for state in trace.local for tensor in state.values()} == {run.dtype}
         for copies in trace.outer:
             assert [copy.dtype for copy in copies] == [torch.float32] * 2
-        finer = trace.outer[-1][0] != trace.outer[-1][0].to(run.dtype)
+        finer = trace.outer[-2][0] != trace.outer[-2][0].to(run.dtype)
         assert finer.any(), "the global copy holds more than bf16 can"
 
 

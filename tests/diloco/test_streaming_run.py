@@ -1,4 +1,4 @@
-"""How a run ends, buffers, refusals, bytes, and the wish to stop."""
+"""Buffers, refusals, bytes, and the wish to stop."""
 
 from __future__ import annotations
 
@@ -11,80 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.diloco.training import (
-    ADAMW,
-    AVERAGING,
     Net,
-    Run,
     State,
     after_some_steps,
     alone,
-    assert_equal_states,
-    backward,
     batch,
     start,
-    state_of,
-    train,
     world,
 )
 from tests.world import run_ranks
-
-# The end
-
-
-def finish_twice(rank: int, size: int, changes: dict[str, Any]) -> list[State]:
-    module = Net()
-    diloco = start(module, world(rank, size), **changes)
-    optimizer = ADAMW(module.parameters())
-    for step in range(1, 7):
-        backward(module, rank, step)
-        optimizer.step()
-        diloco.after_inner_step()
-    states = []
-    for _ in range(2):
-        diloco.finish()
-        assert diloco.in_flight == []
-        outer = torch.cat([fragment.global_copy for fragment in diloco.fragments])
-        states.append({**state_of(module), "global copies": outer})
-    return states
-
-
-def test_finish_twice_leaves_all_replicas_equal(tmp_path: Path) -> None:
-    for first, second in zip(*run_ranks(finish_twice, 2, tmp_path, {}), strict=True):
-        assert_equal_states(first, second)
-
-
-def test_a_second_finish_finds_nothing_to_exchange(tmp_path: Path) -> None:
-    """The replicas are equal after the first: without momentum the outer step is one of 0."""
-    for once, twice in run_ranks(finish_twice, 2, tmp_path, {"outer_optimizer": AVERAGING}):
-        assert_equal_states(once, twice)
-
-
-@pytest.mark.parametrize("mix", [0.5, 1.0])
-def test_finish_before_the_first_launch_is_one_averaging_step(mix: float, tmp_path: Path) -> None:
-    """A fit shorter than `sync_every`, whatever the mix."""
-    changes = {"sync_every": 100, "mix": mix, "outer_optimizer": AVERAGING}
-    traces = run_ranks(train, 2, tmp_path, Run(3, changes))
-    for name in traces[0].local[-1]:
-        mean = (traces[0].local[2][name] + traces[1].local[2][name]) / 2
-        for trace in traces:
-            torch.testing.assert_close(trace.local[3][name], mean, rtol=1e-5, atol=1e-7)
-        apart = (traces[0].local[2][name] - traces[1].local[2][name]).abs().max()
-        assert apart > 1e-3, "there was something to average"
-
-
-def test_training_may_go_on_after_finish() -> None:
-    """What is foreseen to be the last step need not be it; a landing of `finish` is done then."""
-    module, diloco = after_some_steps(4)
-    assert diloco.in_flight == [0]
-    diloco.finish()
-    landings = [fragment.landings for fragment in diloco.fragments]
-    diloco.after_inner_step()  # step 5, at which fragment 0 would have landed
-    assert [fragment.landings for fragment in diloco.fragments] == landings
-    for _ in range(8):
-        diloco.after_inner_step()
-    later = [fragment.landings for fragment in diloco.fragments]
-    assert [now - before for before, now in zip(landings, later, strict=True)] == [2, 2]
-
 
 # Buffers
 

@@ -51,7 +51,10 @@ class NamingStrategy(DDPStrategy):
     def _stopped_by_hand(self) -> bool:
         """Return whether this is after Ctrl-C, when the ranks no longer do the same."""
         module = self.lightning_module
-        return module is not None and stopped_by_hand(module.trainer)
+        try:
+            return module is not None and stopped_by_hand(module.trainer)
+        except RuntimeError:  # no Trainer: it launched the ranks, which trained a copy, and is back
+            return False
 
     def _named(self, what: str) -> AbstractContextManager[None]:
         """In the body, a collective of Lightning's that fails names the rank that is gone."""

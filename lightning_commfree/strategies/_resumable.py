@@ -31,7 +31,7 @@ from lightning_commfree.strategies._random import random_state
 from lightning_commfree.strategies._rank_files import RankFiles, damaged
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies._resume import Data, loop_state, read_ahead, restore_place
-from lightning_commfree.strategies._signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies._signals import warn_unsaved
 
 KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
 
@@ -101,7 +101,7 @@ class ResumableStrategy(ReplicatedStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Write the ranks' files, then the checkpoint, then remove the files of its predecessor."""
-        if stopped_by_hand(self._module.trainer):
+        if self._stopped_by_hand():
             warn_unsaved()
             return
         if not self._fit_runs or "optimizer_states" not in checkpoint:  # weights only

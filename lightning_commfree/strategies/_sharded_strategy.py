@@ -32,7 +32,7 @@ from lightning_commfree.strategies._rank_states import (
     restore,
 )
 from lightning_commfree.strategies._sharded import ShardedModule
-from lightning_commfree.strategies._signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies._signals import warn_unsaved
 
 
 class ShardedStrategy(CountingStrategy):
@@ -106,7 +106,7 @@ class ShardedStrategy(CountingStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint, with what single ranks know in it."""
-        if stopped_by_hand(self._module.trainer):
+        if self._stopped_by_hand():
             warn_unsaved()
             return
         if self._sharded is not None and "optimizer_states" in checkpoint:  # else weights only
@@ -139,7 +139,7 @@ class ShardedStrategy(CountingStrategy):
         """
         if self._sharded is None:
             return super().lightning_module_state_dict()
-        if stopped_by_hand(self._module.trainer):
+        if self._stopped_by_hand():
             return {}
         return self._sharded.state_dict(keep=self.is_global_zero)
 
@@ -148,7 +148,7 @@ class ShardedStrategy(CountingStrategy):
         """Return the whole optimizer state on rank 0; collective, empty on the other ranks."""
         if self._sharded is None:
             return super().optimizer_state(optimizer)
-        if stopped_by_hand(self._module.trainer):
+        if self._stopped_by_hand():
             return {}
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer

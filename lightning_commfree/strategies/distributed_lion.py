@@ -22,7 +22,6 @@ from lightning_commfree.strategies._gradients import (
 )
 from lightning_commfree.strategies._rank_files import RankFiles
 from lightning_commfree.strategies._resumable import Adopted, ResumableStrategy
-from lightning_commfree.strategies._signals import stopped_by_hand
 
 BUFFERS_TAG = "buffers"
 
@@ -203,7 +202,7 @@ class DistributedLionStrategy(ResumableStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, with floating-point buffers averaged over the ranks."""
-        if not stopped_by_hand(self._module.trainer):
+        if not self._stopped_by_hand():
             self._average_buffers()
         return super().lightning_module_state_dict()
 

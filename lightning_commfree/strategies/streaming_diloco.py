@@ -29,7 +29,6 @@ from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending,
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._shadows import Shadows
-from lightning_commfree.strategies._signals import stopped_by_hand
 from lightning_commfree.strategies._start import common_start
 
 
@@ -269,7 +268,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        if self._diloco is not None and not stopped_by_hand(self._module.trainer):
+        if self._diloco is not None and not self._stopped_by_hand():
             self._report_unlanded("checkpoint")
             if self._finished_at != self._diloco.step:
                 weights_only = "optimizer_states" not in checkpoint
@@ -306,7 +305,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     @contextmanager
     def _settled(self) -> Iterator[None]:
         """In the body the module holds the outer weights, and nothing is on the wire."""
-        if self._diloco is None or stopped_by_hand(self._module.trainer):
+        if self._diloco is None or self._stopped_by_hand():
             yield
             return
         if not scores_its_saves(self._module.trainer):  # else the scored weights are saved first

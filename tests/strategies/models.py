@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -137,3 +138,12 @@ def quiet_trainer(**kwargs: Any) -> pl.Trainer:
         "enable_model_summary": False,
     }
     return pl.Trainer(**{**quiet, **kwargs})
+
+
+def assert_saves_its_weights(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> None:
+    """Save after a forked fit, in the process that launched the ranks, as `ddp_fork` does."""
+    trainer.save_checkpoint(folder / "after.ckpt")
+    state = torch.load(folder / "after.ckpt", weights_only=True)["state_dict"]
+    assert state.keys() == module.state_dict().keys()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(state[name], tensor), name

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_commfree import DominoTPStrategy
 from tests.strategies.causal_lm import CausalLM, loader, words
-from tests.strategies.models import Tiny, quiet_trainer
+from tests.strategies.models import Tiny, assert_saves_its_weights, quiet_trainer
 from tests.strategies.models import loader as tiny_loader
 from tests.world import run_ranks
 
@@ -243,7 +243,7 @@ def test_ranks_of_a_group_with_other_batches_are_told(ranks: list[Any]) -> None:
         assert "ranks of a tensor group must train on the same batch" in outcomes["apart"]
 
 
-def test_by_name() -> None:
+def test_by_name(tmp_path: Path) -> None:
     names = {name for name in StrategyRegistry.available_strategies() if "domino" in name}
     assert names == {"domino_tp", "domino_tp_fork", "domino_tp_spawn"}
     module = CausalLM("llama")
@@ -255,3 +255,4 @@ def test_by_name() -> None:
     moved = [name for name, t in after.items() if not torch.equal(t, before[name])]
     assert len(moved) == len(before), "the parent gets the trained weights back, whole"
     assert isinstance(module.wrapped["lm"].lm_head, nn.Linear)
+    assert_saves_its_weights(trainer, module, tmp_path)

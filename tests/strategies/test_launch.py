@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_commfree
-from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.strategies.models import Tiny, assert_saves_its_weights, loader, quiet_trainer
 from tests.world import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +41,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     trainer.fit(module, loader(10 * 2 * 2), loader(4))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     assert not torch.equal(weights, before), "the parent gets the trained weights back"
+    assert_saves_its_weights(trainer, module, tmp_path_factory.mktemp("forked"))
     return weights.tolist()
 
 

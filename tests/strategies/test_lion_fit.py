@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
 from lightning_commfree.lion import buckets
-from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer, rank_loader
+from tests.strategies.models import (
+    Recorder,
+    Tiny,
+    assert_saves_its_weights,
+    loader,
+    quiet_trainer,
+    rank_loader,
+)
 from tests.world import run_ranks
 
 STEPS = 12
@@ -314,7 +321,7 @@ def test_groups_that_come_later_vote_too_and_sigterm_stops_all(tmp_path: Path) -
     Normed.load_from_checkpoint(tmp_path / "last.ckpt")
 
 
-def test_by_name() -> None:
+def test_by_name(tmp_path: Path) -> None:
     names = {name for name in StrategyRegistry.available_strategies() if "lion" in name}
     assert names == {"distributed_lion", "distributed_lion_fork", "distributed_lion_spawn"}
     module = Voter()
@@ -322,3 +329,4 @@ def test_by_name() -> None:
     trainer = quiet_trainer(strategy="distributed_lion_fork", devices=2, max_steps=3)
     trainer.fit(module, loader(16))
     assert not torch.equal(module.head.weight, before), "the parent gets the trained weights back"
+    assert_saves_its_weights(trainer, module, tmp_path)

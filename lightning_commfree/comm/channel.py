@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commfree.comm.crossings import Crossings
 from lightning_commfree.comm.ledger import (
     Ledger,
     all_gather_bytes,
@@ -205,6 +206,10 @@ class Channel:
                 is where nobody is lost.
         """
         return nullcontext() if self._watch is None else self._watch.naming(tag, computing)
+
+    def crossings(self) -> Crossings:
+        """Return this rank's crossings, to be passed in the same order on all of them."""
+        return Crossings(self._watch)
 
     def close(self) -> None:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""

@@ -19,6 +19,7 @@ accepts connections (its kernel does), therefore an *answer* is asked for:
 question `lost` (optional) reason by rank: what the asking rank has found out
 question `left` (optional) the rank that closes its channel, and what it has launched until then
 answer   `launched`        exchanges that the rank has launched on this channel
+answer   others            what the rank tells about itself (`tell`)
 ======== ================= =====================================================================
 
 While training goes well and an exchange takes less than `ANSWER_SECONDS`, nothing travels here but
@@ -34,7 +35,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lightning_commfree.comm.answering import (
     ANSWER_SECONDS,
@@ -44,26 +45,12 @@ from lightning_commfree.comm.answering import (
     Silence,
     ask,
 )
+from lightning_commfree.comm.works import Work, has_ended
 
 TAG = "peers"
-_SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices what it was told
 _NAMED = 50  # lost ranks in a message, which has to fit into a line
 _REASON_CHARACTERS = 250
 _ADVICE = "Restart all ranks from the last checkpoint."
-
-
-class Work(Protocol):
-    """A collective in flight; `torch.distributed.Work` is one."""
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
-
-    def wait(self, timeout: timedelta) -> Any:
-        """Block until it has ended, at most `timeout`.
-
-        Raises:
-            RuntimeError: it failed, or the time is over.
-        """
 
 
 class _GivenUpError(RuntimeError):
@@ -72,6 +59,7 @@ class _GivenUpError(RuntimeError):
 
 class _Answers(NamedTuple):
     launched: dict[int, int]  # by rank, of those that answer
+    told: dict[int, dict[str, Any]]  # whole answers of these
     gone: dict[int, str]  # reason by rank, of those that will never answer
     silent: dict[int, str]  # reason by rank, of those that did not answer now
 
@@ -91,15 +79,19 @@ class PeerWatch:
         timeout: how long `wait` waits. The peers are asked every `ANSWER_SECONDS`, the last time so
             early that the error comes within it.
         wider: of a channel with these ranks and others.
+
+    Attributes:
+        seconds: the timeout.
     """
 
     def __init__(self, rank: int, timeout: timedelta, wider: PeerWatch | None = None) -> None:
         self._rank = rank
         self._wider = wider
-        self._timeout = timeout.total_seconds()
-        self._patience = min(ANSWER_SECONDS, self._timeout / 2)
+        self.seconds = timeout.total_seconds()
+        self._patience = min(ANSWER_SECONDS, self.seconds / 2)
         self._launched = 0
         self._peers: dict[int, Card | None] = {}
+        self._told: dict[str, int] = {}
         self._left: dict[int, int] = {}  # by rank that closed its channel: what it had launched
         self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
         self._lock = threading.Lock()
@@ -150,7 +142,7 @@ class PeerWatch:
                 if _ADVICE in str(error):  # an exchange in the body has named them
                     raise
                 answers = self._ask()
-                gone = answers.lost if waited >= self._timeout else answers.gone
+                gone = answers.lost if waited >= self.seconds else answers.gone
                 if not gone and not self._lost:
                     raise
             raise self._failure(tag, waited, str(error), answers) from error
@@ -164,16 +156,16 @@ class PeerWatch:
         """
         start = time.monotonic()
         answers = None
-        last_s = self._timeout - self._patience
+        last_s = self.seconds - self._patience
         next_s = min(ANSWER_SECONDS, last_s)
         try:
-            while not all(map(_done, works)):
+            while not all(map(has_ended, works)):
                 waited = time.monotonic() - start
                 if self._lost:
                     raise _GivenUpError("another rank found out")
                 if self._closed:
                     raise _GivenUpError("the channel was closed on this rank")
-                if waited >= self._timeout:
+                if waited >= self.seconds:
                     raise _GivenUpError("timed out")
                 if waited >= next_s:
                     answers = self._ask()
@@ -213,6 +205,28 @@ class PeerWatch:
                 self._ask({"lost": self._lost}, skip=silent)
         return self._lost
 
+    def tell(self, **told: int) -> None:
+        """Add `told` to every answer from now on, in place of what was told before."""
+        self._told = told
+
+    def told(self, tag: str) -> dict[int, dict[str, Any]] | None:
+        """Ask every other rank what it tells about itself.
+
+        Returns:
+            By rank; of one that does not answer now, {}; of one that has closed its channel,
+            {"left": ...}. None where a rank has no address, so on all ranks alike.
+
+        Raises:
+            RuntimeError: a rank is gone; `tag` is what the error calls the question.
+        """
+        if not self._listener.runs or None in self._peers.values():
+            return None
+        answers = self._ask()
+        if self._lost or any(rank not in self._left for rank in answers.gone):
+            raise self._failure(tag, 0.0, "asked where it is", answers)
+        gone = {rank: {"left": self._left[rank]} for rank in answers.gone}
+        return answers.told | gone | {rank: {} for rank in answers.silent}
+
     # -- asking
 
     def _failure(
@@ -249,7 +263,7 @@ class PeerWatch:
     def _ask(self, news: Mapping[str, Any] | None = None, skip: Collection[int] = ()) -> _Answers:
         """Ask all peers at the same time, and tell them the `news`."""
         cards = {r: c for r, c in self._peers.items() if c is not None and r not in skip}
-        answers = _Answers({}, {}, {})
+        answers = _Answers({}, {}, {}, {})
         if not cards:
             return answers
         with ThreadPoolExecutor(max_workers=min(len(cards), 64)) as callers:
@@ -259,8 +273,9 @@ class PeerWatch:
             }
         for rank, call in calls.items():
             match call.result():
-                case {"launched": int(launched)}:
+                case {"launched": int(launched), **told}:
                     answers.launched[rank] = launched
+                    answers.told[rank] = {str(name): told[name] for name in told}
                 case Silence(gone=False, reason=reason):
                     answers.silent[rank] = reason
                 case Silence(reason=reason):
@@ -278,23 +293,12 @@ class PeerWatch:
                 self._learn({known[r]: str(reason) for r, reason in told.items() if r in known})
             case {"left": {"rank": int(rank), "launched": int(launched)}}:
                 self._left[rank] = launched
-        return {"launched": self._launched}
+        return {"launched": self._launched, **self._told}
 
     def _learn(self, lost: Mapping[int, str]) -> None:
         with self._lock:
             if not self._lost:
                 self._lost = {r: lost[r][:_REASON_CHARACTERS] for r in sorted(lost)[:_NAMED]}
-
-
-def _done(work: Work) -> bool:
-    """Wait for a slice of time; return whether `work` has ended, raise what it failed with."""
-    try:
-        work.wait(_SLICE)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait(_SLICE)  # it may have ended well just after the slice
-    return True
 
 
 def _first_line(text: str) -> str:

@@ -214,16 +214,22 @@ class NodeExchange:
         if verdict is not None:
             planes[: len(verdict.planes)] = verdict.planes
         # what another rank of the node has seen and this one has not
-        seen = [roll.stop, roll.drifted, roll.mistuned, verdict is None]
+        wishes, faults = [roll.stop, roll.ends, roll.goes_on], [roll.drifted, roll.mistuned]
+        seen = [*wishes, *faults, verdict is None]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
-        stop, drifted, mistuned, refused = flags[:, : len(seen)].bool().any(0).tolist()
+        anywhere = flags[:, : len(seen)].bool().any(0).tolist()
+        stop, ends, goes_on, drifted, mistuned, refused = anywhere
         within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
         roll = roll._replace(
-            stop=stop, drifted=drifted or within[0], mistuned=mistuned or within[1]
+            stop=stop,
+            ends=ends,
+            goes_on=goes_on,
+            drifted=drifted or within[0],
+            mistuned=mistuned or within[1],
         )
         if refused or roll.refuses(faults=False):
             return Result(roll, None)

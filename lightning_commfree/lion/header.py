@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_STOP, _ABSTAINS = 1, 2  # bits of a header's first word, below the number of zeros
+# Bits of a header's first word, below the number of zeros. A worker wants all to STOP; its own part
+# ENDS with this step, for its data are used up, or its will.
+STOP, _ABSTAINS, ENDS = 1, 2, 4
 _COUNT_FROM = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
@@ -22,7 +24,9 @@ _DIGEST_BITS = 32  # of parameters; the upper half of a header's second word is 
 class Roll(NamedTuple):
     """What all headers say together; the same on all workers."""
 
-    stop: bool  # somebody wants to stop
+    stop: bool  # somebody wants all to stop
+    ends: bool  # somebody's part ends with this step
+    goes_on: bool  # somebody's does not
     zeros: int  # the most votes of 0 of a worker that does not abstain
     abstaining: tuple[int, ...]  # workers
     faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
@@ -48,20 +52,20 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 
 
 def write_header(
-    out: Tensor, stop: bool, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
+    out: Tensor, wants: int, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
 ) -> None:
     """Fill a header without reading anything back from its device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        stop: whether this worker wants to stop.
+        wants: what this worker says for itself: `STOP`, `ENDS`, their sum, or 0.
         zeros: int64, no dimension: on how many places it votes 0.
         abstains: bool, no dimension: it leaves the whole bucket to the others.
         digest: as `join_digests` makes it, int64; 0: not asked for.
         marks: uint8, shape (parameters,): `HAS_GRADIENT` and `NONFINITE`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
-    words[0] = int(stop) * _STOP + abstains * _ABSTAINS + (zeros << _COUNT_FROM)
+    words[0] = wants + abstains * _ABSTAINS + (zeros << _COUNT_FROM)
     words[1] = digest
     out[_WORDS_BYTES:].zero_()
     out[_WORDS_BYTES : _WORDS_BYTES + marks.numel()] = marks
@@ -74,7 +78,9 @@ def read_headers(headers: Tensor, parameters: int) -> Roll:
     abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
     drifted, mistuned = differing([digest for _, digest in words])
     return Roll(
-        stop=any(flags & _STOP for flags, _ in words),
+        stop=any(flags & STOP for flags, _ in words),
+        ends=any(flags & ENDS for flags, _ in words),
+        goes_on=not all(flags & ENDS for flags, _ in words),
         zeros=max([flags >> _COUNT_FROM for flags, _ in words if not flags & _ABSTAINS] or [0]),
         abstaining=abstaining,
         faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),

@@ -70,14 +70,14 @@ class Poll:
         return self._exchange.bytes_by_tag
 
     def launch(
-        self, members: list[Member], step: int, stop: bool, background: Background
+        self, members: list[Member], step: int, wants: int, background: Background
     ) -> Flight:
         """Cast the ballot and let it go.
 
         Args:
             members: the bucket's parameters, in its order.
             step: how many steps came before.
-            stop: whether this worker wants all to stop.
+            wants: what this worker says for itself, as `write_header` takes it.
             background: where the exchange runs.
         """
         self._step = step
@@ -85,7 +85,7 @@ class Poll:
         due = every and step % every == 0
         tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
         value = join_digests(tuning, _digest(self.bucket) if due else 0)
-        raw, arrived = _to_host(cast_ballot(self.bucket, members, self._valid_there, stop, value))
+        raw, arrived = _to_host(cast_ballot(self.bucket, members, self._valid_there, wants, value))
         head = header_bytes(len(self.bucket))
         ballot = Ballot(raw[:head], *raw[head:].view(2, -1))
         job = partial(self._carry, ballot, arrived)

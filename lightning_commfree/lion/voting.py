@@ -23,6 +23,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG, Result
+from lightning_commfree.lion.header import ENDS, STOP
 from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
 from lightning_commfree.lion.poll import Flight, Poll
@@ -46,6 +47,8 @@ class Voting:
         step: steps that have been voted on.
         stop: asked at every launch: whether this worker wants all to stop.
         stop_agreed: whether some worker wanted to, at the last step; the same on all of them.
+        ends: asked at every launch: whether this worker takes no part after the step.
+        parted: whether after the last step some take no part and others do; the same on all.
         tally: what the votes were like.
     """
 
@@ -65,6 +68,8 @@ class Voting:
         self.step = 0
         self.stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
+        self.ends: Callable[[], bool] = lambda: False
+        self.parted = False
         self.tally = Tally()
         self._members = members
         self._background = Background(channel.ledger)
@@ -146,7 +151,9 @@ class Voting:
         for poll, flight in zip(self._polls, flights, strict=True):
             poll.check_gradients(flight)
         results = [flight.pending.wait() for flight in flights]
-        self.stop_agreed = any(result.roll.stop for result in results)
+        rolls = [result.roll for result in results]
+        self.stop_agreed = any(roll.stop for roll in rolls)
+        self.parted = any(roll.ends for roll in rolls) and any(roll.goes_on for roll in rolls)
         self._refuse(results)
         self.tally.begin_step()
         for poll, flight, (roll, verdict) in zip(self._polls, flights, results, strict=True):
@@ -183,7 +190,8 @@ class Voting:
     def _launch(self, index: int) -> None:
         members = self._members(self.buckets[index].parameters)
         poll = self._polls[index]
-        self._flights.append(poll.launch(members, self.step, self.stop(), self._background))
+        wants = STOP * self.stop() + ENDS * self.ends()
+        self._flights.append(poll.launch(members, self.step, wants, self._background))
 
     def _sent(self) -> Counter[str]:
         sent = self.channel.ledger.bytes_by_tag

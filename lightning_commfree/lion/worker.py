@@ -48,7 +48,7 @@ def hyperparameters(members: list[Member]) -> list[str]:
 
 
 def cast_ballot(
-    bucket: Bucket, members: list[Member], valid: Tensor, stop: bool, digest: Tensor | int
+    bucket: Bucket, members: list[Member], valid: Tensor, wants: int, digest: Tensor | int
 ) -> Tensor:
     """Write a worker's ballot on one bucket; nothing of the worker's state changes.
 
@@ -56,7 +56,7 @@ def cast_ballot(
         bucket: what is voted on.
         members: the bucket's parameters, in its order.
         valid: uint8, shape (bucket.plane_bytes,): the bits that are no padding.
-        stop: see `write_header`.
+        wants: see `write_header`.
         digest: see `write_header`.
 
     Returns:
@@ -88,7 +88,7 @@ def cast_ballot(
                     pack_bits_part(direction != 0, bucket.starts[i] + place, nonzero)
     else:
         nonzero.copy_(valid)
-    write_header(buffer[:head], stop, zeros, abstains, digest, marks)
+    write_header(buffer[:head], wants, zeros, abstains, digest, marks)
     return buffer
 
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.lion import DistributedLion, LionSettings, Voting, mean_momenta
+from lightning_commfree.strategies._common_end import CommonEnd
 from lightning_commfree.strategies._gradients import (
     agree_on_overflow,
     averaged_buffers,
@@ -95,6 +96,7 @@ class DistributedLionStrategy(ResumableStrategy):
         self.overlap = overlap
         self._voting: Voting | None = None
         self._overlaps = False
+        self._end = CommonEnd()
         self._averaged: set[str] = set()  # what DDP averages within a node, by name
 
     # -- the life of a fit
@@ -121,6 +123,7 @@ class DistributedLionStrategy(ResumableStrategy):
         self._join()
         self._averaged = self._trainable()
         assert self._world_channel is not None, "it is open while a fit runs"
+        self._end.install(trainer, self._world_channel)
         agree_on_overflow(self.precision_plugin, self._world_channel)
         why = why_gradients_change(trainer, self._module, self.precision_plugin)
         if self._group_size > 1:
@@ -165,6 +168,9 @@ class DistributedLionStrategy(ResumableStrategy):
     def _after_step(self, stop: bool) -> bool:
         assert self._voting is not None, "a step has been taken"
         stop_agreed, self._voting.stop_agreed = self._voting.stop_agreed, False
+        parted, self._voting.parted = self._voting.parted, False
+        if parted:
+            self._end.agree()
         return stop_agreed
 
     @override
@@ -192,6 +198,7 @@ class DistributedLionStrategy(ResumableStrategy):
 
     @override
     def teardown(self) -> None:
+        self._end.remove()
         if self._voting is not None:
             self._lion.leave()
             self._voting = None
@@ -295,7 +302,7 @@ class DistributedLionStrategy(ResumableStrategy):
         state = self._voting.state_dict() if self._voting else None
         node = self._group_channel
         self._voting = self._lion.join(named, self.channel, self.settings, node)
-        self._voting.stop = lambda: self._sigterm.requested
+        self._voting.stop, self._voting.ends = lambda: self._sigterm.requested, self._end.comes
         if state is not None:
             self._voting.load_state_dict(state)
 

@@ -142,7 +142,7 @@ class Worker:
     def cast(self) -> None:
         """Cast the ballots of all buckets."""
         for bucket, members, valid in zip(self._buckets, self._members, self._valid, strict=True):
-            cast_ballot(bucket, members, valid, stop=False, digest=0)
+            cast_ballot(bucket, members, valid, wants=False, digest=0)
 
     @torch.no_grad()
     def take(self) -> None:

@@ -11,6 +11,9 @@ nothing of the others, d(t) / M. The outer gradients d are what was sent, as eve
 them. Every replica therefore steps a global copy of its own, and drift is not looked for. With one
 replica this is DiLoCo without delay.
 
+A replica with NaN or Inf adds no part of its own, and where it abstains it takes its global copy at
+once: when the others learn of it, a cycle later, it is whole again.
+
 Averaged buffers are no gradients: their mean of one cycle ago becomes the global copy when it
 arrives, and until the first one the local buffers stay as they are.
 
@@ -28,6 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.diloco.exchange import cheaper_exchanges
+from lightning_commfree.diloco.finite import take_global
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
@@ -59,10 +63,13 @@ class EagerDiLoCo(StreamingDiLoCo):
         for p in launches:
             arrives = p in self._in_flight
             late, stopped = self._take_late(p)
-            self._launch(p, stop)
+            nonfinite = self._launch(p, stop)
             late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
             self.fragments[p].outer_step(late)
-            self.fragments[p].merge(self.settings.mix, buffers=arrives)
+            if self.settings.nonfinite == "abstain" and nonfinite:
+                self._begin_anew(p, take_global(self.fragments, p, self._replica))
+            else:
+                self.fragments[p].merge(self.settings.mix, buffers=arrives)
             stops.append(stopped)
         return stops
 
@@ -77,7 +84,7 @@ class EagerDiLoCo(StreamingDiLoCo):
         for p, (fragment, exchange) in enumerate(zip(self.fragments, self._fp32, strict=True)):
             self._send(p, exchange, fragment.local_values(), Header(stop, self.step, 0))
             arrival = self._receive(p)
-            self._settle(p, arrival.mean)
+            self._settle(p, arrival.mean, arrival)
             stops.append(arrival.stop)
         return stops
 
@@ -93,17 +100,20 @@ class EagerDiLoCo(StreamingDiLoCo):
         arrival = self._receive(p)
         fragment.average_buffers(arrival.mean)
         late = arrival.mean.clone()
-        late[: fragment.parameter_numel] -= own / self._channel.size
+        counted = self._channel.size - len(arrival.nonfinite)
+        late[: fragment.parameter_numel] -= own / counted
         return late, arrival.stop
 
     @override
-    def _launch(self, p: int, stop: bool) -> None:
+    def _launch(self, p: int, stop: bool) -> Tensor:
+        nonfinite = super()._launch(p, stop)
         gradient = self.fragments[p].outer_gradient()[: self.fragments[p].parameter_numel]
+        gradient.masked_fill_(nonfinite, 0.0)  # it counts for nothing here either
         size = self._wire.num_bytes(gradient.numel())
         sent = torch.empty(size, dtype=torch.uint8, device=gradient.device)
         self._wire.encode(gradient, out=sent)
         self._sent[p] = sent
-        super()._launch(p, stop)
+        return nonfinite
 
     def _own(self, p: int) -> Tensor:
         fragment = self.fragments[p]

@@ -19,9 +19,11 @@ Averaged buffers come behind the values, in fp32 and in either way exactly once:
 stay what they are (a rounded variance may be zero), and are few. Where all replicas hold the same
 number, that is the mean to the last bit. N counts the values in the wire format alone.
 
-A *header* of three int64 goes ahead of the values: whether the sender wants all to stop; its inner
-step; a digest of its global copy (0: none). The second message of the exchange by shards says what
-its sender saw in all headers, and carries its part of the gradients' inner products.
+A *header* of three int64 goes ahead of the values: whether the sender wants all to stop, and
+whether its values hold NaN or Inf; its inner step; a digest of its global copy (0: none). The
+second message of the exchange by shards says what its sender saw in all headers, and carries its
+part of the gradients' inner products. A replica with NaN or Inf is left out of the mean: the others
+are divided by their own number.
 
 Codes of values on a CUDA device are made there, on a stream of their own, and come down on it;
 where the channel wants them on the host, a thread beside the training waits for them and sends
@@ -42,7 +44,13 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.comm.staging import Staging
 from lightning_commfree.diloco.blocks import BLOCK
-from lightning_commfree.diloco.letter import Header, Letter, compare_headers
+from lightning_commfree.diloco.letter import (
+    Header,
+    Letter,
+    compare_headers,
+    merge_rolls,
+    others,
+)
 from lightning_commfree.diloco.outer import REPLICA_TAG
 from lightning_commfree.diloco.wire import WireFormat
 
@@ -52,11 +60,12 @@ TAG = "outer_gradient"
 class Arrival(NamedTuple):
     """What all replicas sent, put together; the same on all of them."""
 
-    mean: Tensor  # (N + E,), fp32
+    mean: Tensor  # (N + E,), fp32, over the K replicas that are finite
     stop: bool  # somebody wants to stop
     drifted: bool  # the digests differ
     steps_differ: bool  # the messages are of different inner steps
-    gram: Tensor  # (M, M), fp32: inner products of the replicas' outer gradients, as decoded
+    nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
+    gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, replica: Channel) -> Arrival:
         """Return what all ranks of a replica have learnt, each of them from its shard's peers.
@@ -68,7 +77,7 @@ class Arrival(NamedTuple):
         all_of_them = replica.all_gather(mine, REPLICA_TAG).wait().cpu()
         stop, drifted, differ = (bool(flag) for flag in all_of_them[:, :3].any(dim=0))
         gram = all_of_them[:, 3:].sum(dim=0).view_as(self.gram)
-        return Arrival(self.mean, stop, drifted, differ, gram)
+        return Arrival(self.mean, stop, drifted, differ, self.nonfinite, gram)
 
     @property
     def norm(self) -> float:
@@ -77,7 +86,7 @@ class Arrival(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """Cosine similarity of two replicas' outer gradients, mean over all pairs; 1 for M = 1."""
+        """Cosine similarity of two replicas' outer gradients, mean over all pairs; 1 for K = 1."""
         norms_M = self.gram.diagonal().sqrt()
         cosines_MM = self.gram / torch.outer(norms_M, norms_M).clamp(min=1e-30)
         size = len(norms_M)
@@ -177,11 +186,11 @@ class GatherExchange:
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
-        headers_M3 = self._letter.headers(arrived)
-        on_device = arrived.to(device)
-        mean, gram_MM = self._letter.average(on_device)
+        roll = compare_headers(self._letter.headers(arrived))
+        on_device = others(arrived, roll.nonfinite).to(device)
+        mean, gram_KK = self._letter.average(on_device)
         mean = _joined(mean, self._letter.average_exact(on_device))
-        return Arrival(mean, *compare_headers(headers_M3), gram_MM)
+        return Arrival(mean, *roll, gram_KK)
 
     def _write(self, values: Tensor, header: Header) -> Tensor:
         return self._letter.write(values[: self._numel], values[self._numel :], header)
@@ -231,15 +240,14 @@ class ShardExchange:
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
-        headers_M3 = self._down.headers(arrived)
+        roll = merge_rolls(self._down.headers(arrived))
         on_device = arrived.to(device)
         values = self._down.values(on_device).view(-1)[: self._numel]
         exact = self._down.exact(on_device).flatten()[: self._exact]
         mean = _joined(values, exact)
-        size = self._channel.size
-        gram_MM = self._down.extra(on_device).sum(0).view(size, size)
-        stop, drifted, differ = (bool(column.any()) for column in headers_M3.unbind(1))
-        return Arrival(mean, stop, drifted, differ, gram_MM)
+        size = self._channel.size - len(roll.nonfinite) or self._channel.size
+        gram_KK = self._down.extra(on_device).sum(0)[: size**2].view(size, size)
+        return Arrival(mean, *roll, gram_KK)
 
     def _shards(self, values: Tensor, numel: int) -> Tensor:
         """Return `values` filled up with zeros, a row of `numel` for each replica."""
@@ -249,11 +257,14 @@ class ShardExchange:
     def _carry(self, letters: Callable[[], Tensor]) -> Callable[[], Tensor]:
         def carry() -> Tensor:
             received = self._channel.all_to_all(letters(), TAG).wait()
-            stop, drifted, differ = compare_headers(self._up.headers(received))
-            mean, gram_MM = self._up.average(received)
-            seen = Header(stop, int(drifted), int(differ))
-            exact = self._up.average_exact(received)
-            message = self._down.write(mean, exact, seen, extra=gram_MM.flatten())
+            roll = compare_headers(self._up.headers(received))
+            counted = others(received, roll.nonfinite)
+            mean, gram_KK = self._up.average(counted)
+            own = self._channel.rank in roll.nonfinite
+            seen = Header(roll.stop, int(roll.drifted), int(roll.steps_differ), own)
+            exact = self._up.average_exact(counted)
+            extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))
+            message = self._down.write(mean, exact, seen, extra=extra)
             return self._channel.all_gather(message, TAG).wait()
 
         return carry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,19 +12,35 @@ from lightning_commfree.diloco.blocks import pieces
 from lightning_commfree.diloco.wire import WireFormat, decode
 
 _HEADER_BYTES = 3 * 8
+_STOP, _NONFINITE = 1, 2  # bits of the first word
 
 
 class Header(NamedTuple):
-    """What travels ahead of a replica's values."""
+    """What travels ahead of a replica's values; tensors in it are not waited for."""
 
     stop: bool
     step: int
-    digest: Tensor | int  # int64; as a tensor it is not waited for
+    digest: Tensor | int  # int64
+    nonfinite: Tensor | bool = False  # the values hold NaN or Inf
+
+    @property
+    def words(self) -> tuple[Tensor | int, ...]:
+        """As it travels: flags, step, digest."""
+        return self.stop * _STOP + self.nonfinite * _NONFINITE, self.step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return the values and, if it is a tensor beside them, the digest."""
-        beside = isinstance(self.digest, Tensor) and self.digest.device == values.device
-        return [values, self.digest] if beside else [values]  # type: ignore[list-item]
+        """Return the values and those tensors of the header that live beside them."""
+        beside = [word for word in (self.digest, self.nonfinite) if isinstance(word, Tensor)]
+        return [values, *(word for word in beside if word.device == values.device)]
+
+
+class Roll(NamedTuple):
+    """What all headers say together."""
+
+    stop: bool  # somebody wants to stop
+    drifted: bool  # the digests differ
+    steps_differ: bool
+    nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
 
 
 class Letter:
@@ -57,7 +74,9 @@ class Letter:
         message = torch.empty(self.num_bytes, dtype=torch.uint8, device=values.device)
         message[: self._payload_at].zero_()
         message[self._payload_end :].zero_()
-        for word, value in zip(message[:_HEADER_BYTES].view(torch.int64), header, strict=True):
+        for word, value in zip(
+            message[:_HEADER_BYTES].view(torch.int64), header.words, strict=True
+        ):
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))  # neither is waited for
         if extra is not None:
@@ -128,7 +147,31 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
     return out.div_(size)
 
 
-def compare_headers(headers_M3: Tensor) -> tuple[bool, bool, bool]:
-    """Return: somebody wants to stop; the digests differ; the steps differ."""
-    stops, steps, digests = headers_M3.unbind(1)
-    return bool(stops.any()), bool((digests != digests[0]).any()), bool((steps != steps[0]).any())
+def compare_headers(headers_M3: Tensor) -> Roll:
+    """Put the headers of all replicas together; int64, shape (M, 3), in host memory."""
+    flags, steps, digests = headers_M3.unbind(1)
+    drifted, differ = ((words != words[0]).any() for words in (digests, steps))
+    return Roll(_any_stops(flags), bool(drifted), bool(differ), _nonfinite(flags))
+
+
+def merge_rolls(headers_M3: Tensor) -> Roll:
+    """Put together what replicas say of the headers that they have seen, in headers of their own.
+
+    Their step stands for "drifted" and their digest for "steps differ"; the rest is each one's own.
+    """
+    flags, drifted, differ = headers_M3.unbind(1)
+    return Roll(_any_stops(flags), bool(drifted.any()), bool(differ.any()), _nonfinite(flags))
+
+
+def others(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
+    """Return the messages that count: without those of `nonfinite`; all where there is no other."""
+    counted = [m for m in range(len(messages)) if m not in nonfinite]
+    return messages[counted] if 0 < len(counted) < len(messages) else messages
+
+
+def _any_stops(flags_M: Tensor) -> bool:
+    return bool((flags_M & _STOP).any())
+
+
+def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
+    return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())

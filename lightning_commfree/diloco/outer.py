@@ -7,6 +7,7 @@ of the next outer gradient: replicas would drift apart.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -98,14 +99,14 @@ class OuterFragment:
         buffers = [self._module.get_buffer(name) for name in self.fragment.buffers]
         return [tensor.detach() for tensor in [*parameters, *buffers]]
 
-    def outer_gradient(self) -> Tensor:
+    def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return what leaves for the other replicas: fp32, shape (S,), a new tensor.
 
         Of parameters global copy minus local copy, old minus new. Of buffers the local values
         themselves: they are averaged and not stepped, and a rounded difference could make a
-        variance negative.
+        variance negative. `local` is the local copy where the module holds another one now.
         """
-        gradient = self.local_values()
+        gradient = self.local_values(local)
         parameters = gradient[: self.parameter_numel]
         outer = self.global_copy[: self.parameter_numel].to(gradient.device, non_blocking=True)
         torch.sub(outer, parameters, out=parameters)
@@ -232,9 +233,10 @@ class OuterFragment:
         shards = self._replica.all_gather(self.global_copy.to(self._replica.device), REPLICA_TAG)
         return shards.wait().to(self.global_copy.device).view(-1)[: sum(self._sizes)]
 
-    def local_values(self) -> Tensor:
+    def local_values(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""
-        flat = torch.cat([local.reshape(-1).float() for local in self.local])
+        tensors = self.local if local is None else local
+        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         if self._replica.size == 1:
             return flat
         start = self._replica.rank * self.shard_numel

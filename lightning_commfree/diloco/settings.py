@@ -15,6 +15,7 @@ from lightning_commfree.diloco.wire import WIRE_FORMATS
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
 EAGER = "eager"
+NONFINITE = ("raise", "abstain")
 
 
 def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
@@ -39,6 +40,7 @@ class DiLoCoSettings:
     wire_dtype: str
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
+    nonfinite: str = "raise"
     check_drift_every: int = 1
     outer_device: str | None = None
 
@@ -125,6 +127,11 @@ class DiLoCoSettings:
             raise ValueError(
                 f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"
                 " one replica."
+            )
+        if self.nonfinite not in NONFINITE:
+            raise ValueError(
+                f"`nonfinite={self.nonfinite!r}` is unknown. Choose one of"
+                f" {', '.join(map(repr, NONFINITE))}."
             )
         if self.outer_device not in (None, "cpu"):
             raise ValueError(

@@ -16,38 +16,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.diloco.exchange import Arrival, Exchange, cheaper_exchanges
+from lightning_commfree.diloco.finite import begin_anew, is_nonfinite, refuse_to_save, take_global
 from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.landing import Flight, Landing, refuse_landing
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.swap import Swap
 from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
-
-
-class Landing(NamedTuple):
-    """One fragment's latest landing."""
-
-    gradient_norm: float  # of the mean outer gradient
-    cosine: float  # similarity of the replicas' outer gradients, mean over the pairs
-    outer_lr: float  # with which the outer step was taken; 1 for the mean at the end of a fit
-    flight_s: float  # seconds from launch to landing
-    waited_s: float  # seconds of it in which the training stood still
-    num_bytes: int  # sent by this replica
-
-
-class _Flight(NamedTuple):
-    exchange: Exchange
-    pending: Pending[Tensor]
-    launched_s: float  # on the clock of `time.perf_counter`
 
 
 class StreamingDiLoCo:
@@ -69,6 +55,7 @@ class StreamingDiLoCo:
         fragments: one `OuterFragment` per fragment.
         schedule: when they launch and land.
         landings: the latest `Landing` by fragment.
+        optimizers: the inner ones, whose state is reset where a replica abstains.
         swap: puts the outer weights into the module for a while.
         settings: as above.
     """
@@ -93,6 +80,7 @@ class StreamingDiLoCo:
         self._names = [fragment.parameters for fragment in fragments]
         self._exchanged = {name for fragment in fragments for name in fragment.parameters}
         self.landings: dict[int, Landing] = {}
+        self.optimizers: Sequence[Optimizer] = ()
         self._channel = channel
         self._wire = WIRE_FORMATS[settings.wire_dtype]
         devices = {fragment.global_copy.device for fragment in self.fragments}
@@ -103,7 +91,7 @@ class StreamingDiLoCo:
         self._background = Background(channel.ledger)
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
         self._exchanges = cheaper_exchanges(channel, self._background, self._wire, sizes)
-        self._in_flight: dict[int, _Flight] = {}  # by fragment, in the order of launch
+        self._in_flight: dict[int, Flight] = {}  # by fragment, in the order of launch
         self.swap = Swap(self.fragments)
 
     @torch.no_grad()
@@ -148,6 +136,13 @@ class StreamingDiLoCo:
         if swapped:
             self.swap.put_in()
         return any(stops)
+
+    @torch.no_grad()
+    def refuse_to_save(self, world: Channel) -> None:
+        """See that a checkpoint would hold finite weights; see `finite.refuse_to_save`."""
+        self.wait_in_flight()
+        rule = self.settings.nonfinite
+        refuse_to_save(self.fragments, self.swap.local, rule, self.step, world)
 
     def close(self) -> None:
         """End the thread of the exchanges; what is in flight is given up."""
@@ -214,7 +209,7 @@ class StreamingDiLoCo:
         for tensor, saved in zip(self.swap.local, state["local"], strict=True):
             tensor.copy_(saved)
         self._in_flight = {
-            p: _Flight(self._exchanges[p], Pending.here(arrived), time.perf_counter())
+            p: Flight(self._exchanges[p], Pending.here(arrived), time.perf_counter())
             for p, arrived in state["in_flight"].items()
         }
 
@@ -231,30 +226,44 @@ class StreamingDiLoCo:
         for p, fragment in enumerate(self.fragments):
             self._launch(p, stop)
             arrival = self._receive(p)
-            self._settle(p, fragment.local_mean(arrival.mean))
+            self._settle(p, fragment.local_mean(arrival.mean), arrival)
             stops.append(arrival.stop)
         return stops
 
-    def _settle(self, p: int, local_mean: Tensor) -> None:
+    def _settle(self, p: int, local_mean: Tensor, arrival: Arrival) -> None:
         """Take the mean of a last round, which is an outer step of learning rate 1 as it were."""
         self.fragments[p].settle(None if self._channel.size == 1 else local_mean)
         self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
+        if self._channel.rank in arrival.nonfinite:
+            self._begin_anew(p, [p])
 
-    def _launch(self, p: int, stop: bool) -> None:
+    def _launch(self, p: int, stop: bool) -> Tensor:
         gradient = self.fragments[p].outer_gradient()
-        self._send(p, self._exchanges[p], gradient, Header(stop, self.step, self._digest(p)))
+        header = Header(stop, self.step, self._digest(p))
+        return self._send(p, self._exchanges[p], gradient, header)
 
-    def _send(self, p: int, exchange: Exchange, values: Tensor, header: Header) -> None:
+    def _send(self, p: int, exchange: Exchange, values: Tensor, header: Header) -> Tensor:
+        """Launch the values; return whether they hold NaN or Inf: bool, no dimension."""
         assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
-        pending = exchange.launch(values, header)
-        self._in_flight[p] = _Flight(exchange, pending, time.perf_counter())
+        nonfinite = is_nonfinite(self.fragments[p], values, self._replica)
+        pending = exchange.launch(values, header._replace(nonfinite=nonfinite))
+        self._in_flight[p] = Flight(exchange, pending, time.perf_counter())
+        return nonfinite
 
     def _land(self, p: int, mix: float) -> bool:
         arrival = self._receive(p)
         self.fragments[p].outer_step(arrival.mean)
         self.fragments[p].average_buffers(arrival.mean)
-        self.fragments[p].merge(mix)
+        if self._channel.rank in arrival.nonfinite:
+            self._begin_anew(p, take_global(self.fragments, p, self._replica))
+        else:
+            self.fragments[p].merge(mix)
         return arrival.stop
+
+    def _begin_anew(self, p: int, taken: Sequence[int]) -> None:
+        names = [name for q in taken for name in self._names[q]]
+        parameters = map(self._module.get_parameter, names)
+        begin_anew(self.optimizers, parameters, p, self.step, taken)
 
     def _receive(self, p: int) -> Arrival:
         flight = self._in_flight.pop(p)
@@ -265,27 +274,9 @@ class StreamingDiLoCo:
         arrival = exchange.read(arrived, fragment.global_copy.device)
         if self._replica is not None and self._replica.size > 1:
             arrival = arrival.shared_within(self._replica)
-        if arrival.steps_differ:
-            raise RuntimeError(
-                f"The replicas are at different inner steps: the messages of fragment {p} that"
-                f" landed after step {self.step} left after different ones. Every replica must see"
-                " as many batches, and resume from the same checkpoint."
-            )
-        if arrival.drifted:
-            raise RuntimeError(
-                f"The replicas' global copies of fragment {p} differ, which landed after inner step"
-                f" {self.step}: {', '.join(self._names[p])}. They were equal when the fit began, so"
-                " something but the strategy has changed them, or a replica computes wrongly."
-                " Resume from a checkpoint before it."
-            )
-        self.landings[p] = Landing(
-            arrival.norm,
-            arrival.cosine,
-            float(fragment.optimizer.param_groups[0]["lr"]),
-            time.perf_counter() - flight.launched_s,
-            waited_s,
-            exchange.num_bytes,
-        )
+        refuse_landing(arrival, p, self._names[p], self.step, self._channel, self.settings)
+        lr = float(fragment.optimizer.param_groups[0]["lr"])
+        self.landings[p] = Landing.of(arrival, flight, lr, waited_s, self.landings.get(p))
         return arrival
 
     def _digest(self, p: int) -> Tensor | int:

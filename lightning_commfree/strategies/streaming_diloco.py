@@ -68,6 +68,10 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         replica_size: k, consecutive ranks that form one replica: ordinary data parallelism (DDP)
             inside it, with `devices=k, num_nodes=M` one replica per node. Each of its ranks holds
             and exchanges 1/k of the outer state.
+        nonfinite: what happens when a replica's weights hold NaN or Inf as a fragment of them
+            leaves. "raise": all ranks stop and name it, and no checkpoint with such weights is
+            written. "abstain": it does not count in that fragment's mean and goes on from the
+            global copy; see `lightning_commfree.diloco.finite`.
         check_drift_every: cycles from one comparison of the replicas' global copies to the next,
             by a hash that travels with the exchange; a difference ends the fit. 0: never.
         outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory: 8 bytes
@@ -89,9 +93,10 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
     """
 
-    _free_at_resume = frozenset({"check_drift_every"})  # it looks, and changes nothing
+    # the one looks and changes nothing; the other may be what a run that has stopped goes on with
+    _free_at_resume = frozenset({"check_drift_every", "nonfinite"})
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them
         self,
         sync_every: int = 100,
         num_fragments: int | None = None,
@@ -101,6 +106,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         wire_dtype: str = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
+        nonfinite: str = "raise",
         check_drift_every: int = 1,
         outer_device: str | None = None,
         **ddp_kwargs: Any,
@@ -115,6 +121,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             wire_dtype,
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
+            nonfinite,
             check_drift_every,
             outer_device,
         )
@@ -168,6 +175,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._diloco = algorithm(
             module, self._fragments, self.settings, self.channel, self._group_channel
         )
+        self._diloco.optimizers = self.optimizers
         # a factory cannot be compared, what it makes can
         assert self._world_channel is not None, "it is open while a fit runs"
         check_agreement(self._world_channel, self._diloco.outer_facts())
@@ -214,6 +222,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
                 ("flight_ms", 1e3 * landing.flight_s),
                 ("waited_ms", 1e3 * landing.waited_s),
                 ("bytes", float(landing.num_bytes)),
+                ("abstentions", float(landing.abstentions)),
             )
         }
 
@@ -269,6 +278,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         if self._diloco is not None and not self._stopped_by_hand():
+            assert self._world_channel is not None, "it is open while a fit runs"
+            self._diloco.refuse_to_save(self._world_channel)
             self._report_unlanded("checkpoint")
             if self._finished_at != self._diloco.step:
                 weights_only = "optimizer_states" not in checkpoint

@@ -26,7 +26,9 @@ class SerialDiLoCo:
         mix: float,
         make_outer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         through_the_wire: Callable[[Tensor], Tensor] = lambda delta: delta,
+        inner_optimizers: Sequence[torch.optim.Optimizer] = (),  # given: a sick replica abstains
     ) -> None:
+        self.inner_optimizers = inner_optimizers
         self.modules, self.inner_step, self.fragments = modules, inner_step, fragments
         self.sync_every, self.overlap_steps, self.mix = sync_every, overlap_steps, mix
         self.through_the_wire = through_the_wire
@@ -71,13 +73,14 @@ class SerialDiLoCo:
         for name in self.fragments[p]:
             locals_ = [module.get_parameter(name) for module in self.modules]
             if len(locals_) > 1:
-                total = deltas[0][name].clone()
-                for delta in deltas[1:]:
-                    total = total + delta[name]
-                mean = self.outer[name] - total / len(deltas)
+                counted = [delta[name] for delta in self.healthy(deltas)]
+                mean = self.outer[name] - self.mean(counted)
                 for local in locals_:
                     local.copy_(mean)
             self.outer[name].copy_(locals_[0])
+        for m, delta in enumerate(deltas):
+            if self.abstains(delta):
+                self.forget(m, self.fragments[p])
 
     @torch.no_grad()
     def deltas(self, p: int) -> list[dict[str, Tensor]]:
@@ -92,15 +95,45 @@ class SerialDiLoCo:
     @torch.no_grad()
     def land(self, p: int, deltas: list[dict[str, Tensor]], mix: float) -> None:
         for name in self.fragments[p]:
-            total = deltas[0][name].clone()
-            for delta in deltas[1:]:
-                total = total + delta[name]
-            self.outer[name].grad = total / len(deltas)
+            self.outer[name].grad = self.mean([delta[name] for delta in self.healthy(deltas)])
         self.optimizers[p].step()
-        for name in self.fragments[p]:
-            for module in self.modules:
+        for m, module in enumerate(self.modules):
+            weight = 0.0 if self.abstains(deltas[m]) else mix
+            for name in self.fragments[p]:
                 local = module.get_parameter(name)
-                if mix == 0.0:
+                if weight == 0.0:
                     local.copy_(self.outer[name])
-                elif mix < 1.0:
-                    local.copy_(torch.lerp(local.float(), self.outer[name], 1.0 - mix))
+                elif weight < 1.0:
+                    local.copy_(torch.lerp(local.float(), self.outer[name], 1.0 - weight))
+            if self.abstains(deltas[m]):
+                self.recover(m, p)
+
+    def mean(self, tensors: Sequence[Tensor]) -> Tensor:
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total = total + tensor
+        return total / len(tensors)
+
+    def abstains(self, delta: dict[str, Tensor]) -> bool:
+        finite = all(bool(tensor.isfinite().all()) for tensor in delta.values())
+        return bool(self.inner_optimizers) and not finite
+
+    def healthy(self, deltas: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        return [delta for delta in deltas if not self.abstains(delta)]
+
+    def recover(self, m: int, p: int) -> None:
+        """The replica also takes the other fragments in which it holds NaN; its inner optimizer
+        forgets what it knows of parameters in all of them, where that is not finite."""
+        for q, names in enumerate(self.fragments):
+            local = {name: self.modules[m].get_parameter(name) for name in names}
+            if q != p and not self.abstains(local):
+                continue
+            for name, parameter in local.items():
+                parameter.copy_(self.outer[name])
+            self.forget(m, names)
+
+    def forget(self, m: int, names: Sequence[str]) -> None:
+        for parameter in map(self.modules[m].get_parameter, names):
+            state = self.inner_optimizers[m].state.get(parameter, {})
+            if not all(bool(torch.as_tensor(t).isfinite().all()) for t in state.values()):
+                del self.inner_optimizers[m].state[parameter]

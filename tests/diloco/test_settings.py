@@ -21,6 +21,7 @@ LEGAL: dict[str, Any] = {
     "wire_dtype": "fp4",
     "outer_optimizer": default_outer_optimizer,
     "replica_size": 1,
+    "nonfinite": "raise",
     "check_drift_every": 1,
     "outer_device": None,
 }
@@ -41,6 +42,7 @@ def make(**changes: Any) -> DiLoCoSettings:
         {"overlap_steps": "eager"},
         {"check_drift_every": 0},
         {"outer_device": "cpu"},
+        {"nonfinite": "abstain"},
         {"mix": 0},
         {"mix": 1.0},
         *[{"fragment_pattern": pattern} for pattern in ("sequential", "balanced")],
@@ -55,6 +57,7 @@ def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
 
 
 REFUSED = [
+    ({"nonfinite": "skip"}, r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'"),
     ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),
     ({"check_drift_every": -1}, r"`check_drift_every=-1` must be 0 \(never\) or more"),
     ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),

@@ -35,6 +35,11 @@ from tests.world import run_ranks
             "`wire_dtype='fp8'` is unknown. Choose one of 'fp32', 'bf16', 'int8', 'fp4'.",
         ),
         ({"mix": 1.5}, ValueError, "`mix=1.5` is outside [0, 1]. It is the weight of the local"),
+        (
+            {"nonfinite": "skip"},
+            ValueError,
+            "`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'.",
+        ),
         ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
         ({"num_fragments": 0}, ValueError, "`num_fragments=0` must be at least 1, or None"),
         ({"outer_optimizer": 0.4}, TypeError, "`outer_optimizer` must be a factory"),

@@ -60,7 +60,7 @@ ALWAYS = {
     "epoch",
 }
 COMM = {"comm/bytes_per_step", "comm/exposed_ms", "comm/compression"}
-OUTER = ("bytes", "cosine", "flight_ms", "gradient_norm", "lr", "waited_ms")
+OUTER = ("abstentions", "bytes", "cosine", "flight_ms", "gradient_norm", "lr", "waited_ms")
 DILOCO = ALWAYS | COMM | {f"outer/{name}_{fragment}" for name in OUTER for fragment in (0, 1)}
 VOTE = ("ties", "zeros", "agreement", "bits_up", "bits_down", "abstentions")
 LION = ALWAYS | COMM | {f"lion/{name}" for name in VOTE}

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TypeVar
 
 R = TypeVar("R")
+V = TypeVar("V")
 
 
 def made(
@@ -16,21 +17,21 @@ def made(
     jobs: int,
     losses: dict[R, float],
     planned: Callable[[], Iterable[R]],
-    run: Callable[[R], float],
+    run: Callable[[R], V],
     seconds: float,
-) -> Iterator[tuple[R, float]]:
-    """Make what is missing and yield each run with its loss when it is done.
+) -> Iterator[tuple[R, V]]:
+    """Make what is missing and yield each run with what came of it when it is done.
 
     Args:
         pool: where `run` is called.
         jobs: how many at once.
         losses: of the runs so far; the caller adds each one that is yielded.
         planned: returns all runs in their order, as far as `losses` allows to know them.
-        run: one run's validation loss.
+        run: makes one; its validation loss, or several.
         seconds: begin no run later.
     """
     end = time.monotonic() + seconds
-    flying: dict[Future[float], R] = {}
+    flying: dict[Future[V], R] = {}
     while True:
         begun = {*losses, *flying.values()}
         free = jobs - len(flying) if time.monotonic() < end else 0

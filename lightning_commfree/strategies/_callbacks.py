@@ -13,12 +13,7 @@ _OF_REPLICAS = (
     "it averages the local weights of each replica, and would leave different ones on every rank"
 )
 _OF_PARTS = "it copies the whole model before the ranks have divided it"
-REPLICAS = {
-    **dict.fromkeys(_AVERAGES, _OF_REPLICAS),
-    "LearningRateFinder": (
-        "it trains, then puts the module's weights back and leaves the strategy's copies of them"
-    ),
-}
+REPLICAS = dict.fromkeys(_AVERAGES, _OF_REPLICAS)
 PARTS = dict.fromkeys(_AVERAGES, _OF_PARTS)
 
 

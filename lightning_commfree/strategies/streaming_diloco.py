@@ -30,6 +30,7 @@ from lightning_commfree.strategies._outer_weights import copies, refuse_written,
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._shadows import Shadows
 from lightning_commfree.strategies._start import common_start
+from lightning_commfree.strategies._trial import let_finders_try
 
 
 class StreamingDiLoCoStrategy(ResumableStrategy):
@@ -188,6 +189,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
                 return checkpoint if self._diloco is None else copies(checkpoint, self._diloco)
 
         self._shadows.put(connector, "dump_checkpoint", dump_settled)
+        let_finders_try(self, trainer, self._shadows)
         self._finished_at = None
         self._early_saves = EarlySaves()
         self._unlanded_reported = False

@@ -182,7 +182,6 @@ def test_another_outer_learning_rate_is_said_at_resume(played: Any) -> None:
 
 REFUSED = [
     callbacks.StochasticWeightAveraging(swa_lrs=0.1),
-    callbacks.LearningRateFinder(),
     *([callbacks.WeightAveraging()] if hasattr(callbacks, "WeightAveraging") else []),
 ]
 

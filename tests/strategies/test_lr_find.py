@@ -1,0 +1,163 @@
+"""Lightning's learning-rate finder: a fit that has searched goes on as one that has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+
+from lightning_commfree import (
+    DistributedLion,
+    DistributedLionStrategy,
+    DominoTPStrategy,
+    StreamingDiLoCoStrategy,
+)
+from tests.strategies.causal_lm import CausalLM
+from tests.strategies.causal_lm import loader as words
+from tests.strategies.models import Recorder, Tiny, quiet_trainer, rank_loader
+from tests.world import run_ranks
+
+TRIED = 8
+
+
+class Normed(Tiny):
+    """With running statistics, and clipping's norms to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(x)))
+
+
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=self.lr / 10)
+
+
+class Finder(LearningRateFinder):
+    """Searches when the fit begins, or when an epoch does, and keeps the learning rate."""
+
+    def __init__(self, epoch: int | None = None) -> None:
+        super().__init__(num_training_steps=TRIED, update_attr=False, early_stop_threshold=None)
+        self.epoch = epoch
+        self.sent: list[int] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.epoch is None:
+            self._find(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == self.epoch:
+            self._find(trainer, pl_module)
+
+    def _find(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        sent = trainer.strategy.ledger.bytes_sent
+        self.lr_find(trainer, pl_module)
+        self.sent.append(trainer.strategy.ledger.bytes_sent - sent)
+
+
+def fit(rank: int, size: int, folder: Path, module: Any, strategy: Any, *finders: Any) -> Any:
+    recorder = Recorder()
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        max_epochs=3,
+        gradient_clip_val=1.0,
+        callbacks=[*finders, recorder],
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+    )
+    text = isinstance(module, CausalLM)  # all ranks of a tensor group read the same
+    trainer.fit(module, words(40, 4) if text else rank_loader(40, 2, rank, size))
+    found = [finder.optimal_lr.results for finder in finders]
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return recorder.local, recorder.outer, state, found, [finder.sent for finder in finders]
+
+
+STRATEGIES: dict[str, Any] = {
+    "diloco": (Normed, lambda: StreamingDiLoCoStrategy(sync_every=6, overlap_steps=4)),
+    "eager": (Normed, lambda: StreamingDiLoCoStrategy(sync_every=6, overlap_steps="eager")),
+    "lion": (Voter, DistributedLionStrategy),
+    "domino": (CausalLM, DominoTPStrategy),
+}
+# in the second of three epochs a fragment is in flight, and every replica has an optimizer state
+CASES = [*((name, None) for name in STRATEGIES), ("diloco", 1), ("eager", 1)]
+
+
+def many(rank: int, size: int, folder: Path) -> Any:
+    plain = {
+        name: fit(rank, size, folder, module(), strategy())
+        for name, (module, strategy) in STRATEGIES.items()
+    }
+    outcomes = {}
+    for name, epoch in CASES:
+        module, strategy = STRATEGIES[name]
+        outcomes[name, epoch] = fit(rank, size, folder, module(), strategy(), Finder(epoch))
+    return plain, outcomes
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("lr_find")
+    torch.compile(nn.Linear(1, 1))  # imports for seconds: here, and not on every rank
+    return run_ranks(many, 2, folder, folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_search_leaves_nothing_behind(ranks: Any, case: tuple[str, int | None]) -> None:
+    found = []
+    for plain, outcomes in ranks:
+        (local, outer, state, _, _), (expected, expected_outer, expected_state, _, _) = (
+            outcomes[case],
+            plain[case[0]],
+        )
+        tried = slice(len(local) - len(expected), None)  # the recorder is away in the search
+        assert len(local) == len(expected)
+        for got, wanted in zip(local[tried], expected, strict=True):
+            for name in wanted:
+                assert torch.equal(got[name], wanted[name]), name
+        for fragments, wanted in zip(outer, expected_outer, strict=True):
+            assert all(map(torch.equal, fragments, wanted))
+        for name in expected_state:
+            assert torch.equal(state[name], expected_state[name]), name
+        found.append(outcomes[case][3][0])
+    assert found[0] == found[1]
+    assert len(found[0]["lr"]) == TRIED
+    assert len(set(found[0]["loss"])) > TRIED // 2, "it trained"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in ("diloco", "eager")])
+def test_replicas_exchange_nothing_in_a_search(ranks: Any, case: Any) -> None:
+    for _, outcomes in ranks:
+        assert outcomes[case][4] == [[0]]
+
+
+def tune(rank: int, size: int, folder: Path) -> Any:
+    module = Tiny()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    strategy = StreamingDiLoCoStrategy(sync_every=4)
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=2, default_root_dir=folder)
+    data = rank_loader(40, 2, rank, size)
+    found = Tuner(trainer).lr_find(module, data, num_training=30, early_stop_threshold=None)
+    assert found is not None
+    after = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    searched = (module.lr, found.suggestion())
+    trainer.fit(module, data)
+    return before, after, searched, trainer.global_step, list(folder.iterdir())
+
+
+def test_tuner(tmp_path: Path) -> None:
+    (folder := tmp_path / "here").mkdir()
+    ((before, after, (lr, suggested), steps, left),) = run_ranks(tune, 1, tmp_path, folder)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert lr == suggested != 1e-2
+    assert steps == 2 * 20
+    assert left == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,8 @@ _REFUSAL_NAMES = (
     "OSError",
     "MisconfigurationException",
 )
-_SPEAKERS = (
-    Path(__file__).parents[1],
-    Path(lightning_commfree.__file__).parent,
-    Path(lightning.__file__).parent,
-)
+_OURS = (Path(__file__).parents[1], Path(lightning_commfree.__file__).parent)
+_SPEAKERS = (*_OURS, Path(lightning.__file__).parent)
 # of a printed traceback: a frame with its line, and the error at the end
 _FRAME = re.compile(r'^ *File "(.+)", line \d+, in .+\n +(.+)$', re.M)
 _ERROR = re.compile(r"^([\w.]+): (.+)", re.M | re.S)
@@ -56,7 +54,8 @@ def sentence(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, ProcessRaisedException):
         return _of_a_worker(str(error))
-    if isinstance(error, _REFUSALS) and _is_refusal(error):
+    ends_the_fit = isinstance(error, RuntimeError) and _is_refusal(error, _OURS)
+    if ends_the_fit or (isinstance(error, _REFUSALS) and _is_refusal(error)):
         return str(error)
     return None
 
@@ -112,18 +111,19 @@ def _instantiation(error: InstantiationException) -> str | None:
     return str(error) if cause is None or isinstance(cause, (*_REFUSALS, ImportError)) else None
 
 
-def _is_refusal(error: BaseException) -> bool:
+def _is_refusal(error: BaseException, speakers: Sequence[Path] = _SPEAKERS) -> bool:
     """Tell a line `raise ...` of ours or of Lightning's from what Python or a library below says.
 
-    `ValueError` and `TypeError` are raised here for the user alone; our own invariants are asserts.
+    `ValueError` and `TypeError` are raised here for the user alone, and our `RuntimeError`s tell
+    what has ended a fit (a rank that is gone, NaN); our own invariants are asserts.
     """
     [*_, frame] = traceback.extract_tb(error.__traceback__) or [None]
-    return frame is not None and _refuses(frame.filename, frame.line or "")
+    return frame is not None and _refuses(frame.filename, frame.line or "", speakers)
 
 
-def _refuses(filename: str, line: str) -> bool:
-    ours = any(Path(filename).is_relative_to(folder) for folder in _SPEAKERS)
-    return ours and line.startswith("raise ")
+def _refuses(filename: str, line: str, speakers: Sequence[Path] = _SPEAKERS) -> bool:
+    theirs = any(Path(filename).is_relative_to(folder) for folder in speakers)
+    return theirs and line.startswith("raise ")
 
 
 def _of_a_worker(text: str) -> str | None:
@@ -133,6 +133,6 @@ def _of_a_worker(text: str) -> str | None:
         return None
     filename, line = frames[-1].groups()
     last = _ERROR.search(text, frames[-1].end())
-    if last is None or last[1].rpartition(".")[2] not in _REFUSAL_NAMES:
-        return None
-    return last[2].strip() if _refuses(filename, line) else None
+    kind = "" if last is None else last[1].rpartition(".")[2]
+    speakers = _OURS if kind == "RuntimeError" else _SPEAKERS if kind in _REFUSAL_NAMES else ()
+    return last[2].strip() if last is not None and _refuses(filename, line, speakers) else None

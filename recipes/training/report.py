@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
 import time
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from lightning_commfree import DominoTPStrategy
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.evaluation import generate_text, token_loss
+from recipes.training.failure import diverged, on_error
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.progress import RunRecorder
-from recipes.training.summary import RunSummary, print_panel, shown, summary_rows
+from recipes.training.summary import RunSummary, print_panel, shown, summary_rows, write_json
 from recipes.training.traffic import by_tag, human_bytes
 
 SUMMARY_FILE = "summary.json"
@@ -38,14 +38,14 @@ class RunReport(pl.Callback):
     strategy may still change the weights in its own `on_train_end`, which comes after all
     callbacks', and what is reported and exported must be the final weights. The loss of a model
     that is divided over the ranks is taken before it is put together, and its text is written by
-    the CPU.
+    the CPU. A fit that an error ends leaves the same files, without export and text.
 
     Args:
         data: the run's data.
         recorder: records the run; must stand before this callback among the Trainer's.
         run_dir: folder for everything that is written.
         prompt: begins the generated text; None takes the first words of the validation text.
-        sample_tokens: number of tokens to generate.
+        sample_tokens: number of tokens to generate; 0 generates no text.
         seed: of the generated text.
         evaluate_before: evaluate the model before it is trained, too.
     """
@@ -70,6 +70,12 @@ class RunReport(pl.Callback):
         self._initial_loss: float | None = None
         self._final_loss: float | None = None
         self._train_start = 0.0
+        self._seconds = 0.0  # of training, when it has ended
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:
+            on_error(trainer, lambda error: self._tell(trainer, "Ended by an error", str(error)))
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -96,17 +102,14 @@ class RunReport(pl.Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
-        seconds = time.monotonic() - self._train_start
+        self._seconds = time.monotonic() - self._train_start
         if self._final_loss is None:
             # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
             # device of their group
             pl_module.to(trainer.strategy.root_device)
             self._final_loss = token_loss(pl_module, self._data.val_dataloader())
         if trainer.is_global_zero:
-            summary = self._summarize(trainer, pl_module, seconds, self._final_loss)
-            for name, content in ((SUMMARY_FILE, summary), (HISTORY_FILE, self._recorder.history)):
-                (self._run_dir / name).write_text(json.dumps(asdict(content), indent=2) + "\n")
-            print_panel("After training", summary_rows(summary))
+            self._conclude(trainer, pl_module, self._final_loss)
         pl_module.cpu()
 
     def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
@@ -136,27 +139,54 @@ class RunReport(pl.Callback):
             f" {human_bytes(self._recorder.meter.ddp_start_bytes)} before the first",
         }
 
-    def _summarize(
-        self, trainer: pl.Trainer, module: LanguageModel, seconds: float, validation_loss: float
-    ) -> RunSummary:
-        meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
-        sent = meter.sent(steps)
-        unigram = self._data.baseline_loss()
-        losses = {"val": validation_loss, "unigram": unigram, "initial": self._initial_loss}
+    def _conclude(self, trainer: pl.Trainer, module: LanguageModel, loss: float) -> None:
+        losses = {
+            "val": loss,
+            "unigram": self._data.baseline_loss(),
+            "initial": self._initial_loss,
+        }
         final = {f"final/{name}_loss": loss for name, loss in losses.items() if loss is not None}
         for logger in trainer.loggers:
             logger.log_metrics(final, step=trainer.global_step)
             logger.save()
-        sample = self._sample(module)
+        failure = diverged(loss, self._recorder.history, self._run_dir)
+        if failure is not None:
+            self._tell(trainer, "After training", failure)
+            return
+        summary = self._summarize(trainer, loss)
         huggingface, adapter = self._export(module)
+        sample = self._sample(module)
+        self._write(
+            replace(summary, sample=sample, huggingface=huggingface, adapter=adapter),
+            "After training",
+        )
+
+    def _tell(self, trainer: pl.Trainer, title: str, failure: str) -> None:
+        """Leave figures and files of a run that went wrong."""
+        for logger in trainer.loggers:
+            logger.finalize("failed")
+        if self._train_start and not self._seconds:
+            self._seconds = time.monotonic() - self._train_start
+        loss = math.nan if self._final_loss is None else self._final_loss
+        self._write(replace(self._summarize(trainer, loss), failure=failure), title)
+
+    def _write(self, summary: RunSummary, title: str) -> None:
+        write_json(summary, self._run_dir / SUMMARY_FILE)
+        write_json(self._recorder.history, self._run_dir / HISTORY_FILE)
+        print_panel(title, summary_rows(summary))
+
+    def _summarize(self, trainer: pl.Trainer, validation_loss: float) -> RunSummary:
+        """Return the figures; without what comes of the weights."""
+        meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
+        sent = meter.sent(steps)
         return RunSummary(
             steps=steps,
             tokens=steps * self._recorder.tokens_per_step(trainer),
-            seconds=seconds,
+            seconds=self._seconds,
             validation_loss=validation_loss,
-            perplexity=math.exp(validation_loss),
+            perplexity=math.exp(validation_loss) if validation_loss < 700 else math.inf,
             initial_loss=self._initial_loss,
-            unigram_loss=unigram,
+            unigram_loss=self._data.baseline_loss(),
             bytes_in_steps=meter.bytes_in_steps(steps),
             bytes_sent=sum(sum(tags.values()) for tags in sent.values()),
             bytes_by_phase=sent,
@@ -164,15 +194,16 @@ class RunReport(pl.Callback):
             ddp_bytes=round(steps * meter.plan.ddp_bytes_per_step),
             ddp_start_bytes=meter.ddp_start_bytes,
             seconds_waited=meter.seconds_waited(),
-            sample=sample,
+            sample="",
             checkpoint=_newest_checkpoint(self._run_dir / CHECKPOINT_FOLDER),
-            huggingface=huggingface,
+            huggingface=None,
             metrics=_metrics_file(trainer),
             figure=self._draw(trainer, validation_loss),
-            adapter=adapter,
         )
 
     def _sample(self, module: LanguageModel) -> str:
+        if not self._sample_tokens:
+            return ""
         tokenizer, prompt = self._data.tokenizer, self._prompt
         if prompt is None:
             prompt = self._data.prompt()

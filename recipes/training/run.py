@@ -46,6 +46,7 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
         The validation loss on rank 0, for sweepers that look for the best; None on others.
 
     Raises:
+        ValueError: the trained weights have no finite loss; figures and checkpoints are written.
         SystemExit: SIGTERM or Ctrl-C has stopped the run, after a checkpoint.
     """
     _quiet()
@@ -56,6 +57,8 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
     if not trainer.is_global_zero:
         return None
     summary = json.loads((Path(config["run_dir"]) / SUMMARY_FILE).read_text())
+    if summary["failure"] is not None:
+        raise ValueError(summary["failure"])
     return float(summary["validation_loss"])
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -12,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commfree.comm.ledger import STEPS
+from recipes.training.progress import History
 from recipes.training.traffic import by_tag, human_bytes
 
 
@@ -22,7 +27,8 @@ class RunSummary:
     steps: int  # optimizer steps
     tokens: int  # trained on, by all ranks
     seconds: float  # from the first batch to the end of training, validations included
-    validation_loss: float  # nats per token, whole validation split, of the module after fit
+    validation_loss: float  # nats per token, whole validation split, of the module after fit; nan
+    # where an error has ended the fit
     perplexity: float  # exp(validation_loss)
     initial_loss: float | None  # before training, likewise; None where nobody asked for it
     unigram_loss: float | None  # nats per token, on the same tokens; None where there is none
@@ -35,10 +41,16 @@ class RunSummary:
     seconds_waited: float | None  # by rank 0 since the first step; None where nobody counts
     sample: str
     checkpoint: str | None
-    huggingface: str
+    huggingface: str | None  # folder of the exported model; None where the run has failed
     metrics: str | None
     figure: str
     adapter: str | None = None  # folder of the adapters alone, where only they were trained
+    failure: str | None = None  # what went wrong, as a sentence
+
+
+def write_json(content: RunSummary | History, path: Path) -> None:
+    """Write the fields of a dataclass; null for numbers that JSON does not have (NaN, Inf)."""
+    path.write_text(json.dumps(_plain(asdict(content)), indent=2, allow_nan=False) + "\n")
 
 
 def summary_rows(summary: RunSummary) -> dict[str, str]:
@@ -48,7 +60,7 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
         "trained": f"{summary.steps:,} steps, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
         "before": _loss(summary.initial_loss, "of the weights that it started from"),
         "validation loss": _loss(summary.validation_loss, "of the final weights"),
-        "perplexity": f"{summary.perplexity:.2f}",
+        "perplexity": f"{summary.perplexity:.2f}" if math.isfinite(summary.perplexity) else "",
         "unigram model": _loss(summary.unigram_loss, "on the same tokens"),
         "one rank sent": _sent(summary),
         "besides": _besides(summary),
@@ -101,8 +113,16 @@ def share(times_less: float) -> str:
     return f"1/{times_less:,.3g}" if times_less > 1.005 else f"{1 / max(times_less, 1e-9):.3g}"
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _loss(nats: float | None, of: str) -> str:
-    return "" if nats is None else f"{nats:.4f} nats per token, {of}"
+    return "" if nats is None or not math.isfinite(nats) else f"{nats:.4f} nats per token, {of}"
 
 
 def shown(path: str | None) -> str:

@@ -72,7 +72,11 @@ def _forked_command(folder, *overrides) -> subprocess.CompletedProcess[str]:
         sys.argv = ["recipes.pretrain", *_words(folder, *overrides)]
         GlobalHydra.instance().clear()
         with out.open("w", buffering=1) as sys.stdout, err.open("w", buffering=1) as sys.stderr:
-            main()
+            try:
+                main()
+            except SystemExit as end:  # its text is the interpreter's to print, later
+                print(end.code, file=sys.stderr)
+                raise
 
     process = multiprocessing.get_context("fork").Process(target=play)
     process.start()
@@ -129,6 +133,25 @@ def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> Non
     assert final == pytest.approx(summary["validation_loss"])
     assert [row["step"] for row in rows if row["val/loss"]] == ["49", "99"]
     assert summary["sample"]
+
+
+@pytest.mark.parametrize("strategy", [DDP, DILOCO, LION, DOMINO])
+def test_a_run_that_ends_in_nan_says_so_and_leaves_what_is_there(strategy, tmp_path) -> None:
+    words = [*strategy.split(), "trainer.max_steps=40", "trainer.log_every_n_steps=1"]
+    result = _forked_command(tmp_path, *words, "optimizer.lr=1e25")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr + result.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["failure"] in result.stderr
+    assert re.search(r"\bnan\b|NaN or Inf", summary["failure"]), "what has happened"
+    assert result.stdout.count("Ended by an error") + result.stdout.count("After training") == 1
+    assert (summary["validation_loss"], summary["huggingface"]) == (None, None)
+    assert not (tmp_path / "run" / "huggingface").exists(), "nobody tunes it by mistake"
+    assert Image.open(summary["figure"]).format == "PNG"
+    history = json.loads((tmp_path / "run" / "history.json").read_text())
+    assert 0 < history["train_loss"][0] < 10
+    with open(summary["metrics"]) as file:
+        assert next(row for row in csv.DictReader(file) if row["train/loss"])
 
 
 def _compose_as_the_run(compose_config, folder):

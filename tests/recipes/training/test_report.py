@@ -78,10 +78,10 @@ def data(tmp_path):
 def fit(data, quiet_trainer, tmp_path):
     """Fit a small model with the report in its Trainer; return recorder, module and summary."""
 
-    def run(devices=2, strategy=None, **kwargs):
+    def run(devices=2, strategy=None, sample_tokens=5, **kwargs):
         (tmp_path / "run").mkdir()
         recorder = RunRecorder(data)
-        report = RunReport(data, recorder, str(tmp_path / "run"), sample_tokens=5)
+        report = RunReport(data, recorder, str(tmp_path / "run"), sample_tokens=sample_tokens)
         trainer = quiet_trainer(
             devices=devices,
             strategy=strategy or DDPStrategy(start_method="fork"),
@@ -176,8 +176,10 @@ def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data, capfd) 
     assert "tensor_state" not in summary.bytes_by_phase["steps"]
 
 
-def test_one_rank_sends_nothing(fit) -> None:
-    recorder, _, summary = fit(devices=1, strategy="auto")
+def test_one_rank_sends_nothing_and_writes_no_text_unasked(fit, tmp_path) -> None:
+    recorder, _, summary = fit(devices=1, strategy="auto", sample_tokens=0)
+    assert (summary.sample, "sample" in summary_rows(summary)) == ("", False)
+    assert (tmp_path / "run" / "huggingface" / "config.json").is_file()
     assert summary.bytes_sent == summary.ddp_bytes == 0
     assert "none of it" in summary_rows(summary)["fp32 DDP"]
     # in this process, so the history can be looked at

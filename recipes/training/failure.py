@@ -1,0 +1,54 @@
+"""A fit that goes wrong: what is there is kept, and a sentence says what has happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+from recipes.training.progress import History
+
+
+def on_error(trainer: pl.Trainer, then: Callable[[Exception], None]) -> None:
+    """Call `then` when an error ends the fit, in the process that trains; the error goes on.
+
+    `Callback.on_exception` is not called there where Lightning has forked or spawned it: only the
+    launching process hears of the error, and it has no figures.
+
+    Args:
+        trainer: before its fit loop runs, in the process that trains.
+        then: gets the error; exchanges nothing, for other ranks may be gone.
+    """
+    run = trainer.fit_loop.run
+
+    def run_or_tell() -> None:
+        try:
+            run()
+        except Exception as error:
+            then(error)
+            raise
+
+    trainer.fit_loop.run = run_or_tell  # type: ignore[method-assign]
+
+
+def diverged(loss: float, history: History, run_dir: Path) -> str | None:
+    """Return a sentence on a run whose trained weights have no finite loss; None if it is finite.
+
+    Args:
+        loss: of the validation after training.
+        history: of the run.
+        run_dir: its folder.
+    """
+    if math.isfinite(loss):
+        return None
+    recorded = zip(history.steps, history.train_loss, strict=True)
+    first = next((step for step, value in recorded if not math.isfinite(value)), None)
+    since = "" if first is None else f", and rank 0's training loss is not finite at step {first}"
+    return (
+        f"The run has diverged: the validation loss of its trained weights is {loss}{since}. No"
+        " text was generated and no model exported. Lower optimizer.lr, lengthen"
+        " optimizer.warmup_steps or clip gradients (trainer.gradient_clip_val=1.0); checkpoints and"
+        f" figures are in {run_dir}."
+    )

@@ -20,7 +20,7 @@ from recipes.data.token_data import TokenDataModule
 from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
-from recipes.training.optimizer import decay_groups, warmup_cosine
+from recipes.training.optimizer import decay_groups, lion_betas, warmup_cosine
 
 Config = dict[str, Any]
 
@@ -95,7 +95,8 @@ def played_lion_cosine(
         vote: see `PlayedLion`.
     """
     groups = decay_groups(module, knobs["weight_decay"])
-    optimizer = PlayedLion(groups, knobs["lr"], tuple(knobs["betas"]), workers, vote)
+    b1, b2 = knobs["betas"] or lion_betas(knobs["total_steps"])
+    optimizer = PlayedLion(groups, knobs["lr"], (b1, b2), workers, vote)
     return warmup_cosine(
         optimizer, knobs["total_steps"], knobs["warmup_steps"], knobs["final_lr_fraction"]
     )

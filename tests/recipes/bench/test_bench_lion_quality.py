@@ -25,6 +25,7 @@ from recipes.bench.lion_quality_grid import BETAS, BLOCKS_PER_STEP, Run, cells, 
 from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
+from recipes.training.optimizer import lion_betas
 from tests.lion.serial import SerialLion
 from tests.world import run_ranks
 
@@ -305,6 +306,10 @@ def test_all_runs_of_a_model_see_the_same_tokens(
         assert knobs["lr"] * knobs["weight_decay"] == pytest.approx(4e-4, rel=1e-12)
         expected = "adamw_cosine" if job.method == "adamw" else "lion_cosine"
         assert knobs["_target_"] == f"recipes.training.optimizer.{expected}"
+
+
+def test_the_recipe_has_betas_that_the_bench_has_tried() -> None:
+    assert lion_betas(500) in BETAS
 
 
 def test_results_of_another_setting_are_refused(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_commfree import DistributedLion
-from recipes.training.optimizer import adamw_cosine, lion_cosine
+from recipes.training.optimizer import adamw_cosine, lion_betas, lion_cosine
 
 FACTORIES = pytest.mark.parametrize("factory", [adamw_cosine, lion_cosine])
 
@@ -79,6 +79,26 @@ def test_settings_arrive(factory, kind) -> None:
     assert type(made["optimizer"]) is kind
     assert made["optimizer"].defaults["betas"] == (0.8, 0.7)
     assert made["optimizer"].defaults["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("steps", "betas"),
+    [
+        (100, (0.8, 0.9)),  # a shorter memory than has been tried is not taken
+        (500, (0.8, 0.9)),
+        (750, (0.8667, 0.9333)),
+        (1000, (0.9, 0.95)),
+        (2500, (0.9, 0.98)),
+        (5000, (0.9, 0.99)),
+        (1_000_000, (0.9, 0.99)),
+    ],
+)
+def test_lions_betas_follow_the_length_of_the_run_unless_they_are_given(steps, betas) -> None:
+    assert lion_betas(steps) == betas
+    made = lion_cosine(nn.Linear(1, 1), steps, warmup_steps=0)
+    assert made["optimizer"].defaults["betas"] == betas
+    given = lion_cosine(nn.Linear(1, 1), steps, betas=(0.9, 0.99), warmup_steps=0)
+    assert given["optimizer"].defaults["betas"] == (0.9, 0.99)
 
 
 def test_both_decay_parameters_by_as_much_unless_told_otherwise() -> None:

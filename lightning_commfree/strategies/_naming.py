@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.unshared import Unshared
+from lightning_commfree.strategies._launching import OrderlyLauncher
 from lightning_commfree.strategies._signals import stopped_by_hand
 
 T = TypeVar("T")
@@ -23,6 +24,18 @@ class NamingStrategy(DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sockets = Unshared()
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = OrderlyLauncher(self, start_method=self._start_method)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self._launcher, OrderlyLauncher):
+            self._launcher.restore_callbacks()  # Lightning has called their hooks by now
+        super().on_exception(exception)
 
     @override
     def setup_environment(self) -> None:

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_commfree.diloco.evaluation import LocalMean
 from lightning_commfree.diloco.exchange import cheaper_exchanges
 from lightning_commfree.diloco.finite import take_global
-from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
 
@@ -43,9 +43,6 @@ class EagerDiLoCo(StreamingDiLoCo):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent: dict[int, Tensor] = {}  # by fragment in flight: its own part, encoded
-        sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        fp32 = WIRE_FORMATS["fp32"]
-        self._fp32 = cheaper_exchanges(self._channel, self._background, fp32, sizes)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -74,18 +71,20 @@ class EagerDiLoCo(StreamingDiLoCo):
         return stops
 
     @override
-    def _finish_rounds(self, stop: bool) -> list[bool]:
+    def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
+        fp32 = WIRE_FORMATS["fp32"]
+        exchanges = cheaper_exchanges(self._channel, self._background, fp32, sizes)
+        ways = zip(self.fragments, exchanges, strict=True)
+        return [LocalMean(fragment, exchange, as_difference=False) for fragment, exchange in ways]
+
+    @override
+    def _land_in_flight(self) -> list[bool]:
         stops = []
         for p in list(self._in_flight):
             late, stopped = self._take_late(p)
             self.fragments[p].outer_step(late)
             self.fragments[p].merge(self.settings.mix, buffers=False)  # a cycle old
             stops.append(stopped)
-        for p, (fragment, exchange) in enumerate(zip(self.fragments, self._fp32, strict=True)):
-            self._send(p, exchange, fragment.local_values(), Header(stop, self.step, 0))
-            arrival = self._receive(p)
-            self._settle(p, arrival.mean, arrival)
-            stops.append(arrival.stop)
         return stops
 
     def _take_late(self, p: int) -> tuple[Tensor, bool]:

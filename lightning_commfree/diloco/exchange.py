@@ -107,8 +107,11 @@ class Exchange(Protocol):
     def num_bytes(self) -> int:
         """Bytes that this replica sends for one fragment, by the ledger's formulas."""
 
-    def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
-        """Send this replica's values, fp32 of shape (N + E,); what arrives can be kept and read."""
+    def launch(self, values: Tensor, header: Header, tag: str = TAG) -> Pending[Tensor]:
+        """Send this replica's values, fp32 of shape (N + E,); what arrives can be kept and read.
+
+        The ledger counts it under `tag`.
+        """
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """Decode on `device` what arrived."""
@@ -175,13 +178,13 @@ class GatherExchange:
         """See `Exchange`."""
         return all_gather_bytes(self._letter.num_bytes, self._channel.size)
 
-    def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
+    def launch(self, values: Tensor, header: Header, tag: str = TAG) -> Pending[Tensor]:
         """See `Exchange`."""
         if values.device == self._channel.device and not self.in_thread:
-            return self._channel.all_gather(self._write(values, header), TAG)
+            return self._channel.all_gather(self._write(values, header), tag)
         message = self.staging.stage(lambda: self._write(values, header), header.on_device(values))
         return self._background.submit(
-            lambda: self._channel.all_gather(message(), TAG).wait(), TAG, message
+            lambda: self._channel.all_gather(message(), tag).wait(), tag, message
         )
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
@@ -223,7 +226,7 @@ class ShardExchange:
         up_bytes = all_to_all_bytes(size * self._up.num_bytes, size)
         return up_bytes + all_gather_bytes(self._down.num_bytes, size)
 
-    def launch(self, values: Tensor, header: Header) -> Pending[Tensor]:
+    def launch(self, values: Tensor, header: Header, tag: str = TAG) -> Pending[Tensor]:
         """See `Exchange`."""
 
         def write() -> Tensor:
@@ -234,9 +237,9 @@ class ShardExchange:
 
         if values.device == self._channel.device:
             letters = write()
-            return self._background.submit(self._carry(lambda: letters), TAG)
+            return self._background.submit(self._carry(lambda: letters, tag), tag)
         staged = self.staging.stage(write, header.on_device(values))
-        return self._background.submit(self._carry(staged), TAG, staged)
+        return self._background.submit(self._carry(staged, tag), tag, staged)
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
@@ -254,9 +257,9 @@ class ShardExchange:
         size = self._channel.size
         return pad(values, (0, size * numel - len(values))).view(size, numel)
 
-    def _carry(self, letters: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _carry(self, letters: Callable[[], Tensor], tag: str) -> Callable[[], Tensor]:
         def carry() -> Tensor:
-            received = self._channel.all_to_all(letters(), TAG).wait()
+            received = self._channel.all_to_all(letters(), tag).wait()
             roll = compare_headers(self._up.headers(received))
             counted = others(received, roll.nonfinite)
             mean, gram_KK = self._up.average(counted)
@@ -265,7 +268,7 @@ class ShardExchange:
             exact = self._up.average_exact(counted)
             extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))
             message = self._down.write(mean, exact, seen, extra=extra)
-            return self._channel.all_gather(message, TAG).wait()
+            return self._channel.all_gather(message, tag).wait()
 
         return carry
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
@@ -47,6 +48,14 @@ class Landing(NamedTuple):
             flight.exchange.num_bytes,
             len(arrival.nonfinite) + (before.abstentions if before else 0),
         )
+
+
+def receive(flight: Flight, device: torch.device, replica: Channel | None) -> Arrival:
+    """Wait for what is in flight and decode it on `device`; the ranks of a replica share it."""
+    arrival = flight.exchange.read(flight.pending.wait(), device)
+    if replica is not None and replica.size > 1:
+        arrival = arrival.shared_within(replica)
+    return arrival
 
 
 def refuse_landing(

@@ -183,17 +183,23 @@ class OuterFragment:
             self.merge(mix=0.0)
         self.landings += 1
 
-    def merge(self, mix: float, buffers: bool = True) -> None:
+    def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
         With `mix` 0 the global copy is taken and with 1 the local one, whatever the other holds,
         NaN included. A buffer's value that equals the global one in fp32 stays as it is, so that
         constants keep their infinities and their precision; without `buffers` all of them do.
+
+        Args:
+            mix: weight of the local copy.
+            buffers: whether these are merged too.
+            shown: values that take the global copy's place, fp32, shape (S,).
         """
         if mix == 1.0:
             return
         split = len(self.fragment.parameters)
-        views = self._views(self._whole().to(self.local[0].device))
+        whole = self._whole(self.global_copy if shown is None else shown)
+        views = self._views(whole.to(self.local[0].device))
         for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
             if i >= split and not buffers:
                 break
@@ -226,12 +232,12 @@ class OuterFragment:
             self.scheduler.load_state_dict(state["scheduler"])
         self.landings = state["landings"]
 
-    def _whole(self) -> Tensor:
-        """Return the global copy of all ranks of the replica, shape (N,)."""
+    def _whole(self, shard: Tensor) -> Tensor:
+        """Return the shards of all ranks of the replica, shape (N,)."""
         if self._replica.size == 1:
-            return self.global_copy
-        shards = self._replica.all_gather(self.global_copy.to(self._replica.device), REPLICA_TAG)
-        return shards.wait().to(self.global_copy.device).view(-1)[: sum(self._sizes)]
+            return shard
+        shards = self._replica.all_gather(shard.to(self._replica.device), REPLICA_TAG)
+        return shards.wait().to(shard.device).view(-1)[: sum(self._sizes)]
 
     def local_values(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""

@@ -41,6 +41,7 @@ class DiLoCoSettings:
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
     nonfinite: str = "raise"
+    evaluate: str = "outer"
     check_drift_every: int = 1
     outer_device: str | None = None
 
@@ -132,6 +133,11 @@ class DiLoCoSettings:
             raise ValueError(
                 f"`nonfinite={self.nonfinite!r}` is unknown. Choose one of"
                 f" {', '.join(map(repr, NONFINITE))}."
+            )
+        if self.evaluate not in ("outer", "mean"):
+            raise ValueError(
+                f"`evaluate={self.evaluate!r}` is unknown. Choose 'outer', the outer weights, or"
+                " 'mean', the mean of the replicas' local weights."
             )
         if self.outer_device not in (None, "cpu"):
             raise ValueError(

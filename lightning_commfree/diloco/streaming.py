@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.diloco.evaluation import Evaluation, LocalMean
 from lightning_commfree.diloco.exchange import Arrival, Exchange, cheaper_exchanges
 from lightning_commfree.diloco.finite import begin_anew, is_nonfinite, refuse_to_save, take_global
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.landing import Flight, Landing, refuse_landing
+from lightning_commfree.diloco.landing import Flight, Landing, receive, refuse_landing
 from lightning_commfree.diloco.letter import Header
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -57,6 +58,8 @@ class StreamingDiLoCo:
         landings: the latest `Landing` by fragment.
         optimizers: the inner ones, whose state is reset where a replica abstains.
         swap: puts the outer weights into the module for a while.
+        means: how the mean of the local copies is formed, by fragment.
+        evaluation: exchanges it for a validation.
         settings: as above.
     """
 
@@ -93,6 +96,8 @@ class StreamingDiLoCo:
         self._exchanges = cheaper_exchanges(channel, self._background, self._wire, sizes)
         self._in_flight: dict[int, Flight] = {}  # by fragment, in the order of launch
         self.swap = Swap(self.fragments)
+        self.means = self._make_means(sizes)
+        self.evaluation = Evaluation(self.means, settings, channel, replica)
 
     @torch.no_grad()
     def after_inner_step(self, stop: bool = False) -> bool:
@@ -107,6 +112,7 @@ class StreamingDiLoCo:
         """
         assert not self.swap.is_in, "an inner step has trained the outer weights"
         self.step += 1
+        self.evaluation.forget()
         launches = self.schedule.launched_at(self.step)
         if launches:
             self._check_trainable()
@@ -213,6 +219,12 @@ class StreamingDiLoCo:
             for p, arrived in state["in_flight"].items()
         }
 
+    def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
+        """Return `means`; `sizes` as `cheaper_exchanges` takes them."""
+        assert len(sizes) == len(self.fragments), "one for each"
+        ways = zip(self.fragments, self._exchanges, strict=True)
+        return [LocalMean(fragment, exchange, as_difference=True) for fragment, exchange in ways]
+
     def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
         """Launch and land what is due; return for each landing whether a replica wants to stop."""
         for p in launches:
@@ -222,20 +234,22 @@ class StreamingDiLoCo:
         return [self._land(p, self.settings.mix) for p in landings]
 
     def _finish_rounds(self, stop: bool) -> list[bool]:
-        stops = [self._land(p, self.settings.mix) for p in list(self._in_flight)]
-        for p, fragment in enumerate(self.fragments):
-            self._launch(p, stop)
-            arrival = self._receive(p)
-            self._settle(p, fragment.local_mean(arrival.mean), arrival)
-            stops.append(arrival.stop)
-        return stops
+        return self._land_in_flight() + [self._settle(p, stop) for p in range(len(self.fragments))]
 
-    def _settle(self, p: int, local_mean: Tensor, arrival: Arrival) -> None:
+    def _land_in_flight(self) -> list[bool]:
+        return [self._land(p, self.settings.mix) for p in list(self._in_flight)]
+
+    def _settle(self, p: int, stop: bool) -> bool:
         """Take the mean of a last round, which is an outer step of learning rate 1 as it were."""
-        self.fragments[p].settle(None if self._channel.size == 1 else local_mean)
+        mean = self.means[p]
+        digest = self._digest(p) if mean.as_difference else 0
+        self._send(p, mean.exchange, mean.values(), Header(stop, self.step, digest))
+        arrival = self._receive(p)
+        self.fragments[p].settle(None if self._channel.size == 1 else mean.of(arrival.mean))
         self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
         if self._channel.rank in arrival.nonfinite:
             self._begin_anew(p, [p])
+        return arrival.stop
 
     def _launch(self, p: int, stop: bool) -> Tensor:
         gradient = self.fragments[p].outer_gradient()
@@ -266,14 +280,11 @@ class StreamingDiLoCo:
         begin_anew(self.optimizers, parameters, p, self.step, taken)
 
     def _receive(self, p: int) -> Arrival:
-        flight = self._in_flight.pop(p)
+        flight, fragment = self._in_flight.pop(p), self.fragments[p]
         before_s = self._channel.ledger.seconds_waited
-        arrived = flight.pending.wait()
+        flight.pending.wait()
         waited_s = self._channel.ledger.seconds_waited - before_s
-        fragment, exchange = self.fragments[p], flight.exchange
-        arrival = exchange.read(arrived, fragment.global_copy.device)
-        if self._replica is not None and self._replica.size > 1:
-            arrival = arrival.shared_within(self._replica)
+        arrival = receive(flight, fragment.global_copy.device, self._replica)
         refuse_landing(arrival, p, self._names[p], self.step, self._channel, self.settings)
         lr = float(fragment.optimizer.param_groups[0]["lr"])
         self.landings[p] = Landing.of(arrival, flight, lr, waited_s, self.landings.get(p))

@@ -45,24 +45,32 @@ class Swap:
         return self._aside if self.is_in else self.in_module
 
     @contextmanager
-    def outer_weights(self) -> Iterator[None]:
-        """Let the module hold outer weights and averaged buffers in the body; may be nested."""
+    def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Let the module hold outer weights and averaged buffers in the body; may be nested.
+
+        `shown` as `put_in` takes it; nothing changes in the inner one.
+        """
         if self.is_in:
             yield
             return
-        self.put_in()
+        self.put_in(shown)
         try:
             yield
         finally:
             self.put_back()
 
     @torch.no_grad()
-    def put_in(self) -> None:
-        """Put the outer weights and averaged buffers into the module, if they are not there."""
+    def put_in(self, shown: Sequence[Tensor] | None = None) -> None:
+        """Put the outer weights and averaged buffers into the module, if they are not there.
+
+        Args:
+            shown: what it gets in their place: for every fragment values in the global copy's
+                shape.
+        """
         if not self.is_in:
             self._aside = [tensor.clone() for tensor in self.in_module]
-            for fragment in self._fragments:
-                fragment.merge(mix=0.0)
+            for p, fragment in enumerate(self._fragments):
+                fragment.merge(mix=0.0, shown=None if shown is None else shown[p])
             self._held = self._hashes()
             self.is_in = True
 

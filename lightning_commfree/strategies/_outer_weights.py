@@ -51,7 +51,8 @@ def unlanded(diloco: StreamingDiLoCo, what: str) -> str | None:
         f" of {len(diloco.fragments)} fragments are still those with which the fit began. With"
         f" `sync_every={diloco.settings.sync_every}` and"
         f" `overlap_steps={diloco.settings.overlap_steps}` every fragment has landed once after"
-        f" step {schedule.complete_after}."
+        f" step {schedule.complete_after}. `evaluate='mean'` takes the mean of the replicas' local"
+        " weights."
     )
 
 

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
@@ -43,10 +44,10 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     the result is mixed into the local parameters. Between exchanges a run sends nothing.
 
     Validation and the `state_dict` of checkpoints use the *outer* weights, on which all replicas
-    agree; `fit` ends with them on all ranks. Callbacks that average weights are refused. Gradient
-    clipping, weight decay and learning-rate schedules act inside a replica. A metric that
-    `training_step` logs per step with `sync_dist=True` stays the replica's own; per epoch it means
-    all ranks.
+    agree; `fit` ends with the mean of all replicas' weights on all ranks. Callbacks that average
+    weights are refused. Gradient clipping, weight decay and learning-rate schedules act inside a
+    replica. A metric that `training_step` logs per step with `sync_dist=True` stays the replica's
+    own; per epoch it means all ranks.
 
     Args:
         sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
@@ -73,6 +74,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             leaves. "raise": all ranks stop and name it, and no checkpoint with such weights is
             written. "abstain": it does not count in that fragment's mean and goes on from the
             global copy; see `lightning_commfree.diloco.finite`.
+        evaluate: what a validation, and the checkpoints written for it, hold. "outer": the outer
+            weights, which until a fragment's first landing are the initial ones, and later up to
+            `sync_every` steps old. "mean": the plain mean of the replicas' local weights, exchanged
+            for it (N/2 bytes in fp4; 4N with eager updates): early stopping and best checkpoints
+            then mean something in short runs. A checkpoint without a validation at its step takes
+            an exchange of its own. Nothing is trained on it: the fit goes the same way.
         check_drift_every: cycles from one comparison of the replicas' global copies to the next,
             by a hash that travels with the exchange; a difference ends the fit. 0: never.
         outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory: 8 bytes
@@ -94,8 +101,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
     """
 
-    # the one looks and changes nothing; the other may be what a run that has stopped goes on with
-    _free_at_resume = frozenset({"check_drift_every", "nonfinite"})
+    # two of them look and change nothing; the third may be what a run that has stopped goes on with
+    _free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})
 
     def __init__(  # noqa: PLR0913 - flat keywords, as YAML files and LightningCLI set them
         self,
@@ -108,6 +115,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
         nonfinite: str = "raise",
+        evaluate: str = "outer",
         check_drift_every: int = 1,
         outer_device: str | None = None,
         **ddp_kwargs: Any,
@@ -123,6 +131,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
             nonfinite,
+            evaluate,
             check_drift_every,
             outer_device,
         )
@@ -237,7 +246,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
                 self._report_unlanded("validation")
             if self._finished_at == self._diloco.step:
                 refuse_written(self._diloco)
-            self._diloco.swap.put_in()
+            self._diloco.swap.put_in(self._shown())
 
     @override
     def on_validation_end(self) -> None:
@@ -324,8 +333,16 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if not scores_its_saves(self._module.trainer):  # else the scored weights are saved first
             self._finish_if_ending()
         self._diloco.wait_in_flight()
-        with self._diloco.swap.outer_weights():
+        with self._diloco.swap.outer_weights(self._shown()):
             yield
+
+    def _shown(self) -> list[Tensor] | None:
+        """Return what the module holds in place of the outer weights; None: these."""
+        diloco, sanity = self._running, self._module.trainer.sanity_checking
+        finished = self._finished_at == diloco.step
+        if self.settings.evaluate == "outer" or finished or sanity or diloco.swap.is_in:
+            return None
+        return diloco.evaluation.weights(diloco.step)
 
     def _take_changed_weights(self) -> None:
         """Begin with what `on_fit_start` or `on_train_start` have made of the weights.
@@ -359,7 +376,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._sigterm.agree()
 
     def _report_unlanded(self, what: str) -> None:
-        text = None if self._unlanded_reported else unlanded(self._running, what)
+        silent = self._unlanded_reported or self.settings.evaluate == "mean"
+        text = None if silent else unlanded(self._running, what)
         if text is not None:
             self._unlanded_reported = True
             rank_zero_warn(text)

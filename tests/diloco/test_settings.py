@@ -22,6 +22,7 @@ LEGAL: dict[str, Any] = {
     "outer_optimizer": default_outer_optimizer,
     "replica_size": 1,
     "nonfinite": "raise",
+    "evaluate": "outer",
     "check_drift_every": 1,
     "outer_device": None,
 }
@@ -43,6 +44,7 @@ def make(**changes: Any) -> DiLoCoSettings:
         {"check_drift_every": 0},
         {"outer_device": "cpu"},
         {"nonfinite": "abstain"},
+        {"evaluate": "mean"},
         {"mix": 0},
         {"mix": 1.0},
         *[{"fragment_pattern": pattern} for pattern in ("sequential", "balanced")],
@@ -57,6 +59,10 @@ def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
 
 
 REFUSED = [
+    (
+        {"evaluate": "local"},
+        r"`evaluate='local'` is unknown. Choose 'outer', the outer weights, or 'mean'",
+    ),
     ({"nonfinite": "skip"}, r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'"),
     ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),
     ({"check_drift_every": -1}, r"`check_drift_every=-1` must be 0 \(never\) or more"),

@@ -1,0 +1,109 @@
+"""The plain mean of the replicas' local copies: at the end of a fit, and for a validation.
+
+With `evaluate="mean"` a validation sees it in place of the outer weights, which in a short run are
+the initial ones, or up to H steps old. Nothing is trained on it: global copies, outer optimizers,
+local copies and what is in flight stay as they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.diloco.exchange import Exchange
+from lightning_commfree.diloco.finite import is_nonfinite
+from lightning_commfree.diloco.landing import Flight, receive, refuse_landing
+from lightning_commfree.diloco.letter import Header
+from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.settings import DiLoCoSettings
+
+TAG = "evaluation"
+
+
+@dataclass(frozen=True)
+class LocalMean:
+    """How the mean of the replicas' local copies of a fragment is formed.
+
+    Args:
+        fragment: as this replica holds it.
+        exchange: what it goes through.
+        as_difference: to the global copy, which the replicas share; else the values themselves.
+    """
+
+    fragment: OuterFragment
+    exchange: Exchange
+    as_difference: bool
+
+    def values(self) -> Tensor:
+        """Return what leaves: fp32, shape (S,), a new tensor."""
+        return (
+            self.fragment.outer_gradient() if self.as_difference else self.fragment.local_values()
+        )
+
+    def of(self, mean: Tensor) -> Tensor:
+        """Return the mean local copy, fp32, shape (S,), by the mean of what has left."""
+        return self.fragment.local_mean(mean) if self.as_difference else mean
+
+
+class Evaluation:
+    """Exchanges the mean for validations and checkpoints, once per inner step at most.
+
+    Args:
+        means: of every fragment.
+        settings: of the fit.
+        channel: to the other replicas; one replica alone shows its local copy.
+        replica: to the other ranks of the same replica.
+    """
+
+    def __init__(
+        self,
+        means: Sequence[LocalMean],
+        settings: DiLoCoSettings,
+        channel: Channel,
+        replica: Channel | None,
+    ) -> None:
+        self._means, self._settings = means, settings
+        self._channel, self._replica = channel, replica
+        self._latest: list[Tensor] | None = None
+
+    def forget(self) -> None:
+        """Let go of the latest mean: the weights have changed."""
+        self._latest = None
+
+    @torch.no_grad()
+    def weights(self, step: int) -> list[Tensor]:
+        """Return the mean of every fragment, fp32, shape (S,).
+
+        Collective over all ranks, whose modules hold their local copies now.
+
+        Args:
+            step: inner steps done.
+
+        Raises:
+            RuntimeError: a replica's values are not finite, or the replicas are at different steps.
+        """
+        if self._latest is None:
+            if self._channel.size == 1:
+                self._latest = [mean.fragment.local_values() for mean in self._means]
+            else:
+                flights = [self._launch(mean, step) for mean in self._means]
+                self._latest = [self._receive(p, flight, step) for p, flight in enumerate(flights)]
+        return self._latest
+
+    def _launch(self, mean: LocalMean, step: int) -> Flight:
+        values = mean.values()
+        nonfinite = is_nonfinite(mean.fragment, values, self._replica)
+        pending = mean.exchange.launch(values, Header(False, step, 0, nonfinite), TAG)
+        return Flight(mean.exchange, pending, time.perf_counter())
+
+    def _receive(self, p: int, flight: Flight, step: int) -> Tensor:
+        mean = self._means[p]
+        arrival = receive(flight, mean.fragment.global_copy.device, self._replica)
+        names = mean.fragment.fragment.parameters
+        refuse_landing(arrival, p, names, step, self._channel, self._settings)
+        return mean.of(arrival.mean)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _PRIME = 0x9E3779B1
+_PIECE_BYTES = 1 << 20  # a multiple of 8; a few of it stay in a core's cache
 _ROW = 1023  # words; odd, so that a change of the same bit in all of them changes their sum
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # of splitmix64, as signed numbers
 
@@ -30,6 +31,28 @@ def digest(tensor: Tensor) -> Tensor:
     # uppermost bits they see whether an odd number of them has changed, in a row or in a column
     found = torch.cat([table.sum(0), table.sum(1), words[rows:], raw[whole:].long()])
     return mix_digests(_scattered(found))
+
+
+def thorough_digest(tensor: Tensor) -> Tensor:
+    """Hash a tensor so that no arrangement of its values looks like another one of them.
+
+    `digest`, which is several times as fast, overlooks four changes that cancel out in the sums of
+    two rows and of two columns.
+
+    Args:
+        tensor: contiguous, of any dtype and shape.
+
+    Returns:
+        int64, no dimension, on the tensor's device.
+    """
+    raw = tensor.detach().view(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    pieces = [raw[i : min(i + _PIECE_BYTES, whole)] for i in range(0, whole, _PIECE_BYTES)]
+    # a clone begins at a whole word
+    mixed = [mix_digests(_scattered(piece.clone().view(torch.int64))) for piece in pieces]
+    if whole < raw.numel():
+        mixed.append(mix_digests(_scattered(raw[whole:].long())))
+    return mix_digests(_scattered(torch.stack(mixed)))
 
 
 def mix_digests(words: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.sharing import take_first_rank
 
 START_TAG = "start"
 _DDP_KWARGS = (
@@ -32,7 +32,7 @@ _NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "k
 
 
 def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) -> None:
-    """Compare settings and module over all ranks, then overwrite all with rank 0's weights.
+    """Compare settings and module over all ranks, then take rank 0's weights where they differ.
 
     Args:
         channel: over the world.
@@ -43,11 +43,7 @@ def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) 
         ValueError: the ranks do not agree; on all of them alike.
     """
     check_agreement(channel, {**facts, **_describe(module)})
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.numel() and not tensor.is_meta:  # there are no values yet
-            raw = tensor.detach().to(channel.device).contiguous().reshape(-1).view(torch.uint8)
-            received = channel.broadcast(raw, START_TAG).wait()
-            tensor.data.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+    take_first_rank(channel, [*module.parameters(), *module.buffers()], START_TAG)
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:

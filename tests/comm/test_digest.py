@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.digest import digest, mix_digests, thorough_digest
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool]
 
@@ -39,6 +39,31 @@ def test_a_flipped_bit_anywhere_is_seen(count: int, seed: int, data: st.DataObje
     after = int(digest(raw))
     assert after != before
     assert after % 2**32 != before % 2**32, "there are users of the lower half alone"
+
+
+@given(
+    count=st.integers(1, 40) | st.integers((1 << 20) - 9, (1 << 20) + 9) | st.just(5 << 19),
+    seed=st.integers(0, 2**31),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=40)
+def test_the_thorough_one_sees_a_flipped_bit_too(
+    count: int, seed: int, data: st.DataObject
+) -> None:
+    raw = random_bytes(count, seed)
+    before = int(thorough_digest(raw))
+    assert int(thorough_digest(raw.clone())) == before
+    raw[data.draw(st.integers(0, count - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert int(thorough_digest(raw)) != before
+
+
+def test_the_thorough_one_sees_changes_that_cancel_out_in_rows_and_columns() -> None:
+    words = torch.arange(5 * 1023)
+    changed = words.clone()
+    for place, by in ((3, 1), (1020, -1), (2 * 1023 + 3, -1), (2 * 1023 + 1020, 1)):
+        changed[place] += by
+    assert int(digest(changed)) == int(digest(words))
+    assert int(thorough_digest(changed)) != int(thorough_digest(words))
 
 
 @pytest.mark.parametrize("bit", range(64))

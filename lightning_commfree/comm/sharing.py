@@ -1,0 +1,36 @@
+"""One rank's tensors for all: only what differs travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.digest import thorough_digest
+
+
+def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
+    """Overwrite `tensors` with those of the channel's first rank; blocks.
+
+    The ranks compare hashes, 8 bytes a tensor, which each tensor's own device computes, and then
+    send those that are not the same on all of them. In a job that loads the same weights on every
+    rank, these are none.
+
+    Args:
+        channel: to the ranks.
+        tensors: of the same shapes, dtypes and order on all ranks. Those without values, empty or
+            on `meta`, are left alone.
+        tag: of the ledger.
+    """
+    held = [tensor.detach() for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    if not held or channel.size == 1:
+        return
+    hashes = [thorough_digest(tensor.contiguous()).to(channel.device) for tensor in held]
+    gathered = channel.all_gather(torch.stack(hashes), tag).wait()
+    differs = (gathered != gathered[0]).any(dim=0).tolist()
+    for tensor in (tensor for tensor, sent in zip(held, differs, strict=True) if sent):
+        raw = tensor.to(channel.device).contiguous().view(-1).view(torch.uint8)
+        received = channel.broadcast(raw, tag).wait()
+        tensor.copy_(received.view(tensor.dtype).view(tensor.shape))

@@ -42,6 +42,7 @@ from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import (
     DiLoCoSettings,
     OuterOptimizerFactory,
+    cuts_whole,
     default_outer_optimizer,
 )
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
@@ -57,6 +58,7 @@ __all__ = [
     "Schedule",
     "StreamingDiLoCo",
     "WireFormat",
+    "cuts_whole",
     "default_outer_optimizer",
     "split_into_fragments",
 ]

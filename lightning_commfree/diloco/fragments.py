@@ -72,6 +72,12 @@ def split_into_fragments(
     return [Fragment(tuple(p), tuple(b)) for p, b in zip(groups, buffers, strict=True)]
 
 
+def has_blocks(module: nn.Module) -> bool:
+    """Return whether some parameter that is trained stands in a block."""
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
+    return any(_inside(name, block) for block in _blocks(module) for name in names)
+
+
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that are averaged: floating point, and part of the `state_dict`.
 

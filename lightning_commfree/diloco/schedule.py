@@ -45,6 +45,10 @@ class Schedule:
         """Return the fragments that land after inner step `step`, in ascending order."""
         return self.launched_at(step - self.overlap_steps)
 
+    def launches_until(self, fragment: int, step: int) -> int:
+        """Return how often the fragment has launched after inner step `step`."""
+        return max((step - self.offset(fragment)) // self.sync_every, 0)
+
     @property
     def complete_after(self) -> int:
         """The step after which every fragment has landed once."""

@@ -10,12 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_commfree.diloco.fragments import PATTERNS
+from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
 EAGER = "eager"
 NONFINITE = ("raise", "abstain")
+
+
+def cuts_whole(module: nn.Module, settings: DiLoCoSettings) -> bool:
+    """Return whether the model is one fragment for want of blocks, and not by the user's wish."""
+    by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
+    return by_default and not has_blocks(module)
 
 
 def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:

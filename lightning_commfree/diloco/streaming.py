@@ -168,6 +168,11 @@ class StreamingDiLoCo:
             flight.pending.wait()
 
     @property
+    def num_replicas(self) -> int:
+        """M, this one included."""
+        return self._channel.size
+
+    @property
     def in_flight(self) -> list[int]:
         """The fragments that have been launched and not landed, in the order of launch."""
         return list(self._in_flight)

@@ -27,6 +27,7 @@ from lightning_commfree.diloco import (
 from lightning_commfree.diloco.exchange import TAG
 from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending, scores_its_saves
+from lightning_commfree.strategies._foretell import foretell
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._shadows import Shadows
@@ -208,6 +209,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._own is None:  # else the local weights differ from the outer ones for good reason
             self._take_changed_weights()
         super().on_train_start()
+        foretell(self._module.trainer, self._running)
 
     @override
     def _cycle(self) -> tuple[Mapping[str, int], int]:

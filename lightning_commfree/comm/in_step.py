@@ -4,8 +4,8 @@ Ranks that share a model meet in every collective, so they must come to each of 
 rank whose data end earlier, or which alone has found NaN, would leave the others waiting, or meet
 them in a collective of another kind. So where ranks may part, each tells the others first:
 
-1. Ranks 0 and 1 have taken the step of batch 5, which was rank 1's last; rank 0 has more.
-2. Both tell: rank 0 "end of batch 5", rank 1 "end of batch 5, my data end here".
+1. Ranks 0 and 1 are in batch 5, which is rank 1's last; rank 0 has more.
+2. Both tell: rank 0 "in batch 5", rank 1 "in batch 5, my data end here".
 3. Both know the same, so both decide the same.
 """
 
@@ -24,10 +24,8 @@ TAG = "in_step"
 class Where(IntEnum):
     """What a rank has just done."""
 
-    BACKWARD = 0
-    BATCH = 1
-    VALIDATION = 2
-    EPOCH = 3
+    BACKWARD = 0  # of a batch
+    EPOCH = 1  # all that it has of it
 
 
 class Place(NamedTuple):
@@ -38,13 +36,10 @@ class Place(NamedTuple):
     batch: int  # of the epoch, from 0; -1: none yet
 
     def __str__(self) -> str:
-        batch = f"batch {self.batch} of epoch {self.epoch}"
         if self.where == Where.BACKWARD:
-            return f"in {batch}"
-        if self.where == Where.EPOCH:
-            after = f", behind its batch {self.batch}" if self.batch >= 0 else ", without a batch"
-            return f"at the end of epoch {self.epoch}{after}"
-        return f"at the end of {batch}" + (", validated" * (self.where == Where.VALIDATION))
+            return f"in batch {self.batch} of epoch {self.epoch}"
+        after = f", behind its batch {self.batch}" if self.batch >= 0 else ", without a batch"
+        return f"at the end of epoch {self.epoch}{after}"
 
 
 class InStep:

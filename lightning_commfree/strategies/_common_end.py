@@ -74,17 +74,33 @@ class CommonEnd:
 
     def comes(self) -> bool:
         """Return whether this rank's epoch or fit ends with the optimizer step that runs."""
-        return self._why() != _GOES_ON
+        return self.why() != _GOES_ON
+
+    def why(self) -> int:
+        """Return by what it ends, a number below 4; 0 where it does not."""
+        trainer = self._trainer
+        if trainer is None:
+            return _GOES_ON
+        loop = trainer.fit_loop
+        if loop.epoch_loop._num_ready_batches_reached():
+            return _DATA
+        if trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps:
+            return _MAX_STEPS
+        wants = self._wants_to_stop or (trainer.should_stop and loop._can_stop_early)
+        return _WILL if wants else _GOES_ON
 
     def agree(self) -> None:
-        """End the fit after the step that runs, in whose exchange some said so and others did not.
+        """End the fit after the step that runs, in whose exchange the ranks said different things.
+
+        If it ends on all of them, some by their data and some by `max_steps`, say, that needs no
+        words, but they must do so alike: at the end of its data a rank validates.
 
         Raises:
             RuntimeError: `min_epochs` or `min_steps` forbids to end here; on all ranks alike.
         """
         trainer = self._trainer
         assert trainer is not None, "a single rank has nobody to part from"
-        mine = torch.tensor([self._why()], device=self._channel.device)
+        mine = torch.tensor([self.why()], device=self._channel.device)
         reasons = self._channel.all_gather(mine, TAG).wait().flatten().tolist()
         said = "; ".join(
             why.format(ranks=_ranks([r for r, reason in enumerate(reasons) if reason == code]))
@@ -92,6 +108,9 @@ class CommonEnd:
             if code in reasons
         )
         others = [rank for rank, reason in enumerate(reasons) if reason == _GOES_ON]
+        if not others:
+            self._agreed, trainer.should_stop = True, True
+            return
         step = trainer.global_step + 1
         said = f"{said} after step {step}, and {_ranks(others)} would have gone on."
         loop = trainer.fit_loop
@@ -112,18 +131,6 @@ class CommonEnd:
         self._agreed, trainer.should_stop = True, True
 
     # -- inside
-
-    def _why(self) -> int:
-        trainer = self._trainer
-        if trainer is None:
-            return _GOES_ON
-        loop = trainer.fit_loop
-        if loop.epoch_loop._num_ready_batches_reached():
-            return _DATA
-        if trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps:
-            return _MAX_STEPS
-        wants = self._wants_to_stop or (trainer.should_stop and loop._can_stop_early)
-        return _WILL if wants else _GOES_ON
 
     def _cross(self) -> None:
         """Stop here if all do, else on with it; between two steps."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -106,3 +107,15 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
             f" differ: ranks {list(channel.ranks)}. Let Lightning put its own sampler in, or give"
             " your sampler `num_replicas` and `rank` of `trainer.distributed_sampler_kwargs`."
         ) from error
+
+
+def warn_once() -> Callable[[str], None]:
+    """Return what warns of a text the first time it is told of it."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            rank_zero_warn(text)
+
+    return say

@@ -9,13 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.in_step import InStep, Place, Where
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
 from lightning_commfree.domino import (
@@ -34,7 +32,9 @@ from lightning_commfree.strategies._domino_checks import (
     check_fit,
     check_optimizers,
     check_states,
+    warn_once,
 )
+from lightning_commfree.strategies._random import share_random_state
 from lightning_commfree.strategies._rank_states import Layout
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
@@ -44,6 +44,7 @@ from lightning_commfree.strategies._start import (
     common_start,
     refuse_timed_validation,
 )
+from lightning_commfree.strategies._together import Together
 from lightning_commfree.strategies._traffic import FitLog, Traffic
 
 
@@ -110,6 +111,7 @@ class DominoTPStrategy(ShardedStrategy):
         self._data_channel: Channel | None = None
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
+        self._together: Together | None = None
         self._checked: set[str] = set()  # what has been looked at in this fit
 
     @property
@@ -180,6 +182,9 @@ class DominoTPStrategy(ShardedStrategy):
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
             self._fit_log = FitLog(trainer, self.ledger, float(ddp_bytes))
             self._checked = set()
+            assert self._world_channel is not None, "`setup_environment` has opened it"
+            self._together = Together(self._world_channel, trainer)
+            self._together.install()
 
     @override
     def configure_ddp(self) -> None:
@@ -201,7 +206,7 @@ class DominoTPStrategy(ShardedStrategy):
         self._average = GradientAverage(data)
         for model in self._sharded.models:
             model.done = self._average.half_is_done
-            model.fell_back = self._say_once()
+            model.fell_back = warn_once()
 
     @override
     def on_train_start(self) -> None:
@@ -210,18 +215,9 @@ class DominoTPStrategy(ShardedStrategy):
         In a resumed fit those that came after the save.
         """
         super().on_train_start()
-        self._share_random_state()
+        assert self._tensor_channel is not None, "it is open while a fit runs"
+        share_random_state(self._tensor_channel, self.root_device)
         self._go_on()
-
-    def _share_random_state(self) -> None:
-        channel = self._tensor_channel
-        assert channel is not None, "it is open while a fit runs"
-        state = torch.get_rng_state().to(channel.device)
-        torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
-        if self.root_device.type == "cuda":
-            own = torch.cuda.get_rng_state(self.root_device).to(channel.device)
-            shared = channel.broadcast(own, START_TAG).wait().cpu()
-            torch.cuda.set_rng_state(shared, self.root_device)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,8 +244,8 @@ class DominoTPStrategy(ShardedStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         assert self._average is not None, "the model is divided"
+        self._check_finite(closure_loss, self._average.active)
         if self._average.active:
-            self._check_finite(closure_loss)
             self._average.land(self._module.parameters())
             for model in self.sharded.models:
                 sum_shared(model.sharded.cuts, model.group)
@@ -274,6 +270,9 @@ class DominoTPStrategy(ShardedStrategy):
     @override
     def teardown(self) -> None:
         self._average = None
+        if self._together is not None:
+            self._together.remove()
+            self._together = None
         if self._fit_log is not None:
             self._fit_log.figures()
             self._fit_log.close()
@@ -301,25 +300,15 @@ class DominoTPStrategy(ShardedStrategy):
             assert self._tensor_channel is not None, "it is open while a fit runs"
             check_batch(self._tensor_channel, kind, batch)
 
-    def _check_finite(self, loss: Tensor) -> None:
+    def _check_finite(self, loss: Tensor, steps: bool) -> None:
         """Stop all ranks where one has NaN or Inf, before anything is averaged and stepped with."""
-        world, trainer = self._world_channel, self._module.trainer
+        module, world = self._module, self._world_channel
+        assert self._together is not None, "a fit has begun"
         assert world is not None, "it is open while a fit runs"
-        finite = looks_finite(self._module.parameters())
-        place = Place(Where.BACKWARD, trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
-        if any(InStep(world).tell(place, int(not finite))):
-            step = trainer.global_step + 1
-            refuse_nonfinite(world, self._module, loss, step, self.tensor_parallel_size)
-
-    def _say_once(self) -> Callable[[str], None]:
-        said: set[str] = set()
-
-        def say(text: str) -> None:
-            if text not in said:
-                said.add(text)
-                rank_zero_warn(text)
-
-        return say
+        finite = not steps or looks_finite(module.parameters())
+        if not self._together.after_backward(steps, finite):
+            step = module.trainer.global_step + 1
+            refuse_nonfinite(world, module, loss, step, self.tensor_parallel_size)
 
     def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the whole model's gradient, every number counted once."""

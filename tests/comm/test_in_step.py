@@ -17,7 +17,7 @@ def tell(rank: int, size: int) -> Any:
     ledger = Ledger()
     channel = Channel.open([list(range(size))], rank, ledger)
     in_step = InStep(channel)
-    words = in_step.tell(Place(Where.BATCH, 0, 4), 10 * rank)
+    words = in_step.tell(Place(Where.BACKWARD, 0, 4), 10 * rank)
     sent = ledger.bytes_by_tag[TAG]
     apart = Place(Where.EPOCH, 0, -1) if rank == 1 else Place(Where.BACKWARD, 0, 0)
     try:
@@ -42,6 +42,6 @@ def test_words_and_places(tmp_path: Path) -> None:
 def test_one_rank_has_only_itself() -> None:
     ledger = Ledger()
     channel = Channel.open([[0]], 0, ledger)
-    assert InStep(channel).tell(Place(Where.VALIDATION, 2, 7), 5) == [5]
+    assert InStep(channel).tell(Place(Where.EPOCH, 2, 7), 5) == [5]
     assert not ledger.bytes_sent
-    assert str(Place(Where.VALIDATION, 2, 7)) == "at the end of batch 7 of epoch 2, validated"
+    assert str(Place(Where.EPOCH, 2, 7)) == "at the end of epoch 2, behind its batch 7"

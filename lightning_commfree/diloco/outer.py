@@ -211,6 +211,14 @@ class OuterFragment:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
 
+    def outer(self) -> list[Tensor]:
+        """Return the global copy as tensors like `local`, in their order: views where they can be.
+
+        Collective within a replica.
+        """
+        views = self._views(self._whole(self.global_copy))
+        return [view.to(local.dtype) for view, local in zip(views, self.local, strict=True)]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the global copy, the outer optimizer's state and the number of landings.
 

@@ -13,8 +13,8 @@ from lightning_commfree.diloco.outer import OuterFragment
 
 ADVICE = (
     "It holds them during a validation and where a checkpoint is written. Callbacks that put"
-    " weights of their own in for a validation (a moving average) cannot work here: remove them, or"
-    " average `outer_weights()` yourself."
+    " weights of their own in for a validation cannot work here, but for Lightning's"
+    " `WeightAveraging`: remove them, or average `outer_weights()` yourself."
 )
 
 
@@ -43,6 +43,20 @@ class Swap:
     def local(self) -> list[Tensor]:
         """The local copy, wherever it is: fragment by fragment, parameters before buffers."""
         return self._aside if self.is_in else self.in_module
+
+    def outer_tensors(self) -> dict[str, Tensor]:
+        """Return the outer weights and averaged buffers by name; not to be written to.
+
+        In the dtypes of the module's tensors, where the global copy is. Collective within a
+        replica.
+        """
+        return {
+            name: tensor
+            for outer in self._fragments
+            for name, tensor in zip(
+                (*outer.fragment.parameters, *outer.fragment.buffers), outer.outer(), strict=True
+            )
+        }
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:

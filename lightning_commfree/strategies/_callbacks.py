@@ -9,11 +9,23 @@ from lightning.pytorch import callbacks
 
 # by name: the first came with Lightning 2.6
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
-_OF_REPLICAS = (
-    "it averages the local weights of each replica, and would leave different ones on every rank"
-)
 _OF_PARTS = "it copies the whole model before the ranks have divided it"
-REPLICAS = dict.fromkeys(_AVERAGES, _OF_REPLICAS)
+REPLICAS = {
+    "StochasticWeightAveraging": (
+        "it averages the local weights of each replica, and would leave different ones on every"
+        " rank. From Lightning 2.6 on `WeightAveraging` and `EMAWeightAveraging` average the outer"
+        " ones, on which they agree"
+    ),
+    "ModelPruning": (
+        "in the middle of a fit it gives parameters other names, under which they are exchanged,"
+        " and masks that each replica makes of its own local weights"
+    ),
+}
+EAGER = {
+    "WeightAveraging": (
+        "with `overlap_steps='eager'` the outer weights, which it averages, differ between replicas"
+    )
+}
 PARTS = dict.fromkeys(_AVERAGES, _OF_PARTS)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,8 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.exchange import TAG
-from lightning_commfree.strategies._callbacks import REPLICAS, refuse_callbacks
+from lightning_commfree.strategies._averages import average_outer_weights
+from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending, scores_its_saves
 from lightning_commfree.strategies._foretell import foretell
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
@@ -45,10 +46,10 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     the result is mixed into the local parameters. Between exchanges a run sends nothing.
 
     Validation and the `state_dict` of checkpoints use the *outer* weights, on which all replicas
-    agree; `fit` ends with the mean of all replicas' weights on all ranks. Callbacks that average
-    weights are refused. Gradient clipping, weight decay and learning-rate schedules act inside a
-    replica. A metric that `training_step` logs per step with `sync_dist=True` stays the replica's
-    own; per epoch it means all ranks.
+    agree; `fit` ends with the mean of all replicas' weights on all ranks. `WeightAveraging`
+    averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
+    inside a replica. A metric that `training_step` logs per step with `sync_dist=True` stays the
+    replica's own; per epoch it means all ranks.
 
     Args:
         sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
@@ -142,6 +143,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._finished_at: int | None = None  # the inner step after which `finish` ran
         self._early_saves = EarlySaves()
         self._shadows = Shadows()
+        self._put_averages_in: Callable[[], None] = lambda: None
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -174,7 +176,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     @override
     def _check_module(self, trainer: pl.Trainer) -> None:
         super()._check_module(trainer)
-        refuse_callbacks(trainer, type(self).__name__, REPLICAS)
+        eager = EAGER if self.settings.eager else {}
+        refuse_callbacks(trainer, type(self).__name__, {**REPLICAS, **eager})
 
     @override
     def _begin_fit(self, trainer: pl.Trainer) -> None:
@@ -200,6 +203,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
         self._shadows.put(connector, "dump_checkpoint", dump_settled)
         let_finders_try(self, trainer, self._shadows)
+        averages = average_outer_weights(trainer, module, self._diloco, self._shadows)
+        self._put_averages_in = averages
         self._finished_at = None
         self._early_saves = EarlySaves()
         self._unlanded_reported = False
@@ -261,6 +266,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._diloco is not None:
             self._finish(self._sigterm.requested)
             self._early_saves.write_again(self._module.trainer, self._running.step)
+            self._put_averages_in()
         super().on_train_end()
 
     @override

@@ -182,7 +182,7 @@ def test_another_outer_learning_rate_is_said_at_resume(played: Any) -> None:
 
 REFUSED = [
     callbacks.StochasticWeightAveraging(swa_lrs=0.1),
-    *([callbacks.WeightAveraging()] if hasattr(callbacks, "WeightAveraging") else []),
+    callbacks.ModelPruning("l1_unstructured", amount=0.5),
 ]
 
 

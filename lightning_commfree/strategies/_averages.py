@@ -1,0 +1,88 @@
+"""Lightning's `WeightAveraging` (2.6 and later) and its kind, on outer weights.
+
+The local weights of a replica are its own, so an average of them is too. Here such a callback is
+updated as often as under DDP, with the outer weights as they stand, on which all ranks agree. The
+rest is as it is: it puts its average into the module for a validation and where a fit has ended,
+and into a checkpoint, from which it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from torch import Tensor
+
+from lightning_commfree.diloco import StreamingDiLoCo
+from lightning_commfree.strategies._shadows import Shadows
+
+_KIND = getattr(callbacks, "WeightAveraging", None)
+_UPDATES = ("on_train_batch_end", "on_train_epoch_end")
+
+
+def averaging(trainer: pl.Trainer) -> list[pl.Callback]:
+    """Return the Trainer's callbacks of this kind."""
+    found: Iterable[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [callback for callback in found if _KIND is not None and isinstance(callback, _KIND)]
+
+
+def average_outer_weights(
+    trainer: pl.Trainer, module: pl.LightningModule, diloco: StreamingDiLoCo, shadows: Shadows
+) -> Callable[[], None]:
+    """Let the callbacks average outer weights.
+
+    Args:
+        trainer: has them; its fit begins.
+        module: that is trained.
+        diloco: has its outer weights.
+        shadows: removed when the fit ends.
+
+    Returns:
+        Puts their averages into the module; call it after the last exchange, which must see the
+        module's own weights.
+    """
+    ends = []
+    for callback in averaging(trainer):
+        for name in _UPDATES:
+            shadows.put(callback, name, partial(_update, getattr(callback, name), diloco))
+        ends.append(callback.on_train_end)
+        shadows.put(callback, "on_train_end", lambda *_: None)
+
+    def put_in() -> None:
+        for end in ends:
+            end(trainer, module)
+
+    return put_in
+
+
+def _update(
+    hook: Callable[..., None],
+    diloco: StreamingDiLoCo,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *args: Any,
+) -> None:
+    hook(trainer, _Outer(module, diloco), *args)
+
+
+class _Outer:
+    """The module, but for its tensors, which are the outer ones where these are exchanged."""
+
+    def __init__(self, module: pl.LightningModule, diloco: StreamingDiLoCo) -> None:
+        self._module, self._diloco = module, diloco
+
+    def parameters(self) -> Iterator[Tensor]:
+        return (self._values.get(name, own) for name, own in self._module.named_parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        return (self._values.get(name, own) for name, own in self._module.named_buffers())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @cached_property
+    def _values(self) -> dict[str, Tensor]:
+        return self._diloco.swap.outer_tensors()

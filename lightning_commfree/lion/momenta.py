@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
@@ -61,6 +61,35 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         total = sum(other["state"][index]["momentum"] for other in states)
         first["state"][index] = {**state, "momentum": total / len(states)}
     return first
+
+
+def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
+    """See that a saved optimizer state has a momentum for every parameter.
+
+    Args:
+        state: of a `DistributedLion.state_dict()`, by the parameter's number.
+        parameters: that it is to be loaded for, by their numbers.
+
+    Raises:
+        ValueError: one is not there, or of another shape or dtype.
+    """
+    for index, parameter in parameters.items():
+        own = state.get(index, {})
+        momentum = own.get("momentum")
+        exact = torch.promote_types(parameter.dtype, torch.float32)
+        wanted = f"{exact} of shape {list(parameter.shape)}"
+        if not isinstance(momentum, Tensor):
+            found = f"it has {', '.join(map(repr, own))}" if own else "it has nothing"
+        elif momentum.shape != parameter.shape or momentum.dtype != exact:
+            found = f"it has {momentum.dtype} of shape {list(momentum.shape)}"
+        else:
+            continue
+        raise ValueError(
+            f"The optimizer state is not one of `DistributedLion` for this model: parameter {index}"
+            f" needs a momentum, {wanted}, and {found}. Resume with the model, the precision and"
+            " the optimizer of the save, or load the weights alone: `fit` without `ckpt_path`,"
+            " after `load_state_dict` or `load_from_checkpoint`."
+        )
 
 
 def _mean(values_WS: Tensor, channel: Channel) -> Tensor:

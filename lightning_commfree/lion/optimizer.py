@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.lion.momenta import check_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import Member
@@ -149,10 +150,16 @@ class DistributedLion(Optimizer):
 
         torch casts state to the parameter's dtype, which would round momentum and master copy of a
         bf16 parameter: they are taken over as they were saved.
+
+        Raises:
+            ValueError: it lacks a momentum, or has one of another shape or dtype; nothing has been
+                loaded then. One that was saved before the first step may have none at all.
         """
-        super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
+        if len(saved) == len(own) and state_dict["state"]:
+            check_momenta(state_dict["state"], dict(zip(saved, own, strict=True)))
+        super().load_state_dict(state_dict)
         for index, parameter in zip(saved, own, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):

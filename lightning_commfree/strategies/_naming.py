@@ -1,10 +1,18 @@
-"""Lightning's own collectives, whose errors name the rank that is gone."""
+"""What all our strategies share.
+
+Collectives of Lightning's, whose errors name the rank that is gone; checkpoint files that are whole
+or not there, and errors of one rank that all ranks raise.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
@@ -12,6 +20,12 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.strategies._launching import OrderlyLauncher
 from lightning_commfree.strategies._signals import stopped_by_hand
+from lightning_commfree.strategies._whole_files import (
+    WholeCheckpointIO,
+    check_whole,
+    damaged,
+    local_path,
+)
 
 T = TypeVar("T")
 
@@ -60,6 +74,69 @@ class NamingStrategy(DDPStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         with self._named("reduce"):
             return super().reduce(tensor, group, reduce_op)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, else one whose files are whole; `AsyncCheckpointIO` wraps that."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif hasattr(self._checkpoint_io, "checkpoint_io"):  # it keeps the first one that it gets
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint on rank 0.
+
+        Raises:
+            RuntimeError: it cannot be written; on all ranks.
+        """
+        with self._failing_as_one():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            RuntimeError: it is damaged.
+        """
+        check_whole(checkpoint_path)
+        try:  # later releases of Lightning pass more arguments
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        except (RuntimeError, EOFError, OSError, ValueError) as error:
+            local = local_path(checkpoint_path)
+            if local is None or not local.is_file() or "weights_only" in str(error):
+                raise
+            raise damaged(checkpoint_path, error) from error
+        return checkpoint
+
+    @contextmanager
+    def _failing_as_one(self) -> Iterator[None]:
+        """If the body fails on some rank, let all ranks raise: their own error, or that one's."""
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - it is raised below
+            failure = error
+        failed = self._all_flags(failure is not None)
+        if any(failed):
+            text = self.broadcast(str(failure), failed.index(True))
+            raise failure or RuntimeError(text)
+
+    def _all_flags(self, mine: bool) -> list[bool]:
+        """Return the flags of all ranks, by rank."""
+        flags = torch.zeros(self.world_size, device=self.root_device)
+        flags[self.global_rank] = float(mine)
+        total = NamingStrategy.reduce(self, flags, reduce_op="sum")
+        return [bool(flag) for flag in total.tolist()]
 
     def _stopped_by_hand(self) -> bool:
         """Return whether this is after Ctrl-C, when the ranks no longer do the same."""

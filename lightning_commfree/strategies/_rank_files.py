@@ -2,10 +2,15 @@
 
 Replicas differ: each has its own weights, optimizer, random numbers, data position. A Lightning
 checkpoint has room for one of them, and to gather all on rank 0 would send more than the training
-does. So every rank writes its own part, and the checkpoint names the set that belongs to it:
+does. Rank 0's part stands in the checkpoint; every other rank writes its own, and the checkpoint
+names the set that belongs to it:
 
-    checkpoints/last.ckpt                                  a normal Lightning checkpoint
-    checkpoints/replicas/last.ckpt/120-5f3a.../rank_3.pt   rank 3's part of the save at step 120
+    checkpoints/last.ckpt                                   a Lightning checkpoint, rank 0's part in
+    checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's part of the save at step 120
+
+The folder lies beside the checkpoints, so that it goes with them when their folder is copied or
+moved, and it can be written wherever they can. It is hidden: `ls`, `glob("*")` and `cp folder/*` do
+not meet it, `os.listdir` does. One rank alone makes none.
 
 Whatever dies in between, a checkpoint and its set match: the set of the new save is complete before
 the checkpoint is replaced, and the set of the old one is removed after that. Ranks that share no
@@ -15,16 +20,19 @@ disk find their own part on their own.
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import PurePosixPath
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import _atomic_save, get_filesystem
-from lightning.fabric.utilities.cloud_io import _load as load_file
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 
-_FOLDER = "replicas"
+from lightning_commfree.strategies._rank_parts import Owner, tensors_of, unseal
+from lightning_commfree.strategies._whole_files import read_whole, write_whole
+
+KEY = "lightning_commfree"  # of a checkpoint's entry: ranks, token, place, facts, rank 0's part
+FOLDER = ".commfree"
 
 
 class RankFiles:
@@ -39,42 +47,57 @@ class RankFiles:
         self._weights_only = weights_only is not False
         self._path = str(checkpoint_path)
         self._fs = get_filesystem(checkpoint_path)
-        self._root = self._below(self._path, f"{_FOLDER}/{os.path.basename(self._path)}")
+        self._name = f"{FOLDER}/{os.path.basename(self._path)}"
+        self._root = self._below(self._path, self._name)
 
-    def save(self, token: str, rank: int, state: dict[str, Any]) -> str:
-        """Write this rank's part of the set `token`; return the set's place beside a checkpoint.
+    def place(self, token: str) -> str:
+        """Return the place of the set `token` beside a checkpoint."""
+        return f"{self._name}/{token}"
+
+    def save(self, token: str, rank: int, part: dict[str, Any]) -> None:
+        """Write this rank's part of the set `token`.
 
         Raises:
             RuntimeError: it cannot be written there.
         """
         file = f"{self._root}/{token}/rank_{rank}.pt"
         try:
-            self._fs.makedirs(f"{self._root}/{token}", exist_ok=True)
-            _atomic_save(state, file)
-        except OSError as error:
+            write_whole(part, file)
+        except (OSError, RuntimeError) as error:
             raise RuntimeError(
-                f"Rank {rank} cannot write its part of a checkpoint to {file!r}:"
-                f" {type(error).__name__}: {error}. Every rank writes beside the checkpoint, on its"
-                " machine's own disk where none is shared. Give `ModelCheckpoint(dirpath=...)`, or"
-                " the Trainer's `default_root_dir`, a folder that can be written by that path on"
-                " every machine."
+                f"Rank {rank} cannot write its part of a checkpoint to {file!r}: {error} Every rank"
+                " writes beside the checkpoint, on its machine's own disk where none is shared. The"
+                " folder must be one that can be written by that path on every machine."
             ) from error
-        return f"{_FOLDER}/{os.path.basename(self._path)}/{token}"
 
-    def load(self, place: str, rank: int) -> dict[str, Any] | None:
-        """Return this rank's part of the set at `place`, None where there is none.
+    def find(self, place: str, rank: int) -> str | None:
+        """Return the path of a rank's file of the set at `place`, None where there is none.
 
         A link to a checkpoint finds the set beside what it points to.
 
         Raises:
-            RuntimeError: the file is there and cannot be read.
+            RuntimeError: the place is none of a set's.
         """
+        parts = PurePosixPath(place).parts
+        if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:
+            raise RuntimeError(
+                f"The checkpoint {self._path!r} names {place!r} as the place of its ranks' files."
+                f" They lie below '{FOLDER}/' beside it and nowhere else, so it was not saved like"
+                " this. Nothing was loaded; resume from another checkpoint."
+            )
         for path in dict.fromkeys((self._path, os.path.realpath(self._path))):
             file = f"{self._below(path, place)}/rank_{rank}.pt"
             if self._fs.exists(file):
-                state: dict[str, Any] = read_checkpoint(file, self._weights_only)
-                return state
+                return file
         return None
+
+    def read(self, file: str) -> Any:
+        """Return what a rank's file holds.
+
+        Raises:
+            RuntimeError: it cannot be read.
+        """
+        return read_whole(file, self._weights_only)
 
     def keep_only(self, token: str, spare: int = 0) -> None:
         """Remove the sets of earlier saves to this path; other ranks may do the same meanwhile.
@@ -107,39 +130,37 @@ class RankFiles:
         return f"{os.path.dirname(path) or '.'}/{place}"
 
 
-def read_checkpoint(path: _PATH, weights_only: bool = True) -> Any:
-    """Read what `torch.save` wrote, tensors on the CPU.
+class SavedParts:
+    """The parts of all ranks of a checkpoint that was read.
 
     Args:
-        path: of the file.
-        weights_only: whether no code may be run from the file.
+        checkpoint_path: where it was read.
+        checkpoint: as it was read, before anybody changes it.
+        weights_only: as `RankFiles` takes it.
 
-    Raises:
-        RuntimeError: the file is damaged, or holds what only unpickling loads; with its name and
-            what to do.
+    Attributes:
+        entry: what the checkpoint says of its ranks; empty where it says nothing.
     """
-    try:
-        return load_file(path, map_location="cpu", weights_only=weights_only)
-    except Exception as error:
-        if not isinstance(error, pickle.UnpicklingError) or not _is_whole(path):
-            raise damaged(path, error) from error
-        raise RuntimeError(
-            f"The checkpoint file {str(path)!r} holds more than tensors and plain values, and to"
-            " read that may run code from it. If you trust it, pass `weights_only=False` to"
-            f" `Trainer.fit`. What was found: {error}"
-        ) from error
 
+    def __init__(
+        self, checkpoint_path: _PATH, checkpoint: Mapping[str, Any], weights_only: bool | None
+    ) -> None:
+        self.entry: Mapping[str, Any] = checkpoint.get(KEY, {})
+        self._files = RankFiles(checkpoint_path, weights_only)
+        self._path = str(checkpoint_path)
+        self._tensors = tensors_of(checkpoint)
 
-def _is_whole(path: _PATH) -> bool:
-    """Return whether the file ends as `torch.save` ends one: a cut file is no archive."""
-    with get_filesystem(path).open(str(path), "rb") as file:
-        return zipfile.is_zipfile(file)
+    def load(self, rank: int) -> Any:
+        """Return what this rank had saved, None where its file is not there.
 
-
-def damaged(path: _PATH, error: Exception) -> RuntimeError:
-    """Return the error for a checkpoint that cannot be read."""
-    return RuntimeError(
-        f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"
-        " probably cut short, by a full disk or an interrupted copy. Nothing was loaded; resume"
-        " from an earlier checkpoint."
-    )
+        Raises:
+            RuntimeError: what is there is another rank's, of another save, or damaged.
+        """
+        owner = Owner(rank, self.entry["ranks"], self.entry["token"])
+        if rank == 0:
+            name = f"Rank 0's part in {self._path!r}"
+            return unseal(self.entry["own"], owner, self._tensors, name)
+        file = self._files.find(self.entry["place"], rank)
+        if file is None:
+            return None
+        return unseal(self._files.read(file), owner, self._tensors, f"The file {file!r}")

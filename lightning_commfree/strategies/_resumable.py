@@ -1,24 +1,19 @@
 """Exact resume for strategies whose ranks differ from each other. It knows no algorithm.
 
-A checkpoint stays a normal one; beside it every rank keeps what only it knows (`_rank_files`), and
-the checkpoint says where. A fit that resumes on the same number of ranks with the same settings
+A checkpoint stays a normal one; what only one rank knows stands beside it, and rank 0's in it
+(`_rank_files`). A fit that resumes on the same number of ranks with the same settings
 goes on bit for bit; any other one starts from the checkpoint's weights, and a message says why.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
@@ -28,12 +23,18 @@ from lightning_commfree.strategies._gradients import accumulate_further, half_ac
 from lightning_commfree.strategies._loops import restore_loops, restore_watched, watched_metrics
 from lightning_commfree.strategies._own_tensors import OwnTensors
 from lightning_commfree.strategies._random import random_state
-from lightning_commfree.strategies._rank_files import RankFiles, damaged
+from lightning_commfree.strategies._rank_files import KEY, RankFiles, SavedParts
+from lightning_commfree.strategies._rank_parts import Owner, known_tensors, seal
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._resume import Data, loop_state, read_ahead, restore_place
+from lightning_commfree.strategies._resume import (
+    Data,
+    loadable,
+    loop_state,
+    read_ahead,
+    restore_place,
+)
 from lightning_commfree.strategies._signals import warn_unsaved
-
-KEY = "lightning_commfree"  # of a checkpoint's entry that describes the ranks' files
+from lightning_commfree.strategies._whole_files import writes_later
 
 
 class Adopted(NamedTuple):
@@ -48,7 +49,8 @@ class _Resumed(NamedTuple):
 
     path: _PATH
     checkpoint: dict[str, Any]
-    weights_only: bool | None  # as `Trainer.fit` got it
+    parts: SavedParts
+    own: dict[str, Any] | None  # of this rank, where as many ranks had saved it and it is there
 
 
 class ResumableStrategy(ReplicatedStrategy):
@@ -82,16 +84,15 @@ class ResumableStrategy(ReplicatedStrategy):
     def _resume_facts(self) -> dict[str, str]:
         """Return what besides `_facts` must be as it was for an exact resume."""
 
-    def _adopt(self, files: RankFiles, entry: Mapping[str, Any]) -> Adopted | None:
+    def _adopt(self, parts: SavedParts) -> Adopted | None:
         """Return what this rank can still use of a save by other ranks or with other settings.
 
         Collective over the world: all ranks return something, or all return None.
 
         Args:
-            files: of the checkpoint.
-            entry: the checkpoint's: "place", "ranks" and "facts" of the save.
+            parts: of the checkpoint.
         """
-        del files, entry
+        del parts
         return None
 
     # -- saving
@@ -100,7 +101,11 @@ class ResumableStrategy(ReplicatedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Write the ranks' files, then the checkpoint, then remove the files of its predecessor."""
+        """Write the ranks' files, then the checkpoint, then remove the files of its predecessor.
+
+        Raises:
+            RuntimeError: a file cannot be written; on all ranks.
+        """
         if self._stopped_by_hand():
             warn_unsaved()
             return
@@ -112,19 +117,28 @@ class ResumableStrategy(ReplicatedStrategy):
         filepath, token, removed = self.broadcast((filepath, token, self._removed))
         # a name that is free again may be this one, whose files another rank writes already
         self._forget([path for path in removed if path != filepath])
-        files = RankFiles(filepath)
-        place = files.save(token, self.global_rank, self._whole_rank_state(checkpoint))
-        checkpoint[KEY] = {
-            "place": place,
-            "ranks": self.world_size,
-            "facts": {**self._facts(), **self._resume_facts()},
-        }
-        self.barrier("every rank's file is written")
+        files, owner = RankFiles(filepath), Owner(self.global_rank, self.world_size, token)
+        state = self._whole_rank_state(checkpoint)
+        known = {}
+        if self.is_global_zero:
+            known = known_tensors(checkpoint)
+            own = seal(owner, state, known)
+            known |= known_tensors(own, (KEY, "own"))
+            checkpoint[KEY] = {
+                "ranks": self.world_size,
+                "token": token,
+                "place": files.place(token),
+                "facts": {**self._facts(), **self._resume_facts()},
+                "own": own,
+            }
+        known = self.broadcast(known)
+        with self._failing_as_one():
+            if not self.is_global_zero:
+                files.save(token, self.global_rank, seal(owner, state, known))
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self.barrier("the checkpoint is written")
         # an asynchronous one may not be there yet, and its predecessor still needs the set before;
         # by the next save it is taken to be there
-        files.keep_only(token, spare=int(_writes_later(self.checkpoint_io)))
+        files.keep_only(token, spare=int(writes_later(self.checkpoint_io)))
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -155,9 +169,9 @@ class ResumableStrategy(ReplicatedStrategy):
             "gradients": half_accumulated(self._module),
             "random": random_state(self.root_device),
             "epoch_start": self._epoch_start.state_dict(),
-            "loaders": _loadable(loop_state(checkpoint).get("combined_loader")),
-            "ahead": _loadable(read_ahead(self._module.trainer)),
-            "schedulers": _loadable(checkpoint.get("lr_schedulers")),
+            "loaders": loadable(loop_state(checkpoint).get("combined_loader")),
+            "ahead": loadable(read_ahead(self._module.trainer)),
+            "schedulers": loadable(checkpoint.get("lr_schedulers")),
             "watched": watched_metrics(self._module.trainer),
             "tensors": self._own_tensors.state(self.broadcast),
         }
@@ -166,15 +180,15 @@ class ResumableStrategy(ReplicatedStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        try:  # later releases of Lightning pass more arguments
-            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            if not Path(checkpoint_path).is_file() or "weights_only" in str(error):
-                raise
-            raise damaged(checkpoint_path, error) from error
+        # later releases of Lightning pass more arguments
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
             weights_only = kwargs.get("weights_only", args[0] if args else None)
-            self._resume_from = _Resumed(checkpoint_path, checkpoint, weights_only)
+            parts = SavedParts(checkpoint_path, checkpoint, weights_only)
+            own = None
+            if parts.entry.get("ranks") == self.world_size:
+                (own,) = self._load_parts(parts, [self.global_rank])
+            self._resume_from = _Resumed(checkpoint_path, checkpoint, parts, own)
         return checkpoint
 
     @override
@@ -199,10 +213,8 @@ class ResumableStrategy(ReplicatedStrategy):
         Returns:
             What else is this rank's own; None where nothing is.
         """
-        path, checkpoint, weights_only = resumed
-        entry = checkpoint.get(KEY, {})
-        files = RankFiles(path, weights_only)
-        reason, own = self._find_own(files, entry)
+        path, checkpoint, parts, _ = resumed
+        reason, own = self._find_own(resumed)
         if own is not None:
             # Lightning, which restores them later, has saved those of rank 0 only
             if own.get("loaders") is not None:
@@ -211,7 +223,7 @@ class ResumableStrategy(ReplicatedStrategy):
             if len(schedulers) == len(checkpoint.get("lr_schedulers", ())):
                 checkpoint["lr_schedulers"] = schedulers
         else:
-            adopted = self._adopt(files, entry) if entry else None
+            adopted = self._adopt(parts) if parts.entry else None
             kept = (
                 "with the optimizer state of rank 0 where it stands in the checkpoint; what else is"
                 " the strategy's own begins anew"
@@ -259,10 +271,9 @@ class ResumableStrategy(ReplicatedStrategy):
         self._epoch_start.remove()
         super().teardown()
 
-    def _find_own(
-        self, files: RankFiles, entry: Mapping[str, Any]
-    ) -> tuple[str, dict[str, Any] | None]:
+    def _find_own(self, resumed: _Resumed) -> tuple[str, dict[str, Any] | None]:
         """Return this rank's part if all ranks have theirs, else the reason why they go without."""
+        entry = resumed.parts.entry
         if not entry:
             reason = (
                 "it holds no state of single ranks, as another strategy saves it or as it is saved"
@@ -281,36 +292,13 @@ class ResumableStrategy(ReplicatedStrategy):
             )
         if changed:
             return "; ".join(changed), None
-        own = files.load(entry["place"], self.global_rank)
-        found = self._all_flags(own is not None)
+        found = self._all_flags(resumed.own is not None)
         missing = [str(rank) for rank, has in enumerate(found) if not has]
         if missing:
             return f"the files of rank {', '.join(missing)} below {entry['place']!r} are gone", None
-        return "", own
+        return "", resumed.own
 
-    def _all_flags(self, mine: bool) -> list[bool]:
-        flags = torch.zeros(self.world_size, device=self.root_device)
-        flags[self.global_rank] = float(mine)
-        total = ReplicatedStrategy.reduce(self, flags, reduce_op="sum")
-        return [bool(flag) for flag in total.tolist()]
-
-
-def _writes_later(checkpoint_io: Any) -> bool:
-    while checkpoint_io is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
-        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # of one that wraps another
-    return checkpoint_io is not None
-
-
-def _loadable(state: Any) -> Any:
-    """Return what this rank's loaders or schedulers hold; None where only pickle can load it.
-
-    A rank's file is read without running code from it. Rank 0's, in the checkpoint itself, is then
-    taken by all.
-    """
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    try:
-        return torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError:
-        return None
+    def _load_parts(self, parts: SavedParts, ranks: Iterable[int]) -> list[dict[str, Any] | None]:
+        """Return the parts of some ranks; collective over the world, and so are its errors."""
+        with self._failing_as_one():
+            return [parts.load(rank) for rank in ranks]

@@ -7,10 +7,13 @@ again.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -45,6 +48,21 @@ class Data(NamedTuple):
 def read_ahead(trainer: pl.Trainer) -> list[Any]:
     """Return the batches that Lightning has read and not handed out."""
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", []))
+
+
+def loadable(state: Any) -> Any:
+    """Return what this rank's loaders or schedulers hold; None where only pickle can load it.
+
+    A rank's file is read without running code from it. Rank 0's, in the checkpoint itself, is then
+    taken by all.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    try:
+        return torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError:
+        return None
 
 
 def restore_place(

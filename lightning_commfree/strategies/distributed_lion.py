@@ -14,14 +14,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.lion import DistributedLion, LionSettings, Voting, mean_momenta
+from lightning_commfree.lion import (
+    DistributedLion,
+    LionSettings,
+    Voting,
+    check_momenta,
+    mean_momenta,
+)
 from lightning_commfree.strategies._common_end import CommonEnd
 from lightning_commfree.strategies._gradients import (
     agree_on_overflow,
     averaged_buffers,
     why_gradients_change,
 )
-from lightning_commfree.strategies._rank_files import RankFiles
+from lightning_commfree.strategies._rank_files import SavedParts
 from lightning_commfree.strategies._resumable import Adopted, ResumableStrategy
 
 BUFFERS_TAG = "buffers"
@@ -224,19 +230,26 @@ class DistributedLionStrategy(ResumableStrategy):
         self._voting.load_state_dict(state)
 
     @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        own = [p for group in self._lion.param_groups for p in group["params"]]
+        check_momenta(self._lion.state_dict()["state"], dict(enumerate(own)))
+
+    @override
     def _resume_facts(self) -> dict[str, str]:
         return {}
 
     @override
-    def _adopt(self, files: RankFiles, entry: Mapping[str, Any]) -> Adopted | None:
+    def _adopt(self, parts: SavedParts) -> Adopted | None:
         """Give every worker its momentum where it was there, a new one the mean of all."""
+        entry = parts.entry
         size = int(entry["facts"].get("node_size", "1"))
         workers = max(entry["ranks"] // size, 1)
         mine = self.global_rank // self._group_size
         wanted = [mine] if mine < workers else range(workers)
-        parts = [files.load(entry["place"], worker * size) for worker in wanted]
-        found = [part for part in parts if part is not None]
-        if not all(self._all_flags(len(found) == len(parts))):
+        saved = self._load_parts(parts, [worker * size for worker in wanted])
+        found = [part for part in saved if part is not None]
+        if not all(self._all_flags(len(found) == len(saved))):
             return None
         own = found[0]
         if len(found) > 1:

@@ -17,7 +17,7 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
 
     "last" is the newest whole checkpoint of the run's own folder, by the time at which it was
     written: the `last.ckpt` of an end or a stop, or the `step-N.ckpt` that a killed run left. Files
-    that were cut short are passed over with a warning. What single ranks keep in `replicas/` beside
+    that were cut short are passed over with a warning. What other ranks keep in `.commfree/` beside
     it needs no look: a save completes it before it replaces the checkpoint.
 
     Args:

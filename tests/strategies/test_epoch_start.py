@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.strategies.models import Noisy, Recorder, dataset, loader, quiet_trainer
+from tests.strategies.saved import part_of
 from tests.world import run_ranks
 
 EPOCH_BATCHES, BATCH = 5, 2
@@ -147,8 +148,7 @@ def half_a_step(
         path = folder / f"{batches}.ckpt"
         resumed = fit(size, "shuffled", ckpt_path=path, **three)
         found[batches] = differing(straight, resumed, batches)
-        (file,) = (folder / "replicas" / path.name).glob(f"*/rank_{rank}.pt")
-        kept.append(len(torch.load(file, weights_only=True)["gradients"]))
+        kept.append(len(part_of(path, rank)["gradients"]))
     return found, kept
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileOpener
 
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.strategies._whole_files import _Sink
 from tests.strategies import dying
 from tests.strategies.dying import (
     SAVE_EVERY,
@@ -56,16 +56,15 @@ train = partial(dying.train, settings=SETTINGS, steps=STEPS)
 
 def die_writing(step: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Die when half of a file's bytes are written, by whatever saves."""
-    original = LocalFileOpener.write
+    original = _Sink.write
 
-    def mortal(self: Any, data: Any) -> Any:
+    def mortal(self: _Sink, data: Any) -> int:
         if Clock.step == step:
             original(self, bytes(data)[: len(data) // 2])
-            self.f.flush()
             die(folder)
         return original(self, data)
 
-    patch.setattr(LocalFileOpener, "write", mortal)
+    patch.setattr(_Sink, "write", mortal)
 
 
 class DieBeforeStep(pl.Callback):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
 from tests.strategies.models import Noisy, Recorder, dataset, quiet_trainer
+from tests.strategies.saved import part_of
 from tests.world import run_ranks
 
 EPOCH_STEPS = 5
@@ -102,8 +103,8 @@ def test_every_step_resumes_bit_for_bit(ranks: list[Any]) -> None:
 
 def saved_momenta(folder: Path) -> list[list[Tensor]]:
     """Return every rank's momenta in the file of step 9."""
-    files = sorted((folder / "straight" / "replicas" / "step=9.ckpt").glob("*/rank_*.pt"))
-    states = [torch.load(file, weights_only=True)["optimizers"][0]["state"] for file in files]
+    path = folder / "straight" / "step=9.ckpt"
+    states = [part_of(path, rank)["optimizers"][0]["state"] for rank in range(SIZE)]
     return [[state["momentum"] for state in own.values()] for own in states]
 
 
@@ -152,7 +153,7 @@ def test_without_the_other_ranks_files_rank_0s_momentum_is_taken(
     ranks: list[Any], folder: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(folder / "straight", tmp_path / "copied")
-    shutil.rmtree(tmp_path / "copied" / "replicas")
+    shutil.rmtree(tmp_path / "copied" / ".commfree")
     saved = saved_momenta(folder)
     outcomes = run_ranks(other_size, 3, tmp_path, tmp_path, tmp_path / "copied" / "step=9.ckpt")
     for momenta, _, _ in outcomes:

@@ -17,6 +17,7 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, Streami
 from lightning_commfree.strategies._own_tensors import OwnTensors
 from lightning_commfree.strategies._rank_files import RankFiles
 from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
+from tests.strategies.saved import part_of, sets_of
 from tests.world import run_ranks
 
 STEPS, EPOCH_STEPS = 8, 4
@@ -101,8 +102,7 @@ def straight_and_resumed(rank: int, size: int, folder: Path, kind: type[Moved]) 
         again, local, said = fit(folder, kind(), size, ckpt_path=path, **twice)
         same_lr = again.optimizers[0].param_groups[0]["lr"] == lr
         found[step] = local, straight[step:], same_lr and not said
-    (file,) = (folder / "replicas" / "step=3.ckpt").glob(f"*/rank_{rank}.pt")
-    return found, lr, sorted(torch.load(file, weights_only=True)["tensors"])
+    return found, lr, sorted(part_of(folder / "step=3.ckpt", rank)["tensors"])
 
 
 @pytest.mark.parametrize("kind", [Watching, Voter])
@@ -148,31 +148,31 @@ class Noted(Noisy):
 
 def pickled(rank: int, size: int, folder: Path) -> Any:
     save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3)
-    _, straight, _ = fit(folder, Noted(), enable_checkpointing=True, callbacks=[save])
+    _, straight, _ = fit(folder, Noted(), size, enable_checkpointing=True, callbacks=[save])
     path = folder / "step=3.ckpt"
-    _, resumed, said = fit(folder, Noted(), ckpt_path=path, weights_only=False)
+    _, resumed, said = fit(folder, Noted(), size, ckpt_path=path, weights_only=False)
     return straight[3:], resumed, said
 
 
 def test_weights_only_false_reaches_the_files_of_the_ranks(tmp_path: Path) -> None:
-    ((straight, resumed, said),) = run_ranks(pickled, 1, tmp_path, tmp_path)
-    assert not said
-    for got, expected in zip(resumed, straight, strict=True):
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
+    for straight, resumed, said in run_ranks(pickled, 2, tmp_path, tmp_path):
+        assert not said
+        for got, expected in zip(resumed, straight, strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:
     files = RankFiles(tmp_path / "last.ckpt")
-    place = files.save("1-a", 0, {"note": Note(), "numbers": torch.arange(1000)})
+    files.save("1-a", 1, {"note": Note(), "numbers": torch.arange(1000)})
+    file = str(sets_of(tmp_path / "last.ckpt") / "1-a" / "rank_1.pt")
     with pytest.raises(RuntimeError, match=r"pass `weights_only=False` to `Trainer\.fit`"):
-        files.load(place, 0)
-    assert isinstance(RankFiles(tmp_path / "last.ckpt", False).load(place, 0)["note"], Note)
-    file = tmp_path / place / "rank_0.pt"
-    whole = file.read_bytes()
+        files.read(file)
+    assert isinstance(RankFiles(tmp_path / "last.ckpt", False).read(file)["note"], Note)
+    whole = Path(file).read_bytes()
     for cut in (0, 1, 2, 3, 5, 30, len(whole) // 2, len(whole) - 1):
-        file.write_bytes(whole[:cut])
+        Path(file).write_bytes(whole[:cut])
         with pytest.raises(RuntimeError, match="probably cut short"):
-            files.load(place, 0)
+            files.read(file)
 
 
 class Held(TorchCheckpointIO):
@@ -198,6 +198,9 @@ class Overwriting(pl.Callback):
         step = trainer.global_step
         if step > 3:
             return
+        if not trainer.is_global_zero:  # which writes its own file, and at once
+            trainer.save_checkpoint(self.path)
+            return
         if step == 3:
             self.writer.may.set()
             assert self.writer.written.acquire(timeout=30)
@@ -207,9 +210,7 @@ class Overwriting(pl.Callback):
             self.writer.may.set()
             assert self.writer.written.acquire(timeout=30)
             self.writer.may.clear()
-        on_disk = torch.load(self.path, weights_only=True)
-        place = on_disk["lightning_commfree"]["place"]
-        found = RankFiles(self.path).load(place, 0)
+        found = part_of(self.path, 1)
         self.own.append(found and found["algorithm"]["step"])
         if step == 3:
             self.writer.may.set()
@@ -218,12 +219,12 @@ class Overwriting(pl.Callback):
 def overwriting(rank: int, size: int, folder: Path) -> Any:
     writer = Held()
     callback = Overwriting(folder / "last.ckpt", writer)
-    fit(folder, Noisy(), callbacks=[callback], plugins=[AsyncCheckpointIO(writer)])
-    return callback.own, len(list((folder / "replicas" / "last.ckpt").iterdir()))
+    fit(folder, Noisy(), size, callbacks=[callback], plugins=[AsyncCheckpointIO(writer)])
+    return callback.own, len(list(sets_of(folder / "last.ckpt").iterdir()))
 
 
 def test_the_set_of_a_checkpoint_stays_until_the_next_one_is_written(tmp_path: Path) -> None:
-    ((own, sets),) = run_ranks(overwriting, 1, tmp_path, tmp_path)
+    (own, sets), _ = run_ranks(overwriting, 2, tmp_path, tmp_path)
     assert own == [1, 1, 2], "on disk is the checkpoint of the step before"
     assert sets == 2
 

@@ -1,0 +1,263 @@
+"""Checkpoint files that are whole or not there: how one is written, and checked when it is read.
+
+A file is written under a hidden name beside its final one, brought to the disk, and renamed; then
+the folder is brought to the disk. A process that is killed, or a full disk, leaves the file that
+was there before. (Lightning writes below `$TMPDIR` and moves, and where the folder is a mount of
+its own a move is a copy onto the file that was there.) Tensors go straight into the file, those of
+a GPU one at a time.
+
+`torch.save` writes a checksum (CRC-32) of every record, and `torch.load` does not look at them:
+`check_whole` does, at about 0.3 s per GB that is in the page cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from lightning.fabric.utilities.cloud_io import _atomic_save, get_filesystem
+from lightning.fabric.utilities.cloud_io import _load as load_file
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from typing_extensions import override
+
+_WRITING = ".writing"  # ends the hidden name
+_FOLDER_BIT = 0x10  # of a record's attributes in a zip archive
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Lightning's `TorchCheckpointIO`, whose files on a disk replace others whole or not at all."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint; where `path` is no file of this machine, Lightning does it.
+
+        Raises:
+            RuntimeError: it cannot be written; what was there before is as it was.
+        """
+        target = local_path(path)
+        if storage_options is not None or target is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        _remove_leftovers(target.parent)
+        write_whole(checkpoint, path)
+
+
+def write_whole(state: Any, path: _PATH) -> None:
+    """Write what `torch.save` writes; folders are made.
+
+    Args:
+        state: of tensors and other values; they must not change meanwhile.
+        path: of the file; on another kind of file system than a disk Lightning's way is taken.
+
+    Raises:
+        RuntimeError: it cannot be written; what was there before is as it was.
+    """
+    target = local_path(path)
+    if target is None:
+        get_filesystem(path).makedirs(os.path.dirname(str(path)), exist_ok=True)
+        _atomic_save(state, path)
+        return
+    sink = _Sink()
+    try:
+        new = [folder for folder in target.parents if not folder.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sink.open(target)
+        sink.write_all(state)
+        os.replace(sink.path, target)
+        for folder in (target.parent, *(folder.parent for folder in new)):
+            _sync_folder(folder)
+    except OSError as error:
+        raise RuntimeError(_why_not_written(target, error, sink)) from error
+    finally:
+        sink.close()
+
+
+class _Sink:
+    """A file under a hidden name, for `torch.save`.
+
+    After an error it writes nothing more and counts on: torch, which would come down over a half
+    file with an error of its own, ends as usual, and how much there is to write is known then.
+    """
+
+    def __init__(self) -> None:
+        self.path = Path()
+        self.needed = self.written = 0  # bytes
+        self._descriptor: int | None = None
+        self._error: OSError | None = None
+
+    def open(self, target: Path) -> None:
+        self.path = target.with_name(f".{target.name}.{os.urandom(6).hex()}{_WRITING}")
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with suppress(OSError):  # a disk without locks: nobody will take it for a leftover
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        if not self.path.exists():  # taken for a leftover, before it was locked
+            self.close()
+            self.open(target)
+
+    def write_all(self, state: Any) -> None:
+        """Write a state to the disk.
+
+        Raises:
+            OSError: the first one that came.
+        """
+        torch.save(state, cast("IO[bytes]", self))  # two methods of it are called
+        if self._error is None:
+            assert self._descriptor is not None, "it is open"
+            os.fsync(self._descriptor)
+        else:
+            raise self._error
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.needed += view.nbytes
+        if self._error is None:
+            try:
+                self._put(view)
+            except OSError as error:
+                self._error = error
+        return view.nbytes
+
+    def _put(self, view: memoryview) -> None:
+        assert self._descriptor is not None, "it is open"
+        while view.nbytes:
+            count = os.write(self._descriptor, view)
+            self.written += count
+            view = view[count:]
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
+
+    def close(self) -> None:
+        """Close it; what has not been renamed is removed."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.unlink(self.path)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what writers left that were killed: nobody holds its lock any more."""
+    for path in folder.glob(f".*{_WRITING}"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network disks cannot; they need not
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _why_not_written(target: Path, error: OSError, sink: _Sink) -> str:
+    missing = ""
+    if sink.needed > sink.written:
+        missing = (
+            f" It has {_megabytes(sink.needed)}, of which {_megabytes(sink.written)} could be"
+            f" written: {_megabytes(sink.needed - sink.written)} are missing."
+        )
+    before = "What was there before is as it was" if target.exists() else "Nothing is there"
+    return (
+        f"The checkpoint file {str(target)!r} cannot be written: {type(error).__name__}:"
+        f" {error}.{missing} {before}. Make room, or give `ModelCheckpoint(dirpath=...)`, or the"
+        " Trainer's `default_root_dir`, another folder."
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
+
+
+def read_whole(path: _PATH, weights_only: bool = True) -> Any:
+    """Read what `torch.save` wrote, tensors on the CPU.
+
+    Args:
+        path: of the file.
+        weights_only: whether no code may be run from the file.
+
+    Raises:
+        RuntimeError: the file is damaged, or holds what only unpickling loads; with its name and
+            what to do.
+    """
+    check_whole(path)
+    try:
+        return load_file(path, map_location="cpu", weights_only=weights_only)
+    except Exception as error:
+        if not isinstance(error, pickle.UnpicklingError) or not _is_archive(path):
+            raise damaged(path, error) from error
+        raise RuntimeError(
+            f"The checkpoint file {str(path)!r} holds more than tensors and plain values, and to"
+            " read that may run code from it. If you trust it, pass `weights_only=False` to"
+            f" `Trainer.fit`. What was found: {error}"
+        ) from error
+
+
+def check_whole(path: _PATH) -> None:
+    """Compare every record of a file that `torch.save` wrote with its checksum.
+
+    Files of other kinds, and those on other file systems than this machine's, are not looked at.
+
+    Raises:
+        RuntimeError: a record is another one than was written.
+    """
+    local = local_path(path)
+    if local is None or not local.is_file():
+        return
+    try:
+        if not zipfile.is_zipfile(local):
+            return
+        with zipfile.ZipFile(local) as archive:
+            records = archive.infolist()
+            # torch reads nothing where one is said to be a folder, and does not notice
+            bad = next((r.filename for r in records if r.external_attr & _FOLDER_BIT), None)
+            if any(record.CRC for record in records):  # else `set_crc32_options(False)` was on
+                bad = bad or archive.testzip()
+    except Exception as error:  # whatever a damaged directory makes zipfile raise
+        raise damaged(path, error) from error
+    if bad is not None:
+        raise damaged(path, ValueError(f"its record {bad!r} is not as it was written"))
+
+
+def damaged(path: _PATH, error: Exception) -> RuntimeError:
+    """Return the error for a checkpoint that cannot be read."""
+    return RuntimeError(
+        f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"
+        " probably cut short, by a full disk or an interrupted copy, or changed on its disk."
+        " Nothing was loaded; resume from an earlier checkpoint."
+    )
+
+
+def local_path(path: _PATH) -> Path | None:
+    """Return the path of a file on this machine, None for what fsspec reaches otherwise."""
+    fs: Any = get_filesystem(path)
+    return Path(fs._strip_protocol(str(path))) if "file" in fs.protocol else None
+
+
+def writes_later(checkpoint_io: Any) -> bool:
+    """Return whether a plugin, or one inside it, may still be writing when it returns."""
+    while checkpoint_io is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
+        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # of one that wraps another
+    return checkpoint_io is not None
+
+
+def _is_archive(path: _PATH) -> bool:
+    """Return whether the file ends as `torch.save` ends one: a cut file is no archive."""
+    with get_filesystem(path).open(str(path), "rb") as file:
+        try:
+            return zipfile.is_zipfile(file)
+        except zipfile.BadZipFile:  # it ends in a damaged way
+            return False

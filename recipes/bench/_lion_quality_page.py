@@ -28,6 +28,7 @@ from recipes.bench.lion_quality_grid import (
     best_betas,
     best_lr,
     cells,
+    is_tuned,
     lr_of,
     percents_above,
     sweep,
@@ -54,7 +55,9 @@ gives it for a run of this length."""
 TUNED_ON = """\
 Validation loss with seed 1. All rates are rungs of one ladder of factors of 2; where a method's
 best rung was at an end of what was tried, the next one was tried as well. An empty place was not
-needed. The best rate is in bold, and every other seed takes it."""
+needed. The best rate is in bold, and every other seed takes it. A vote's rungs lie around G-Lion's
+best one, at which it is run first; a rate with a star in the table above is the best of those that
+were tried, and not all of them were."""
 
 
 def label(job: Run) -> str:
@@ -148,13 +151,18 @@ def _main_table(losses: Losses, seeds: int) -> list[str]:
             elif (cell.method, cell.workers) == ("majority", 4):
                 target = f"{TARGET} % | {_verdict(lion, TARGET)}"
             lines.append(
-                f"| {model} | {label(cell)} | {best_lr(losses, cell) or MISSING}"
+                f"| {model} | {label(cell)} | {_rate(losses, cell)}"
                 f" | {len(found)} of {seeds} | {mean_text(found, '.4f')}"
                 f" | {'' if cell.method == 'g_lion' else mean_text(lion, '+.2f', ' %')}"
                 f" | {'' if cell.method == 'adamw' else mean_text(adamw, '+.2f', ' %')}"
                 f" | {target} |"
             )
     return lines
+
+
+def _rate(losses: Losses, cell: Run) -> str:
+    rate = best_lr(losses, cell)
+    return MISSING if rate is None else f"{rate}{'' if is_tuned(losses, cell) else '*'}"
 
 
 def _betas_table(losses: Losses) -> list[str]:

@@ -4,12 +4,13 @@ First Lion's betas: those of `BETAS` on the mean gradient, with seed 1, at one l
 pair with the lowest mean loss over the models is what all of Lion's runs take from there on. All
 learning rates are rungs of one ladder, 2^k / 1000. A cell is a model with a method; its rate is
 tuned with seed 1, from the rungs at which its kind of method begins on past either end, until the
-best rung has a worse one on both sides. So no best one lies at an end of what was tried.
+best rung has a worse one on both sides. So no best one lies at an end of what was tried. A vote
+begins at G-Lion's best rung: all its seeds are run there first, and the rungs beside it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from recipes.bench.ladder import LossAt, best_rung, rungs_to_run
@@ -39,7 +40,7 @@ METHODS = [
     ("majority", 8),
     *(("average", n) for n in WORKERS),
 ]
-FIRST_RUNGS = {"adamw": (2, 3, 4), "g_lion": (0, 1, 2), "majority": (0, 1, 2), "average": (0, 1, 2)}
+FIRST_RUNGS = {"adamw": (2, 3, 4), "g_lion": (0, 1, 2)}  # a vote's lie around G-Lion's best
 Betas = tuple[float, float]
 # beta2's memory 1 / (1 - beta2) is 5 to 100 steps: 1 to 20 percent of a run of 500
 BETAS: tuple[Betas, ...] = ((0.9, 0.99), (0.9, 0.95), (0.9, 0.9), (0.8, 0.9), (0.6, 0.8))
@@ -118,13 +119,34 @@ def cells(losses: Losses, model: str) -> list[Run]:
 
 def sweep(losses: Losses, cell: Run) -> list[int]:
     """Return the rungs on which a cell is to be run, as far as the results allow to know them."""
-    return rungs_to_run(_loss_at(losses, cell), FIRST_RUNGS[cell.method])
+    first = _first_rungs(losses, cell)
+    return rungs_to_run(_loss_at(losses, cell), first) if first else []
 
 
 def best_lr(losses: Losses, cell: Run) -> float | None:
-    """Return a cell's best learning rate; None while a run of its sweep is missing."""
-    rung = best_rung(_loss_at(losses, cell), FIRST_RUNGS[cell.method])
-    return None if rung is None else lr_of(rung)
+    """Return a cell's best learning rate; None while it is not known.
+
+    For a vote it is the best of those that were tried so far: see `is_tuned`.
+    """
+    loss_at = _loss_at(losses, cell)
+    known = {rung: loss for rung in sweep(losses, cell) if (loss := loss_at(rung)) is not None}
+    if not known or not (cell.vote or is_tuned(losses, cell)):
+        return None
+    return lr_of(min(known, key=lambda rung: known[rung]))
+
+
+def is_tuned(losses: Losses, cell: Run) -> bool:
+    """Return whether a cell's best learning rate has a worse one on both sides."""
+    first = _first_rungs(losses, cell)
+    return bool(first) and best_rung(_loss_at(losses, cell), first) is not None
+
+
+def _first_rungs(losses: Losses, cell: Run) -> tuple[int, ...]:
+    if cell.vote is None:
+        return FIRST_RUNGS[cell.method]
+    lion = replace(cell, method="g_lion", workers=1)
+    best = best_rung(_loss_at(losses, lion), FIRST_RUNGS["g_lion"])
+    return () if best is None else (best, best - 1, best + 1)
 
 
 def _loss_at(losses: Losses, cell: Run) -> LossAt:
@@ -146,14 +168,33 @@ def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     """Yield the runs in their order, as far as the results allow to know them.
 
-    Method by method: its rates and then its seeds, on both models, before the next method begins.
+    Lion's betas; rates and seeds of AdamW and G-Lion; then every majority's seeds at G-Lion's rate
+    before the first one's rate is tuned; then the averages likewise.
     """
     for column in zip(*map(tried, MODELS), strict=True):
         yield from column
     chosen = best_betas(losses) is not None
-    for row in zip(*(cells(losses, model) for model in MODELS), strict=True):
+    rows = list(zip(*(cells(losses, model) for model in MODELS), strict=True))
+    for row in (row for row in rows if row[0].vote is None):
         if chosen or row[0].method == "adamw":
+            yield from _tuning(losses, row)
+            yield from _seeds(losses, row, seeds)
+    for vote in VOTES:
+        of_vote = [row for row in rows if chosen and row[0].vote == vote]
+        for row in of_vote:
             for cell in row:
-                yield from (replace(cell, lr=lr_of(rung)) for rung in sweep(losses, cell))
-            for cell in row:
-                yield from at_best(losses, cell, seeds)
+                yield from (replace(cell, lr=lr_of(r)) for r in _first_rungs(losses, cell)[:1])
+            yield from _seeds(losses, row, seeds)
+        for row in of_vote:
+            yield from _tuning(losses, row)
+            yield from _seeds(losses, row, seeds)
+
+
+def _tuning(losses: Losses, row: Sequence[Run]) -> Iterator[Run]:
+    for cell in row:
+        yield from (replace(cell, lr=lr_of(rung)) for rung in sweep(losses, cell))
+
+
+def _seeds(losses: Losses, row: Sequence[Run], seeds: int) -> Iterator[Run]:
+    for cell in row:
+        yield from at_best(losses, cell, seeds)

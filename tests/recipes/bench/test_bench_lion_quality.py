@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,9 +220,10 @@ def test_the_ladder_the_seeds_and_the_verdicts(
     made = play(loss_of)
     page = call(tmp_path, "--jobs", jobs)
     assert len(made) == len(set(made))
-    # 5 betas at one rate, which one run of Lion's 3 rates repeats; the best rate of 3 lies inside
-    # for Lion and AdamW, at the end for 6 votes, an average's one further; 2 more seeds for each
-    assert len(made) == 2 * (5 - 1 + 2 * 3 + 3 * 4 + 3 * 5 + 8 * 2)
+    # 5 betas at one rate, which one run of Lion's 3 rates repeats; a majority's best of 3 lies at
+    # the end, an average's one further; 2 more seeds for each, and for votes at the first rate too
+    assert len(made) == 2 * (5 - 1 + 2 * (3 + 2) + 3 * (4 + 2 + 2) + 3 * (5 + 3 * 2))
+    assert "*" not in page.split("## Lion's betas")[0], "all rates are tuned"
     assert {(job.beta1, job.beta2) for job in made if job.method == "majority"} == {(0.9, 0.9)}
     assert {(job.beta1, job.beta2) for job in made if job.method == "adamw"} == {(0.9, 0.98)}
     assert page.count("- command: `python -m recipes.bench.lion_quality --steps=500 --seeds=3`")
@@ -273,12 +275,30 @@ def test_a_second_call_goes_on_where_the_first_stopped(
     with pytest.raises(KeyboardInterrupt):
         call(tmp_path, "--seeds", "1")
     page = (tmp_path / "q.md").read_text()
-    assert "| gpt2_tiny | majority, n = 2 | 0.004 | 1 of 1 | 4.0800 | +2.00 % | +0.00 %" in page
+    assert "| gpt2_tiny | majority, n = 2 | 0.002* | 1 of 1 | 4.1800 | +4.50 % | +2.45 %" in page
     assert "| gpt2_tiny | majority, n = 8 | missing | 0 of 1 | missing | missing |" in page
     second = play(loss_of)
     assert "missing |" not in call(tmp_path, "--seeds", "1")
     assert second[0] == first.pop()
     assert set(second).isdisjoint(first)
+
+
+def test_votes_have_all_seeds_at_lions_rate_before_their_own_is_tuned(
+    tmp_path: Path, play: Callable[[Losses], list[Run]]
+) -> None:
+    majorities = [job for job in play_all(tmp_path, play) if job.method == "majority"]
+    first = majorities[: 2 * 3 * 3]
+    assert {job.lr for job in first} == {0.002}
+    assert {(job.workers, job.seed) for job in first} == {
+        (n, s) for n in (2, 4, 8) for s in (1, 2, 3)
+    }
+    assert {job.lr for job in majorities} == {0.001, 0.002, 0.004, 0.008}
+
+
+def play_all(folder: Path, play: Callable[[Losses], list[Run]]) -> list[Run]:
+    made = play(loss_of)
+    call(folder)
+    return made
 
 
 def test_no_time_left_begins_no_run(tmp_path: Path, play: Callable[[Losses], list[Run]]) -> None:
@@ -292,6 +312,8 @@ def test_all_runs_of_a_model_see_the_same_tokens(
     compose_config: Callable[..., dict[str, Any]],
 ) -> None:
     known = {job: job.beta1 for job in tried("gpt2_tiny") + tried("llama_tiny")}
+    for lr, loss in ((0.001, 1.0), (0.004, 1.0)):  # Lion's best rate is known too
+        known |= {replace(tried(model)[-1], lr=lr): loss for model in ("gpt2_tiny", "llama_tiny")}
     jobs = [job for job in planned(known, 3) if job.model == "gpt2_tiny"]
     assert {(job.method, job.workers) for job in jobs} == {
         (cell.method, cell.workers) for cell in cells(known, "gpt2_tiny")

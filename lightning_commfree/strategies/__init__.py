@@ -1,5 +1,9 @@
 """The strategies: the only folder that imports Lightning."""
 
+from functools import partial
+from typing import NoReturn
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
@@ -17,7 +21,10 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 
 
 def register_strategies() -> None:
-    """Make every strategy known to `Trainer(strategy="...")`; a second call changes nothing."""
+    """Make every strategy known to `Trainer(strategy="...")`; a second call changes nothing.
+
+    Fabric, which has strategies of its own, learns to say so.
+    """
     for name, strategy in _NAMES.items():
         for suffix, start_method in _START_METHODS.items():
             StrategyRegistry.register(
@@ -27,6 +34,15 @@ def register_strategies() -> None:
                 override=True,
                 start_method=start_method,
             )
+            refuse = partial(_refuse_fabric, name + suffix)
+            STRATEGY_REGISTRY.register(name + suffix, refuse, override=True)
+
+
+def _refuse_fabric(name: str) -> NoReturn:
+    raise TypeError(
+        f"{name!r} is a strategy of the Trainer, whose loops and hooks it needs, and Fabric has"
+        f" none. Use `lightning.pytorch.Trainer(strategy={name!r})`."
+    )
 
 
 register_strategies()

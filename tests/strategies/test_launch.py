@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_commfree
@@ -49,6 +50,12 @@ def test_names_are_registered() -> None:
     names = {name for name in StrategyRegistry.available_strategies() if "diloco" in name}
     assert names == {"streaming_diloco", "streaming_diloco_fork", "streaming_diloco_spawn"}
     lightning_commfree.strategies.register_strategies()  # a second call changes nothing
+
+
+@pytest.mark.parametrize("name", ["streaming_diloco", "distributed_lion_fork", "domino_tp_spawn"])
+def test_fabric_is_told_whose_strategies_these_are(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Use `lightning.pytorch.Trainer\(strategy='{name}'\)`"):
+        Fabric(accelerator="cpu", devices=1, strategy=name)
 
 
 def test_name_with_popen(tmp_path: Path, forked: list[float]) -> None:

@@ -31,7 +31,7 @@ from lightning_commfree.domino import ParallelModel
 from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._loops import restore_loops
 from lightning_commfree.strategies._random import random_state
-from lightning_commfree.strategies._resume import Data, loop_state, restore_place
+from lightning_commfree.strategies._resume import Data, loadable, loop_state, restore_place
 
 KEY = "lightning_commfree_domino"  # of a checkpoint's entry
 TAG = "rank_states"
@@ -84,11 +84,12 @@ def rank_state(
         device: where the models are.
         epoch_start: of the Trainer.
     """
+    loaders = loop_state(checkpoint).get("combined_loader")
     return {
         "random": random_state(device),
         "epoch_start": epoch_start.state_dict(),
         "own": [model.group.own_state() for model in models],
-        "loaders": loop_state(checkpoint).get("combined_loader"),
+        "loaders": loadable(loaders, "a training data loader"),
     }
 
 
@@ -99,7 +100,11 @@ def add_entry(
     settings: Mapping[str, str],
     state: dict[str, Any],
 ) -> None:
-    """Put the states of all ranks into a checkpoint; collective over the world."""
+    """Put the states of all ranks into a checkpoint; collective over the world.
+
+    Raises:
+        pickle.UnpicklingError: what a rank sent is more than tensors and plain values.
+    """
     checkpoint[KEY] = {
         "ranks": layout.ranks,
         "group_size": layout.group_size,
@@ -170,8 +175,7 @@ def _gather(channel: Channel, state: dict[str, Any], keep: bool) -> list[dict[st
     padded[: len(mine)] = mine
     rows = channel.all_gather(padded, TAG).wait()
     return [
-        # a loader's state may be anything; it comes from a rank of this job
-        torch.load(io.BytesIO(bytes(row[:length].tolist())), weights_only=False)
-        for row, length in zip(rows, lengths, strict=True)
+        torch.load(io.BytesIO(row[:length].numpy().tobytes()), weights_only=True)
+        for row, length in zip(rows.cpu(), lengths, strict=True)
         if keep
     ]

@@ -162,6 +162,8 @@ class ResumableStrategy(ReplicatedStrategy):
 
     def _whole_rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         assert self._own_tensors is not None, "a fit runs"
+        several = self.world_size > 1  # one rank loses nothing
+        loader, scheduler = several * "a training data loader", several * "a scheduler"
         return {
             "algorithm": self._rank_state(),
             "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
@@ -169,9 +171,9 @@ class ResumableStrategy(ReplicatedStrategy):
             "gradients": half_accumulated(self._module),
             "random": random_state(self.root_device),
             "epoch_start": self._epoch_start.state_dict(),
-            "loaders": loadable(loop_state(checkpoint).get("combined_loader")),
+            "loaders": loadable(loop_state(checkpoint).get("combined_loader"), loader),
             "ahead": loadable(read_ahead(self._module.trainer)),
-            "schedulers": loadable(checkpoint.get("lr_schedulers")),
+            "schedulers": loadable(checkpoint.get("lr_schedulers"), scheduler),
             "watched": watched_metrics(self._module.trainer),
             "tensors": self._own_tensors.state(self.broadcast),
         }

@@ -50,18 +50,28 @@ def read_ahead(trainer: pl.Trainer) -> list[Any]:
     return list(getattr(trainer.fit_loop._data_fetcher, "batches", []))
 
 
-def loadable(state: Any) -> Any:
+def loadable(state: Any, what: str = "") -> Any:
     """Return what this rank's loaders or schedulers hold; None where only pickle can load it.
 
-    A rank's file is read without running code from it. Rank 0's, in the checkpoint itself, is then
-    taken by all.
+    What comes from another rank, or from its file, is read without running code from it. Rank 0's,
+    in the checkpoint itself, is then taken by all.
+
+    Args:
+        state: as they give it.
+        what: whose it is, for a message where it is not kept; none without it.
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
     try:
         return torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError:
+    except pickle.UnpicklingError as error:
+        if what:
+            rank_zero_warn(
+                f"The state of {what} holds more than tensors and plain values, and is kept of"
+                " rank 0 only: a resumed fit gives every rank that of rank 0. What was found:"
+                f" {str(error).splitlines()[-1]}"
+            )
         return None
 
 

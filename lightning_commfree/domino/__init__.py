@@ -31,6 +31,7 @@ Departures from the paper:
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
+from lightning_commfree.domino.channels import Channels
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.fill import on_meta
 from lightning_commfree.domino.finite import looks_finite, refuse_nonfinite
@@ -42,6 +43,7 @@ from lightning_commfree.domino.settings import DominoSettings
 
 __all__ = [
     "FAMILIES",
+    "Channels",
     "Cut",
     "DominoSettings",
     "GradientAverage",

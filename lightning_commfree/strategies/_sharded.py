@@ -24,6 +24,46 @@ from lightning_commfree.domino import (
 TAG = "tensor_state"
 
 
+class OptimizerParts:
+    """Optimizer states of which each rank of a tensor group has its part: in a fit, and after it.
+
+    After a fit the models are whole on every rank; what an optimizer knows of them is twice as
+    much, few ask for it, and it stays where it is.
+
+    Args:
+        cuts: how each parameter is cut that is, in the fit.
+    """
+
+    def __init__(self, cuts: Mapping[nn.Parameter, Cut]) -> None:
+        self._cuts = {parameter: (cut, parameter.shape) for parameter, cut in cuts.items()}
+
+    def whole_state(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
+        """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
+
+        Collective, one tensor at a time.
+
+        Args:
+            optimizer: of the fit.
+            channel: to the tensor group.
+            keep: whether this rank wants it; else the result is empty.
+        """
+        saved = optimizer.state_dict()
+        result: dict[int, Any] = {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            for key, value in saved["state"].get(index, {}).items():
+                whole = self._whole(parameter, value, channel)
+                if keep:
+                    on_cpu = whole.cpu() if isinstance(whole, Tensor) else whole
+                    result.setdefault(index, {})[key] = on_cpu
+        return {**saved, "state": result} if keep else {}
+
+    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel) -> Any:
+        cut, part_shape = self._cuts.get(parameter, (None, None))
+        if cut is None or not isinstance(value, Tensor) or value.shape != part_shape:
+            return value
+        return whole_tensor(value, cut, channel, TAG)
+
+
 def find_models(module: nn.Module) -> list[nn.Module]:
     """Return the outermost models inside that can be divided."""
     found: list[nn.Module] = []
@@ -98,6 +138,7 @@ class ShardedModule:
 
     Attributes:
         models: the divided models.
+        optimizer_parts: what optimizers know of them.
 
     Raises:
         ValueError: one of them cannot be divided; none is changed then.
@@ -116,6 +157,7 @@ class ShardedModule:
         for model in found:
             check_divisible(model, channel.size)
         self.models = [ParallelModel(model, channel, settings, seed, fill_seed) for model in found]
+        self.optimizer_parts = OptimizerParts(self.cuts)
 
     @property
     def cuts(self) -> dict[nn.Parameter, Cut]:
@@ -151,18 +193,6 @@ class ShardedModule:
             for name, value in state.items()
         }
 
-    def optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Return an optimizer's whole state; as `state_dict`."""
-        saved = optimizer.state_dict()
-        result: dict[int, Any] = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            for key, value in saved["state"].get(index, {}).items():
-                whole = self._whole(parameter, value)
-                if keep:
-                    on_cpu = whole.cpu() if isinstance(whole, Tensor) else whole
-                    result.setdefault(index, {})[key] = on_cpu
-        return {**saved, "state": result} if keep else {}
-
     def optimizer_parts_of(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a whole optimizer state."""
         cuts, rank, parts = self.cuts, self._channel.rank, {}
@@ -176,26 +206,14 @@ class ShardedModule:
                 parts[index] = own
         return {**state, "state": parts}
 
-    def join(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make the models transformers' own again, whole on every rank; optimizers too."""
-        for optimizer in optimizers:
-            for parameter in _parameters(optimizer):
-                own = optimizer.state.get(parameter, {})
-                for key, value in own.items():
-                    whole = self._whole(parameter, value)
-                    own[key] = whole.cpu() if isinstance(whole, Tensor) else whole
+    def join(self) -> None:
+        """Make the models transformers' own again, whole on every rank; optimizers stay as is."""
         for model in self.models:
             wholes = {}
             for parameter, cut in model.sharded.cuts.items():
                 # to CPU memory, where Lightning puts a module after a fit: it may be too big
                 wholes[parameter] = whole_tensor(parameter.detach(), cut, self._channel, TAG).cpu()
             model.join(wholes)
-
-    def _whole(self, parameter: nn.Parameter, value: Any) -> Any:
-        cut = self.cuts.get(parameter)
-        if cut is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
-            return value
-        return whole_tensor(value, cut, self._channel, TAG)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import on_meta
 from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._phases import CountingStrategy
@@ -31,7 +33,7 @@ from lightning_commfree.strategies._rank_states import (
     rank_state,
     restore,
 )
-from lightning_commfree.strategies._sharded import ShardedModule
+from lightning_commfree.strategies._sharded import OptimizerParts, ShardedModule
 from lightning_commfree.strategies._signals import warn_unsaved
 
 
@@ -45,9 +47,14 @@ class ShardedStrategy(CountingStrategy):
     def __init__(self, **ddp_kwargs: Any) -> None:
         super().__init__(**ddp_kwargs)
         self._sharded: ShardedModule | None = None
+        self._left_in_parts: OptimizerParts | None = None  # by the latest fit
         self._epoch_start = EpochStart()
         self._filled = False  # the model was on `meta`
         self._found: Found | None = None  # of the checkpoint that is resumed, until it is in place
+
+    @abstractmethod
+    def _tensor_group(self) -> AbstractContextManager[Channel]:
+        """Return a context with a channel to the ranks of this model, in a fit or after it."""
 
     @abstractmethod
     def _layout(self) -> Layout:
@@ -86,8 +93,10 @@ class ShardedStrategy(CountingStrategy):
     @override
     def teardown(self) -> None:
         if self._sharded is not None:
+            self._left_in_parts = None
             if self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
-                self._sharded.join(self.optimizers)
+                self._sharded.join()
+                self._left_in_parts = self._sharded.optimizer_parts
             self._sharded = None
         self._filled, self._found = False, None
         self._epoch_start.remove()
@@ -145,14 +154,19 @@ class ShardedStrategy(CountingStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer state on rank 0; collective, empty on the other ranks."""
-        if self._sharded is None:
+        """Return the whole optimizer state on rank 0; collective, empty on the other ranks.
+
+        After a fit as well, where each rank's optimizer holds its part, as in the fit.
+        """
+        parts = self._left_in_parts if self._sharded is None else self._sharded.optimizer_parts
+        if parts is None:
             return super().optimizer_state(optimizer)
         if self._stopped_by_hand():
             return {}
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return self._sharded.optimizer_state(optimizer, keep=self.is_global_zero)
+        with self._tensor_group() as channel:
+            return parts.whole_state(optimizer, channel, keep=self.is_global_zero)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

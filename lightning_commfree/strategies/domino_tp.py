@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
-from lightning_commfree.comm.mesh import DATA, TENSOR, tensor_mesh
 from lightning_commfree.domino import (
+    Channels,
     DominoSettings,
     GradientAverage,
     gradient_norm,
@@ -60,10 +60,11 @@ class DominoTPStrategy(ShardedStrategy):
 
     Checkpoints hold the whole model and the whole optimizer state, so they load at any tensor
     parallel size, in a plain Trainer and, the model's part, by `from_pretrained`. After `fit` the
-    module is the plain Hugging Face model again, with all weights in it. The world is data parallel
-    times tensor parallel: all ranks of a tensor group must get the same batch, which Lightning's
-    sampler sees to. A fit that is resumed on as many ranks goes on bit for bit; on other ones from
-    the same weights and optimizer state, and a message says what begins anew.
+    module is the plain Hugging Face model again, with all weights in it; `trainer.optimizers` keep
+    this rank's part, which `trainer.save_checkpoint` puts together, called on all ranks. The world
+    is data parallel times tensor parallel: all ranks of a tensor group must get the same batch,
+    which Lightning's sampler sees to. A fit that is resumed on as many ranks goes on bit for bit;
+    on other ones from the same weights and optimizer state, and a message says what begins anew.
 
     A model of those classes may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
@@ -107,8 +108,7 @@ class DominoTPStrategy(ShardedStrategy):
         super().__init__(**ddp_kwargs)
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         self.ledger = Ledger()
-        self._tensor_channel: Channel | None = None
-        self._data_channel: Channel | None = None
+        self._channels: Channels | None = None
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
         self._together: Together | None = None
@@ -153,16 +153,7 @@ class DominoTPStrategy(ShardedStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._world_channel is None:
-            mesh = tensor_mesh(self.world_size, self.tensor_parallel_size)
-            rank, backend = self.global_rank, self._get_process_group_backend()
-            near = (self.ledger, backend, self._timeout, self.root_device)
-            everybody = [list(range(self.world_size))]
-            world = Channel.open(everybody, rank, self.ledger, timeout=self._timeout)
-            # the wider channel knows who is gone where a group only sees a member leave
-            self._tensor_channel = Channel.open(mesh.groups(TENSOR), rank, *near, wider=world)
-            self._data_channel = Channel.open(mesh.groups(DATA), rank, *near, wider=world)
-            self._world_channel = world
+        self._open_channels()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -182,8 +173,7 @@ class DominoTPStrategy(ShardedStrategy):
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
             self._fit_log = FitLog(trainer, self.ledger, float(ddp_bytes))
             self._checked = set()
-            assert self._world_channel is not None, "`setup_environment` has opened it"
-            self._together = Together(self._world_channel, trainer)
+            self._together = Together(self._open.world, trainer)
             self._together.install()
 
     @override
@@ -192,10 +182,7 @@ class DominoTPStrategy(ShardedStrategy):
 
         The optimizer is made after it.
         """
-        world, tensor, data = self._world_channel, self._tensor_channel, self._data_channel
-        assert world is not None, "`setup_environment` comes first"
-        assert tensor is not None, "`setup_environment` comes first"
-        assert data is not None, "`setup_environment` comes first"
+        world, tensor, data = self._open
         self._filled = self._on_meta()
         facts = {**self.settings.facts(), "a model on the meta device": str(self._filled)}
         common_start(world, self._module, facts)
@@ -215,8 +202,7 @@ class DominoTPStrategy(ShardedStrategy):
         In a resumed fit those that came after the save.
         """
         super().on_train_start()
-        assert self._tensor_channel is not None, "it is open while a fit runs"
-        share_random_state(self._tensor_channel, self.root_device)
+        share_random_state(self._open.tensor, self.root_device)
         self._go_on()
 
     @override
@@ -278,12 +264,37 @@ class DominoTPStrategy(ShardedStrategy):
             self._fit_log.close()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
-        for channel in (self._tensor_channel, self._data_channel, self._world_channel):
-            if channel is not None:
-                channel.close()
-        self._tensor_channel = self._data_channel = self._world_channel = None
+        self._close_channels()
 
     # -- inside
+
+    @property
+    def _open(self) -> Channels:
+        assert self._channels is not None, "they are open while a fit runs"
+        return self._channels
+
+    def _open_channels(self) -> None:
+        if self._channels is None:
+            size, backend = self.tensor_parallel_size, self._get_process_group_backend()
+            near = (self.ledger, backend, self._timeout, self.root_device)
+            self._channels = Channels.open(self.global_rank, self.world_size, size, *near)
+            self._world_channel = self._channels.world
+
+    def _close_channels(self) -> None:
+        if self._channels is not None:
+            self._channels.close()
+        self._channels = self._world_channel = None
+
+    @override
+    @contextmanager
+    def _tensor_group(self) -> Iterator[Channel]:
+        fits = self._channels is not None
+        self._open_channels()
+        try:
+            yield self._open.tensor
+        finally:
+            if not fits:
+                self._close_channels()
 
     @override
     def _layout(self) -> Layout:
@@ -297,14 +308,12 @@ class DominoTPStrategy(ShardedStrategy):
     def _check_first(self, kind: str, batch: Any) -> None:
         if kind not in self._checked:
             self._checked.add(kind)
-            assert self._tensor_channel is not None, "it is open while a fit runs"
-            check_batch(self._tensor_channel, kind, batch)
+            check_batch(self._open.tensor, kind, batch)
 
     def _check_finite(self, loss: Tensor, steps: bool) -> None:
         """Stop all ranks where one has NaN or Inf, before anything is averaged and stepped with."""
-        module, world = self._module, self._world_channel
+        module, world = self._module, self._open.world
         assert self._together is not None, "a fit has begun"
-        assert world is not None, "it is open while a fit runs"
         finite = not steps or looks_finite(module.parameters())
         if not self._together.after_backward(steps, finite):
             step = module.trainer.global_step + 1

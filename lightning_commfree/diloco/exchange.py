@@ -20,10 +20,11 @@ stay what they are (a rounded variance may be zero), and are few. Where all repl
 number, that is the mean to the last bit. N counts the values in the wire format alone.
 
 A *header* of three int64 goes ahead of the values: whether the sender wants all to stop, and
-whether its values hold NaN or Inf; its inner step; a digest of its global copy (0: none). The
-second message of the exchange by shards says what its sender saw in all headers, and carries its
-part of the gradients' inner products. A replica with NaN or Inf is left out of the mean: the others
-are divided by their own number.
+whether its values hold NaN or Inf, and with these flags a digest of what no fragment holds
+(`joining`); its inner step; a digest of its global copy (0: none). The second message of the
+exchange by shards says what its sender saw in all headers, and carries its part of the gradients'
+inner products. A replica with NaN or Inf is left out of the mean: the others are divided by their
+own number.
 
 Codes of values on a CUDA device are made there, on a stream of their own, and come down on it;
 where the channel wants them on the host, a thread beside the training waits for them and sends
@@ -64,6 +65,7 @@ class Arrival(NamedTuple):
     stop: bool  # somebody wants to stop
     drifted: bool  # the digests differ
     steps_differ: bool  # the messages are of different inner steps
+    rest_differs: bool  # what stands in no fragment, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
@@ -72,12 +74,13 @@ class Arrival(NamedTuple):
 
         Collective over the replica. The mean stays the rank's own shard's.
         """
-        flags = torch.tensor([self.stop, self.drifted, self.steps_differ])
+        flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.rest_differs])
         mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(replica.device)
         all_of_them = replica.all_gather(mine, REPLICA_TAG).wait().cpu()
-        stop, drifted, differ = (bool(flag) for flag in all_of_them[:, :3].any(dim=0))
-        gram = all_of_them[:, 3:].sum(dim=0).view_as(self.gram)
-        return Arrival(self.mean, stop, drifted, differ, self.nonfinite, gram)
+        anywhere = all_of_them[:, : len(flags)].any(dim=0).tolist()
+        stop, drifted, differ, rest_differs = (bool(flag) for flag in anywhere)
+        gram = all_of_them[:, len(flags) :].sum(dim=0).view_as(self.gram)
+        return Arrival(self.mean, stop, drifted, differ, rest_differs, self.nonfinite, gram)
 
     @property
     def norm(self) -> float:
@@ -264,7 +267,8 @@ class ShardExchange:
             counted = others(received, roll.nonfinite)
             mean, gram_KK = self._up.average(counted)
             own = self._channel.rank in roll.nonfinite
-            seen = Header(roll.stop, int(roll.drifted), int(roll.steps_differ), own)
+            differ, rest = int(roll.steps_differ), int(roll.rest_differs)
+            seen = Header(roll.stop, int(roll.drifted), differ, own, rest)
             exact = self._up.average_exact(counted)
             extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))
             message = self._down.write(mean, exact, seen, extra=extra)

@@ -13,6 +13,7 @@ from lightning_commfree.diloco.wire import WireFormat, decode
 
 _HEADER_BYTES = 3 * 8
 _STOP, _NONFINITE = 1, 2  # bits of the first word
+_REST_FROM = 8
 
 
 class Header(NamedTuple):
@@ -22,15 +23,17 @@ class Header(NamedTuple):
     step: int
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values hold NaN or Inf
+    rest: Tensor | int = 0  # hash of what stands in no fragment, and of what has joined; 40 bits
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
-        """As it travels: flags, step, digest."""
-        return self.stop * _STOP + self.nonfinite * _NONFINITE, self.step, self.digest
+        """As it travels: flags and rest, step, digest."""
+        flags = self.stop * _STOP + self.nonfinite * _NONFINITE
+        return flags + (self.rest << _REST_FROM), self.step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return the values and those tensors of the header that live beside them."""
-        beside = [word for word in (self.digest, self.nonfinite) if isinstance(word, Tensor)]
+        beside = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in beside if word.device == values.device)]
 
 
@@ -40,6 +43,7 @@ class Roll(NamedTuple):
     stop: bool  # somebody wants to stop
     drifted: bool  # the digests differ
     steps_differ: bool
+    rest_differs: bool  # what stands in no fragment, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
 
 
@@ -150,17 +154,22 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
 def compare_headers(headers_M3: Tensor) -> Roll:
     """Put the headers of all replicas together; int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
-    drifted, differ = ((words != words[0]).any() for words in (digests, steps))
-    return Roll(_any_stops(flags), bool(drifted), bool(differ), _nonfinite(flags))
+    drifted, differ, rest_differs = (
+        bool((words != words[0]).any()) for words in (digests, steps, flags >> _REST_FROM)
+    )
+    return Roll(_any_stops(flags), drifted, differ, rest_differs, _nonfinite(flags))
 
 
 def merge_rolls(headers_M3: Tensor) -> Roll:
     """Put together what replicas say of the headers that they have seen, in headers of their own.
 
-    Their step stands for "drifted" and their digest for "steps differ"; the rest is each one's own.
+    Their step stands for "drifted", their digest for "steps differ" and their rest for "rest
+    differs"; what is not finite is each one's own.
     """
     flags, drifted, differ = headers_M3.unbind(1)
-    return Roll(_any_stops(flags), bool(drifted.any()), bool(differ.any()), _nonfinite(flags))
+    rest_differs = bool((flags >> _REST_FROM).any())
+    nonfinite = _nonfinite(flags)
+    return Roll(_any_stops(flags), bool(drifted.any()), bool(differ.any()), rest_differs, nonfinite)
 
 
 def others(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:

@@ -95,9 +95,8 @@ class OuterFragment:
 
         A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
         """
-        parameters = [self._module.get_parameter(name) for name in self.fragment.parameters]
-        buffers = [self._module.get_buffer(name) for name in self.fragment.buffers]
-        return [tensor.detach() for tensor in [*parameters, *buffers]]
+        names = [*self.fragment.parameters, *self.fragment.buffers]
+        return [_tensor(self._module, name).detach() for name in names]
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return what leaves for the other replicas: fp32, shape (S,), a new tensor.
@@ -277,6 +276,13 @@ class OuterFragment:
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, self._sizes)
         return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer; a frozen parameter may be averaged as buffers are."""
+    owner, _, own_name = name.rpartition(".")
+    tensor: Tensor = getattr(module.get_submodule(owner), own_name)
+    return tensor
 
 
 def _moved(copy: Tensor, device: str) -> Tensor:

@@ -16,6 +16,7 @@ fragment  launches        lands
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 
 @dataclass(frozen=True)
@@ -27,19 +28,29 @@ class Schedule:
         num_fragments: P; at least 1. Above H, several fragments leave after one step.
         overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. At 0 a launch lands at
             once.
+        joined: fragments that joined while the fit ran come behind the P: the offset of each, an
+            inner step after which it joined. It launches a cycle later, and so on.
     """
 
     sync_every: int
     num_fragments: int
     overlap_steps: int
+    joined: tuple[int, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many fragments there are, those that have joined too."""
+        return self.num_fragments + len(self.joined)
 
     def offset(self, fragment: int) -> int:
         """Return t_p, the fragment's place in the cycle, in inner steps."""
+        if fragment >= self.num_fragments:
+            return self.joined[fragment - self.num_fragments]
         return fragment * self.sync_every // self.num_fragments
 
     def launched_at(self, step: int) -> list[int]:
         """Return the fragments that launch after inner step `step`, in ascending order."""
-        return [p for p in range(self.num_fragments) if self._launches(p, step)]
+        return [p for p in range(self.total) if self._launches(p, step)]
 
     def landed_at(self, step: int) -> list[int]:
         """Return the fragments that land after inner step `step`, in ascending order."""
@@ -52,7 +63,11 @@ class Schedule:
     @property
     def complete_after(self) -> int:
         """The step after which every fragment has landed once."""
-        return self.sync_every + self.offset(self.num_fragments - 1) + self.overlap_steps
+        return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
+
+    def next_launch(self, step: int) -> int:
+        """Return the first inner step after `step` at which a fragment launches."""
+        return next(t for t in count(step + 1) if self.launched_at(t))
 
     def _launches(self, fragment: int, step: int) -> bool:
         since_offset = step - self.offset(fragment)

@@ -22,22 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.diloco.evaluation import Evaluation, LocalMean
-from lightning_commfree.diloco.exchange import Arrival, Exchange, cheaper_exchanges
-from lightning_commfree.diloco.finite import begin_anew, is_nonfinite, refuse_to_save, take_global
+from lightning_commfree.diloco.evaluation import Evaluation
+from lightning_commfree.diloco.finite import begin_anew, refuse_to_save, take_global
+from lightning_commfree.diloco.fleet import Fleet
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.landing import Flight, Landing, receive, refuse_landing
+from lightning_commfree.diloco.landing import Flight
 from lightning_commfree.diloco.letter import Header
-from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.swap import Swap
-from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
 
 
-class StreamingDiLoCo:
+class StreamingDiLoCo(Fleet):
     """One replica's part of the algorithm.
 
     Args:
@@ -71,33 +67,21 @@ class StreamingDiLoCo:
         channel: Channel,
         replica: Channel | None = None,
     ) -> None:
-        self.fragments = [
-            OuterFragment(module, f, settings.outer_optimizer, replica, settings.outer_device)
-            for f in fragments
-        ]
-        self._replica = replica
-        overlap_steps = 0 if settings.eager else int(settings.overlap_steps)
-        self.schedule = Schedule(settings.sync_every, len(fragments), overlap_steps)
-        self.step = 0
-        self._module = module
-        self._names = [fragment.parameters for fragment in fragments]
-        self._exchanged = {name for fragment in fragments for name in fragment.parameters}
-        self.landings: dict[int, Landing] = {}
+        super().__init__(module, fragments, settings, channel, replica)
         self.optimizers: Sequence[Optimizer] = ()
-        self._channel = channel
-        self._wire = WIRE_FORMATS[settings.wire_dtype]
-        devices = {fragment.global_copy.device for fragment in self.fragments}
-        devices |= {parameter.device for parameter in module.parameters()}
-        for device in {*devices, channel.device}:  # a thread averages shards on the channel's
-            warm_up(self._wire, device)
-        self.settings = settings
-        self._background = Background(channel.ledger)
-        sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        self._exchanges = cheaper_exchanges(channel, self._background, self._wire, sizes)
-        self._in_flight: dict[int, Flight] = {}  # by fragment, in the order of launch
         self.swap = Swap(self.fragments)
-        self.means = self._make_means(sizes)
         self.evaluation = Evaluation(self.means, settings, channel, replica)
+
+    @torch.no_grad()
+    def before_inner_step(self) -> None:
+        """Let join what has been thawed since the last step; nobody has trained it yet.
+
+        What thaws in the middle of a step is not seen in time, and refused later.
+        """
+        if thawed := self._outside.thawed():
+            if self.settings.replica_size > 1:
+                self._refuse_late()
+            self._join(Fragment(tuple(thawed)), self.schedule.next_launch(self.step))
 
     @torch.no_grad()
     def after_inner_step(self, stop: bool = False) -> bool:
@@ -115,7 +99,7 @@ class StreamingDiLoCo:
         self.evaluation.forget()
         launches = self.schedule.launched_at(self.step)
         if launches:
-            self._check_trainable()
+            self._refuse_late()
         return any(self._exchange(launches, stop))
 
     @torch.no_grad()
@@ -135,7 +119,7 @@ class StreamingDiLoCo:
         Returns:
             Whether any replica wants to stop, as `after_inner_step` does.
         """
-        self._check_trainable()
+        self._refuse_late()
         swapped = self.swap.is_in
         self.swap.put_back()
         stops = self._finish_rounds(stop)
@@ -144,43 +128,21 @@ class StreamingDiLoCo:
         return any(stops)
 
     @torch.no_grad()
+    def follow_hooks(self) -> None:
+        """After `finish`, let what hooks make of frozen weights count, which is alike everywhere.
+
+        A teacher follows its student when the last optimizer step is done.
+        """
+        for fragment in self.fragments:
+            if not (fragment.fragment.parameters or self.swap.is_in):
+                fragment.take_local()
+
+    @torch.no_grad()
     def refuse_to_save(self, world: Channel) -> None:
         """See that a checkpoint would hold finite weights; see `finite.refuse_to_save`."""
         self.wait_in_flight()
         rule = self.settings.nonfinite
         refuse_to_save(self.fragments, self.swap.local, rule, self.step, world)
-
-    def close(self) -> None:
-        """End the thread of the exchanges; what is in flight is given up."""
-        self._background.close()
-
-    def outer_facts(self) -> dict[str, str]:
-        """Return kind and settings of the outer optimizer, which all replicas must share."""
-        optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
-        plain = (int, float, str, tuple, type(None))  # others show an address when printed
-        defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
-        scheduled = "" if scheduler is None else f" with {type(scheduler).__name__}"
-        return {"outer_optimizer": f"{type(optimizer).__name__} {defaults}{scheduled}"}
-
-    def wait_in_flight(self) -> None:
-        """Take what is in flight off the wire; it still lands at its step."""
-        for flight in self._in_flight.values():
-            flight.pending.wait()
-
-    @property
-    def num_replicas(self) -> int:
-        """M, this one included."""
-        return self._channel.size
-
-    @property
-    def in_flight(self) -> list[int]:
-        """The fragments that have been launched and not landed, in the order of launch."""
-        return list(self._in_flight)
-
-    @property
-    def bytes_per_cycle(self) -> int:
-        """Bytes that this replica sends in `sync_every` steps, in which every fragment leaves."""
-        return sum(exchange.num_bytes for exchange in self._exchanges)
 
     @torch.no_grad()
     def differs_from_outer(self, buffers: bool = True) -> bool:
@@ -201,6 +163,12 @@ class StreamingDiLoCo:
         """
         return {
             "step": self.step,
+            "joined": [
+                [list(one.fragment.parameters), list(one.fragment.buffers), offset]
+                for one, offset in zip(
+                    self.fragments[self.schedule.num_fragments :], self.schedule.joined, strict=True
+                )
+            ],
             "local": [tensor.to("cpu", copy=True) for tensor in self.swap.local],
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "in_flight": {
@@ -215,6 +183,10 @@ class StreamingDiLoCo:
         assert not self._in_flight, "a state is loaded before the first step"
         assert not self.swap.is_in, "a state is loaded into the local copy"
         self.step = state["step"]
+        for parameters, buffers, offset in state["joined"]:
+            self._join(Fragment(tuple(parameters), tuple(buffers)), offset)
+            for name in parameters:
+                self._module.get_parameter(name).requires_grad_(True)
         for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(fragment_state)
         for tensor, saved in zip(self.swap.local, state["local"], strict=True):
@@ -223,12 +195,6 @@ class StreamingDiLoCo:
             p: Flight(self._exchanges[p], Pending.here(arrived), time.perf_counter())
             for p, arrived in state["in_flight"].items()
         }
-
-    def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
-        """Return `means`; `sizes` as `cheaper_exchanges` takes them."""
-        assert len(sizes) == len(self.fragments), "one for each"
-        ways = zip(self.fragments, self._exchanges, strict=True)
-        return [LocalMean(fragment, exchange, as_difference=True) for fragment, exchange in ways]
 
     def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
         """Launch and land what is due; return for each landing whether a replica wants to stop."""
@@ -239,7 +205,10 @@ class StreamingDiLoCo:
         return [self._land(p, self.settings.mix) for p in landings]
 
     def _finish_rounds(self, stop: bool) -> list[bool]:
-        return self._land_in_flight() + [self._settle(p, stop) for p in range(len(self.fragments))]
+        stops = self._land_in_flight()
+        for p, _ in enumerate(self.fragments):  # one may join meanwhile
+            stops.append(self._settle(p, stop))
+        return stops
 
     def _land_in_flight(self) -> list[bool]:
         return [self._land(p, self.settings.mix) for p in list(self._in_flight)]
@@ -261,14 +230,6 @@ class StreamingDiLoCo:
         header = Header(stop, self.step, self._digest(p))
         return self._send(p, self._exchanges[p], gradient, header)
 
-    def _send(self, p: int, exchange: Exchange, values: Tensor, header: Header) -> Tensor:
-        """Launch the values; return whether they hold NaN or Inf: bool, no dimension."""
-        assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
-        nonfinite = is_nonfinite(self.fragments[p], values, self._replica)
-        pending = exchange.launch(values, header._replace(nonfinite=nonfinite))
-        self._in_flight[p] = Flight(exchange, pending, time.perf_counter())
-        return nonfinite
-
     def _land(self, p: int, mix: float) -> bool:
         arrival = self._receive(p)
         self.fragments[p].outer_step(arrival.mean)
@@ -280,35 +241,15 @@ class StreamingDiLoCo:
         return arrival.stop
 
     def _begin_anew(self, p: int, taken: Sequence[int]) -> None:
-        names = [name for q in taken for name in self._names[q]]
+        names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         parameters = map(self._module.get_parameter, names)
         begin_anew(self.optimizers, parameters, p, self.step, taken)
 
-    def _receive(self, p: int) -> Arrival:
-        flight, fragment = self._in_flight.pop(p), self.fragments[p]
-        before_s = self._channel.ledger.seconds_waited
-        flight.pending.wait()
-        waited_s = self._channel.ledger.seconds_waited - before_s
-        arrival = receive(flight, fragment.global_copy.device, self._replica)
-        refuse_landing(arrival, p, self._names[p], self.step, self._channel, self.settings)
-        lr = float(fragment.optimizer.param_groups[0]["lr"])
-        self.landings[p] = Landing.of(arrival, flight, lr, waited_s, self.landings.get(p))
-        return arrival
-
-    def _digest(self, p: int) -> Tensor | int:
-        """Return what travels with this launch: the global copy's hash where it is due, else 0."""
-        every = self.settings.check_drift_every
-        cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
-        if not every or cycle % every:
-            return 0
-        return self.fragments[p].digest()
-
-    def _check_trainable(self) -> None:
-        named = self._module.named_parameters()
-        trainable = {name for name, parameter in named if parameter.requires_grad}
-        if late := sorted(trainable - self._exchanged):
-            raise RuntimeError(
-                f"The parameters {late} became trainable after the fit had begun and belong to no"
-                " fragment: every replica would train its own. Make them trainable before `fit`,"
-                " or end the fit and begin another one."
-            )
+    def _average_moved(self) -> None:
+        """Let what hooks have moved join, and average it at once."""
+        if moved := self._outside.moved(self._channel, self._background, self._replica):
+            p = self._join(Fragment((), tuple(moved)), self.step)
+            self.fragments[p].global_copy.zero_()  # what it holds is this replica's own
+            values = self.fragments[p].outer_gradient()
+            self._send(p, self._exchanges[p], values, Header(False, self.step, 0))
+            StreamingDiLoCo._land(self, p, self.settings.mix)

@@ -51,6 +51,11 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     inside a replica. A metric that `training_step` logs per step with `sync_dist=True` stays the
     replica's own; per epoch it means all ranks.
 
+    What is frozen sends nothing. Parameters that a callback thaws between two steps
+    (`BackboneFinetuning`) become a fragment of their own, and so do frozen ones that hooks move
+    apart on the replicas (the teacher of BYOL or DINO), which are averaged; the forecast
+    `traffic()` does not know of them.
+
     Args:
         sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
             paper; 1 is the worst.
@@ -147,8 +152,17 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @property
     def fragments(self) -> list[list[str]]:
-        """The parameter names of every fragment, fragment 0 first; from `on_fit_start` on."""
-        return [list(fragment.parameters) for fragment in self._fragments]
+        """The parameter names of every fragment, fragment 0 first; from `on_fit_start` on.
+
+        What joins while a fit runs stands behind the others: thawed parameters, and, without names
+        here, frozen ones that hooks move.
+        """
+        return [list(fragment.parameters) for fragment in self._fragments + self._joined]
+
+    @property
+    def _joined(self) -> list[Fragment]:
+        outer = [] if self._diloco is None else self._diloco.fragments
+        return [one.fragment for one in outer[len(self._fragments) :]]
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -221,6 +235,11 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         return {TAG: self._running.bytes_per_cycle}, self.settings.sync_every
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._running.before_inner_step()
+        return super().optimizer_step(*args, **kwargs)
+
+    @override
     def _after_step(self, stop: bool) -> bool:
         stop_agreed = self._running.after_inner_step(stop)
         if fit_is_ending(self._module.trainer, in_optimizer_step=True):
@@ -276,6 +295,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._diloco.swap.put_back(check=False)
             self._end_without_training()
             self._diloco.close()
+            self._fragments += self._joined
             self._diloco = None
         self._shadows.remove()
         super().teardown()
@@ -323,7 +343,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _resume_facts(self) -> dict[str, str]:
-        return {"fragments": repr(self.fragments), **self._running.outer_facts()}
+        at_begin = [list(fragment.parameters) for fragment in self._fragments]
+        return {"fragments": repr(at_begin), **self._running.outer_facts()}
 
     # -- inside
 
@@ -382,6 +403,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         """Finish ahead of a validation or checkpoint that turned out to be the last."""
         if fit_is_ending(self._module.trainer) and self._finish(self._sigterm.requested):
             self._sigterm.agree()
+        if self._finished_at == self._running.step:
+            self._running.follow_hooks()
 
     def _report_unlanded(self, what: str) -> None:
         silent = self._unlanded_reported or self.settings.evaluate == "mean"

@@ -45,17 +45,32 @@ class SerialDiLoCo:
             tuple[int, int, list[dict[str, Tensor]]]
         ] = []  # lands at, fragment, a delta per replica
         self.step = 0
+        self.make_outer = make_outer
+        self.offsets = [p * sync_every // len(fragments) for p in range(len(fragments))]
+
+    def leaves(self, p: int, step: int) -> bool:
+        since = step - self.offsets[p]
+        return since >= self.sync_every and since % self.sync_every == 0
+
+    def thaw(self, names: Sequence[str]) -> None:
+        """Between two steps. What is thawed becomes a fragment, which counts its cycles from the
+        step at which the next of the others leaves."""
+        for name in names:
+            start = self.modules[0].get_parameter(name).detach().float().clone()
+            self.outer[name] = nn.Parameter(start)
+        step = self.step + 1
+        while not any(self.leaves(p, step) for p in range(len(self.fragments))):
+            step += 1
+        self.fragments = [*self.fragments, names]
+        self.offsets.append(step)
+        self.optimizers.append(self.make_outer([self.outer[name] for name in names]))
 
     def run_step(self) -> None:
         self.step += 1
         for m in range(len(self.modules)):
             self.inner_step(m, self.step)
         for p in range(len(self.fragments)):
-            offset = p * self.sync_every // len(self.fragments)
-            if (
-                self.step >= self.sync_every + offset
-                and (self.step - offset) % self.sync_every == 0
-            ):
+            if self.leaves(p, self.step):
                 self.on_the_way.append((self.step + self.overlap_steps, p, self.deltas(p)))
         for due in [entry for entry in self.on_the_way if entry[0] == self.step]:
             self.on_the_way.remove(due)

@@ -80,17 +80,6 @@ class Frozen(Tiny):
         return optimizer
 
 
-class Thawing(Tiny):
-    """Unfreezes its head after the fit has begun, as a fine-tuning callback might."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.requires_grad_(False)
-
-    def on_train_epoch_start(self) -> None:
-        self.head.requires_grad_(True)
-
-
 class Synced(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +107,6 @@ MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
         "needs exactly one optimizer, but `configure_optimizers` returned several",
     ),
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
-    (Thawing, {}, "RuntimeError", "The parameters ['head.weight'] became trainable after the fit"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
     (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
     (Sharing, {}, "ValueError", "The parameters 'twin' and 'head.weight' share memory"),

@@ -1,0 +1,305 @@
+"""What no fragment holds joins while a fit runs: thawed parameters, and frozen ones that move."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.diloco import (
+    DiLoCoSettings,
+    EagerDiLoCo,
+    StreamingDiLoCo,
+    split_into_fragments,
+)
+from tests.diloco.serial import SerialDiLoCo
+from tests.diloco.training import ADAMW, DEFAULTS, NESTEROV, Net, backward, bits, state_of, world
+from tests.world import run_ranks
+
+STEPS = 15
+
+
+def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
+    settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 2, **changes})
+    fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
+    algorithm = EagerDiLoCo if settings.eager else StreamingDiLoCo
+    return algorithm(module, fragments, settings, channel)
+
+
+@dataclass
+class Outcome:
+    local: list[dict[str, Tensor]] = field(default_factory=list)  # after every step and `finish`
+    outer: list[list[Tensor]] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)
+    error: str = ""
+
+
+# Thawed
+
+THAWED = ["embed.weight", "embed.bias"]
+CASES = [  # sync_every, overlap_steps, thawed before step
+    *product((4,), (0, 1, 3), (1, 3, 4, 5, 6, 7, STEPS)),
+    (6, 1, 9),
+    (5, "eager", 4),
+    (5, "eager", 8),
+]
+
+
+def frozen() -> Net:
+    module = Net()
+    module.embed.requires_grad_(False)
+    return module
+
+
+def thaw(
+    rank: int, size: int, changes: dict[str, Any], at: dict[int, int], resume_at: int = 0
+) -> Outcome:
+    """Train; with `resume_at` go on from there with new objects and the state of the old ones."""
+    module, channel, outcome = frozen(), world(rank, size), Outcome()
+    diloco, optimizer = begin(module, channel, **changes), ADAMW(module.parameters())
+    try:
+        for step in range(1, STEPS + 1):
+            if step == at.get(rank):
+                module.embed.requires_grad_(True)
+            diloco.before_inner_step()
+            backward(module, rank, step)
+            optimizer.step()
+            diloco.after_inner_step()
+            outcome.local.append(state_of(module))
+            outcome.outer.append([f.global_copy.clone() for f in diloco.fragments])
+            if step == resume_at:
+                state, inner = diloco.state_dict(), optimizer.state_dict()
+                diloco.close()
+                module = frozen()
+                diloco, optimizer = begin(module, channel, **changes), ADAMW(module.parameters())
+                diloco.load_state_dict(state)
+                optimizer.load_state_dict(inner)
+        diloco.finish()
+        outcome.local.append(state_of(module))
+    except (RuntimeError, ValueError) as error:
+        outcome.error = str(error)
+    outcome.names = [list(f.fragment.parameters) for f in diloco.fragments]
+    diloco.close()
+    channel.close()
+    return outcome
+
+
+def thaw_all(rank: int, size: int) -> list[Outcome]:
+    both = [dict.fromkeys(range(size), at) for *_, at in CASES]
+    return [
+        thaw(rank, size, {"sync_every": every, "overlap_steps": overlap}, at)
+        for (every, overlap, _), at in zip(CASES, both, strict=True)
+    ]
+
+
+def play(
+    size: int, sync_every: int, overlap_steps: int, at: int, names: list[list[str]]
+) -> list[tuple[list[dict[str, Tensor]], list[Tensor]]]:
+    """Return the replicas' parameters and the global copies after every step and `finish`."""
+    modules = [frozen() for _ in range(size)]
+    optimizers = [ADAMW(module.parameters()) for module in modules]
+
+    def inner_step(m: int, step: int) -> None:
+        backward(modules[m], m, step)
+        optimizers[m].step()
+
+    twin = SerialDiLoCo(modules, inner_step, names, sync_every, overlap_steps, 0.5, NESTEROV)
+    seen = []
+    for step in range(1, STEPS + 2):
+        if step == at:
+            for module in modules:
+                module.embed.requires_grad_(True)
+            twin.thaw(THAWED)
+        twin.run_step() if step <= STEPS else twin.finish()
+        outer = [torch.cat([twin.outer[n].detach().flatten() for n in f]) for f in twin.fragments]
+        seen.append(([state_of(module) for module in modules], outer))
+    return seen
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_thawed_equals_the_twin_after_every_step(size: int, tmp_path: Path) -> None:
+    ranks = run_ranks(thaw_all, size, tmp_path)
+    for i, (every, overlap, at) in enumerate(CASES):
+        for outcomes in ranks:
+            assert not outcomes[i].error, (every, overlap, at)
+            assert outcomes[i].names[2] == THAWED
+            for name, tensor in ranks[0][i].local[-1].items():
+                assert torch.equal(outcomes[i].local[-1][name], tensor), "all end with the same"
+        if overlap == "eager":
+            continue
+        expected = play(size, every, overlap, at, ranks[0][i].names[:2])
+        for rank, outcomes in enumerate(ranks):
+            assert_same(outcomes[i], rank, expected, (every, overlap, at))
+
+
+def assert_same(got: Outcome, rank: int, expected: Any, case: Any) -> None:
+    for step, (local, outer) in enumerate(expected, 1):
+        for name, tensor in local[rank].items():
+            assert torch.equal(bits(got.local[step - 1][name]), bits(tensor)), (case, step, name)
+        if step <= STEPS:
+            for mine, theirs in zip(got.outer[step - 1], outer, strict=True):
+                assert torch.equal(mine, theirs), (case, step)
+
+
+def thaw_and_resume(rank: int, size: int) -> list[tuple[Outcome, Outcome]]:
+    changes: list[dict[str, Any]] = [{}, {"overlap_steps": 3}, {"overlap_steps": "eager"}]
+    at = dict.fromkeys(range(size), 6)
+    return [
+        (thaw(rank, size, one, at), thaw(rank, size, one, at, resume_at))
+        for one in changes
+        for resume_at in (6, 7, 11, 12)
+    ]
+
+
+def test_a_state_after_the_thaw_goes_on_exactly(tmp_path: Path) -> None:
+    for outcomes in run_ranks(thaw_and_resume, 2, tmp_path):
+        for straight, resumed in outcomes:
+            assert not straight.error
+            assert not resumed.error
+            assert straight.names == resumed.names
+            for one, other in zip(straight.local, resumed.local, strict=True):
+                for name, tensor in one.items():
+                    assert torch.equal(other[name], tensor), name
+
+
+@pytest.mark.parametrize("overlap_steps", [1, "eager"])
+def test_ranks_that_thaw_at_different_steps_are_told(
+    overlap_steps: int | str, tmp_path: Path
+) -> None:
+    """Fragment 0 leaves after steps 4, 8 and 12, fragment 1 after 6, 10 and 14."""
+    changes = {"overlap_steps": overlap_steps}
+    for outcome in run_ranks(thaw, 2, tmp_path, changes, {0: 5, 1: 8}):
+        assert "The ranks of this job do not agree" in outcome.error
+        assert "what has joined as fragment 2 is " in outcome.error
+        assert "embed.weight" in outcome.error
+    # before the same launch: it is the same
+    assert not any(one.error for one in run_ranks(thaw, 2, tmp_path, changes, {0: 7, 1: 8}))
+
+
+# Moved
+
+
+class WithTeacher(nn.Module):
+    """A teacher follows the student; a backbone is frozen and nobody moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Net()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.backbone = nn.Linear(300, 300).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for mine, theirs in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            # as MoCo writes it: neither in place nor seen by a version counter
+            mine.data = mine.data * 0.9 + theirs.data * 0.1
+
+
+def move(rank: int, size: int, steps: int, resume_at: int, changes: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    module, channel = WithTeacher(), world(rank, size)
+    diloco, optimizer = begin(module, channel, **changes), ADAMW(module.student.parameters())
+    local, shown, sent = [], [], []
+    for step in range(1, steps + 1):
+        backward(module.student, rank, step)
+        optimizer.step()
+        diloco.after_inner_step()
+        module.follow()
+        local.append(state_of(module))
+        sent.append(channel.ledger.bytes_sent)
+        with diloco.swap.outer_weights():
+            shown.append(state_of(module))
+        if step == resume_at:
+            state, kept = diloco.state_dict(), copy.deepcopy(module)
+            diloco.close()
+            diloco, module = begin(kept, channel, **changes), kept
+            optimizer_state = optimizer.state_dict()
+            optimizer = ADAMW(module.student.parameters())
+            optimizer.load_state_dict(optimizer_state)
+            diloco.load_state_dict(state)
+    diloco.finish()
+    local.append(state_of(module))
+    joined = [one.fragment.buffers for one in diloco.fragments if not one.fragment.parameters]
+    diloco.close()
+    channel.close()
+    return local, shown, sent, joined
+
+
+def names_of_teacher() -> list[str]:
+    return [name for name, _ in WithTeacher().named_parameters() if name.startswith("teacher.")]
+
+
+def test_a_teacher_is_averaged_from_the_first_difference_on(tmp_path: Path) -> None:
+    """H = 4: fragment 0 leaves after step 4 and lands after 5; the teacher leaves after 9 and 13,
+    as it is before it follows the student, and lands one step later."""
+    ranks = run_ranks(move, 2, tmp_path, STEPS, 0, {})
+    assert [joined for *_, joined in ranks] == [[tuple(names_of_teacher())]] * 2
+    for name in names_of_teacher():
+        start = WithTeacher().get_parameter(name).detach()
+        teachers, average = [start, start], start
+        for step in range(1, STEPS + 1):
+            if step in (5, 9, 13):
+                leaves = (teachers[0] + teachers[1]) / 2
+            if step in (5, 10, 14):
+                average = leaves
+                teachers = [torch.lerp(teacher, average, 0.5) for teacher in teachers]
+            for m, (local, shown, *_) in enumerate(ranks):
+                student = local[step - 1][name.replace("teacher", "student")]
+                teachers[m] = teachers[m] * 0.9 + student * 0.1
+                assert torch.equal(local[step - 1][name], teachers[m]), (step, name, m)
+                outer = average if step >= 5 else teachers[m]
+                assert torch.equal(shown[step - 1][name], outer), (step, name)
+    for name, tensor in ranks[0][0][-1].items():
+        assert torch.equal(ranks[1][0][-1][name], tensor), "all end with the same"
+
+
+@pytest.mark.parametrize("changes", [{}, {"overlap_steps": "eager"}, {"wire_dtype": "fp4"}])
+@pytest.mark.parametrize("steps", [2, STEPS])
+def test_a_teacher_ends_equal_on_all_ranks(
+    changes: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    """In fits, too, that end before the first exchange; resumed exactly in mid-cycle."""
+    straight = run_ranks(move, 3, tmp_path, steps, 0, changes)
+    for local, *_ in straight:
+        for name, tensor in straight[0][0][-1].items():
+            assert torch.equal(local[-1][name], tensor), name
+    assert not torch.equal(
+        straight[0][0][-2]["teacher.head.weight"], straight[1][0][-2]["teacher.head.weight"]
+    )
+    if steps == STEPS:
+        resumed = run_ranks(move, 3, tmp_path, steps, 7, changes)
+        for one, two in zip(straight, resumed, strict=True):
+            for state, again in zip(one[0], two[0], strict=True):
+                for name, tensor in state.items():
+                    assert torch.equal(again[name], tensor), name
+
+
+def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
+    module, channel = Net(), world(rank, size)
+    if with_base:
+        module.base = nn.Linear(300, 300).requires_grad_(False)
+    diloco = begin(module, channel)
+    optimizer = ADAMW(p for p in module.parameters() if p.requires_grad)
+    sent = []
+    for step in range(1, STEPS + 1):
+        backward(module, rank, step)
+        optimizer.step()
+        diloco.after_inner_step()
+        sent.append(channel.ledger.bytes_sent)
+    diloco.finish()
+    diloco.close()
+    channel.close()
+    return [*sent, channel.ledger.bytes_sent]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_frozen_and_nobody_moves_costs_no_byte(size: int, tmp_path: Path) -> None:
+    without = run_ranks(bytes_sent, size, tmp_path, False)
+    assert run_ranks(bytes_sent, size, tmp_path, True) == without

@@ -26,7 +26,13 @@ EAGER = {
         "with `overlap_steps='eager'` the outer weights, which it averages, differ between replicas"
     )
 }
-PARTS = dict.fromkeys(_AVERAGES, _OF_PARTS)
+PARTS = {
+    **dict.fromkeys(_AVERAGES, _OF_PARTS),
+    "ModelPruning": (
+        "it would choose what to prune in each rank's part of a weight, not in the whole, and it"
+        " gives parameters other names, under which checkpoints could not be put together"
+    ),
+}
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:

@@ -62,6 +62,7 @@ def play(rank: int, size: int) -> dict[str, str]:
         "apart": fit(rank, size, CausalLM(), True),
         "rows": fit(rank, size, Rows()),
         **{type(one).__name__: fit(rank, size, CausalLM(), False, one) for one in averages},
+        "pruning": fit(rank, size, CausalLM(), False, callbacks.ModelPruning("l1_unstructured")),
         "good again": fit(rank, size, CausalLM()),
     }
 
@@ -96,6 +97,13 @@ def test_callbacks_that_copy_the_undivided_model_are_refused(said: list[dict[str
             assert text.startswith(
                 f"`DominoTPStrategy` does not support the callback `{name}`: it copies the whole"
             )
+
+
+def test_pruning_of_parts_is_refused(said: list[dict[str, str]]) -> None:
+    for texts in said:
+        assert texts["pruning"].startswith(
+            "`DominoTPStrategy` does not support the callback `ModelPruning`: it would choose what"
+        )
 
 
 def test_nothing_of_it_stands_in_the_way_of_a_good_fit(said: list[dict[str, str]]) -> None:

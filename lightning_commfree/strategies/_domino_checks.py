@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
@@ -16,15 +17,29 @@ from torch.utils import _pytree as pytree
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.strategies._sharded import check_model
+from lightning_commfree.domino import check_divisible
+from lightning_commfree.strategies._sharded import check_model, find_models
 
 
-def check_fit(strategy: str, module: pl.LightningModule, precision: Precision) -> None:
+def check_fit(strategy: str, module: pl.LightningModule, precision: Precision, ranks: int) -> None:
     """See that the strategy can train this module.
 
+    Args:
+        strategy: its name.
+        module: not divided yet.
+        precision: the Trainer's.
+        ranks: that shall share a model.
+
     Raises:
-        ValueError: manual optimization, fp16, or no model that can be divided.
+        ValueError: it is compiled, manual optimization, fp16, no model that can be divided, or
+            not among so many ranks.
     """
+    if getattr(module, "_compiler_ctx", None) is not None:  # Lightning's, of `torch.compile`
+        raise ValueError(
+            f"`{strategy}` does not support `torch.compile` of the LightningModule: the all-reduces"
+            " of a divided model are launched and landed by Python between its layers, where the"
+            " compiler fails. Give `fit` the module as it is."
+        )
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: it has to know the last backward"
@@ -37,6 +52,14 @@ def check_fit(strategy: str, module: pl.LightningModule, precision: Precision) -
             " group would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or '32-true'."
         )
     check_model(strategy, module)
+    for model in find_models(module):
+        check_divisible(model, ranks)
+
+
+def may_change(module: pl.LightningModule) -> bool:
+    """Return whether hooks that run once the ranks are there may make or change the model."""
+    names = ("configure_model", "configure_sharded_model", "setup")
+    return any(is_overridden(name, module, pl.LightningModule) for name in names)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[Parameter]) -> None:

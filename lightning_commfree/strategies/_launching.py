@@ -14,7 +14,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -26,8 +29,25 @@ class _Left(NamedTuple):
     by_sigterm: bool
 
 
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts ranks as copies of the script; first lets the strategy look at what will be run."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    @override
+    def launch(
+        self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        self._strategy.check_before_launch(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
 class OrderlyLauncher(_MultiProcessingLauncher):
     """Starts ranks in processes; ends with `SystemExit` where they did so.
+
+    First it lets the strategy look at what will be run.
 
     The `on_exception` hooks of callbacks have run on the ranks by then. In the launching process,
     whose model is untrained, they must not save anything: callbacks are out of its Trainer until
@@ -41,6 +61,14 @@ class OrderlyLauncher(_MultiProcessingLauncher):
         if self._hidden is not None:
             trainer, callbacks = self._hidden
             trainer.callbacks, self._hidden = callbacks, None  # type: ignore[attr-defined]
+
+    @override
+    def launch(
+        self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    ) -> Any:
+        strategy: Any = self._strategy
+        strategy.check_before_launch(trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def _wrapping_function(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.unshared import Unshared
-from lightning_commfree.strategies._launching import OrderlyLauncher
+from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
 from lightning_commfree.strategies._signals import stopped_by_hand
 from lightning_commfree.strategies._whole_files import (
     WholeCheckpointIO,
@@ -42,8 +43,19 @@ class NamingStrategy(DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._start_method != "popen":
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self)
+        else:
             self._launcher = OrderlyLauncher(self, start_method=self._start_method)
+
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        """Look at what is going to run, in the process that will launch the ranks.
+
+        What is refused here is refused at once, and once.
+
+        Args:
+            trainer: whose state says what it is; None for something that is not a Trainer's.
+        """
 
     @override
     def on_exception(self, exception: BaseException) -> None:

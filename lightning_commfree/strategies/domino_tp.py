@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
+from lightning_commfree.comm.mesh import tensor_mesh
 from lightning_commfree.domino import (
     Channels,
     DominoSettings,
@@ -32,6 +33,7 @@ from lightning_commfree.strategies._domino_checks import (
     check_fit,
     check_optimizers,
     check_states,
+    may_change,
     warn_once,
 )
 from lightning_commfree.strategies._random import share_random_state
@@ -156,13 +158,18 @@ class DominoTPStrategy(ShardedStrategy):
         self._open_channels()
 
     @override
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        """Refuse what cannot be trained; of a model that hooks make, `setup` sees to it."""
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            tensor_mesh(self.world_size, self.tensor_parallel_size)
+            if not may_change(self._module):
+                self._check_fit(trainer)
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            refuse_timed_validation(type(self).__name__, trainer)
-            check_fit(type(self).__name__, self._module, self.precision_plugin)
-            if self.tensor_parallel_size > 1:
-                refuse_callbacks(trainer, type(self).__name__, PARTS)
+            self._check_fit(trainer)
             undivided = set(self._module.parameters())
             numel = sum(p.numel() for p in undivided if p.requires_grad)
         super().setup(trainer)
@@ -304,6 +311,13 @@ class DominoTPStrategy(ShardedStrategy):
     def _split_settings(self) -> dict[str, str]:
         facts = self.settings.facts()
         return {name: facts[name] for name in ("split", "num_micro_batches")}
+
+    def _check_fit(self, trainer: pl.Trainer) -> None:
+        name, size = type(self).__name__, self.tensor_parallel_size
+        refuse_timed_validation(name, trainer)
+        check_fit(name, self._module, self.precision_plugin, size)
+        if size > 1:
+            refuse_callbacks(trainer, name, PARTS)
 
     def _check_first(self, kind: str, batch: Any) -> None:
         if kind not in self._checked:

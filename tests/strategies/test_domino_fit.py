@@ -99,12 +99,23 @@ class Checkpointed(Recording):
         self.wrapped["lm"].gradient_checkpointing_enable()
 
 
+def compiled_whole() -> Any:
+    return torch.compile(CausalLM())
+
+
 # module, strategy, Trainer, error, text; on three ranks
 REFUSED: list[Any] = [
     (CausalLM, {}, {}, "ValueError", "has 4 attention heads, which 3 tensor-parallel ranks cannot"),
     (CausalLM, {"tensor_parallel_size": 2}, {}, "ValueError", "`tensor_parallel_size=2` does not"),
     (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can divide (its"),
     (Compiled, {}, {}, "ValueError", "is compiled already, as `OptimizedModule`"),
+    (
+        compiled_whole,
+        {},
+        {},
+        "ValueError",
+        "does not support `torch.compile` of the LightningModule",
+    ),
     (Adapted, {}, {}, "ValueError", "an adapter around a layer, and `DominoTPStrategy` divides"),
     (Meta, {}, {}, "ValueError", "2 tensors, 'head.weight' among them, are on the meta device and"),
     (HalfMeta, {}, {}, "ValueError", "2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them"),

@@ -1,0 +1,74 @@
+"""What a Domino fit cannot do is said before ranks are launched, in the process of the user."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as Forking
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as Copying
+
+from lightning_commfree import DominoTPStrategy
+from tests.strategies.causal_lm import CausalLM, loader
+from tests.strategies.models import Tiny, quiet_trainer
+
+
+class LaunchedError(Exception):
+    """Ranks would have been made."""
+
+
+@pytest.fixture(autouse=True)
+def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*_: Any, **__: Any) -> None:
+        raise LaunchedError
+
+    for launcher in (Forking, Copying):
+        monkeypatch.setattr(launcher, "launch", launch)
+
+
+def fit(
+    module: Any, start_method: str = "fork", devices: int = 2, *extra: Any, **kwargs: Any
+) -> None:
+    strategy = DominoTPStrategy(start_method=start_method, **kwargs)
+    quiet_trainer(strategy=strategy, devices=devices, callbacks=list(extra)).fit(
+        module, loader(8, 2)
+    )
+
+
+class Later(CausalLM):
+    """Its model is not there before its ranks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = self.wrapped["lm"]
+        del self.wrapped["lm"], self._modules["made"]
+
+    def configure_model(self) -> None:
+        """Called on every rank."""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "popen"])
+def test_heads_that_ranks_cannot_share(start_method: str) -> None:
+    with pytest.raises(ValueError, match="has 4 attention heads, which 3 tensor-parallel ranks"):
+        fit(CausalLM(), start_method, 3)
+
+
+def test_everything_else_that_can_be_known() -> None:
+    with pytest.raises(ValueError, match="`tensor_parallel_size=2` does not divide the 3 ranks"):
+        fit(CausalLM(), devices=3, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="found no model in `Tiny` that it can divide"):
+        fit(Tiny())
+    with pytest.raises(ValueError, match="does not support `torch.compile` of the LightningModule"):
+        fit(torch.compile(CausalLM()))
+    with pytest.raises(ValueError, match="does not support the callback `ModelPruning`"):
+        fit(CausalLM(), "fork", 2, ModelPruning("l1_unstructured"))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "popen"])
+def test_what_can_be_trained_or_is_not_known_yet_is_launched(start_method: str) -> None:
+    with pytest.raises(LaunchedError):
+        fit(CausalLM(), start_method)
+    with pytest.raises(LaunchedError):
+        fit(Later(), start_method, 3)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.unshared import Unshared
+from lightning_commfree.comm.world import join_restarted_world
 from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
 from lightning_commfree.strategies._signals import stopped_by_hand
 from lightning_commfree.strategies._whole_files import (
@@ -67,6 +68,18 @@ class NamingStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         with self._sockets.opening():  # a rank that is killed is gone, whoever it has forked off
             super().setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        join_restarted_world(
+            self._get_process_group_backend(),
+            self.global_rank,
+            self.world_size,
+            self._timeout,
+            self.root_device,
+        )
+        super().setup_distributed()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ def run_script(folder: Path, name: str, *launcher: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(SCRIPT), name, str(folder)]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{name}_*.json"))]
@@ -65,11 +65,16 @@ def test_name_with_popen(tmp_path: Path, forked: list[float]) -> None:
         assert outcome["weights"] == forked
 
 
-def test_torchrun(tmp_path: Path, forked: list[float]) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    outcomes = run_script(tmp_path, "streaming_diloco", *torchrun)
+def test_torchrun_which_starts_all_ranks_again_when_one_has_died(
+    tmp_path: Path, forked: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps one store, in which the ranks that are gone still have their addresses."""
+    monkeypatch.setenv("DIES_ONCE", "1")
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    outcomes = run_script(tmp_path, "streaming_diloco", *torchrun, f"--master_port={free_port()}")
     assert len(outcomes) == 2
     for outcome in outcomes:
+        assert outcome["attempt"] == "1"
         assert outcome["weights"] == forked
 
 

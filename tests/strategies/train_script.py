@@ -1,20 +1,37 @@
-"""A user's script, run by the launch tests: `python train_script.py STRATEGY OUTPUT_FOLDER`."""
+"""A user's script, run by the launch tests: `python train_script.py STRATEGY OUTPUT_FOLDER`.
+
+With DIES_ONCE in the environment rank 1 kills itself in the middle of torchrun's first attempt.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from tests.strategies.models import Tiny, loader, quiet_trainer
 
+
+class DieOnce(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and trainer.global_rank == 1 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     name, folder = sys.argv[1], Path(sys.argv[2])
     strategy = StreamingDiLoCoStrategy(start_method="spawn") if name == "instance" else name
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
+    if "DIES_ONCE" in os.environ:
+        trainer.callbacks.append(DieOnce())
     module = Tiny()
     trainer.fit(module, loader(10 * 2 * 2), loader(4))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
@@ -23,5 +40,6 @@ if __name__ == "__main__":
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "world_size": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
+        "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
     }
     (folder / f"{name}_{trainer.global_rank}.json").write_text(json.dumps(outcome))

@@ -1,0 +1,50 @@
+"""The process group of all ranks, where the framework's own way to make it does not do.
+
+It sends nothing by itself: what goes through it is the framework's.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def attempt() -> int:
+    """Return how often torchrun has restarted this job; 0 without torchrun or a restart."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return 0  # every attempt has a store of its own
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def join_restarted_world(
+    backend: str, rank: int, size: int, timeout: timedelta | None, device: torch.device
+) -> None:
+    """Make the default process group of a job that torchrun has restarted.
+
+    1. torchrun keeps one store through all attempts. In it stand the addresses of ranks of the
+       attempt before, which are gone.
+    2. Ranks that look for each other find those and fail, or wait for their timeout.
+
+    Here the keys of each attempt have a prefix of their own. Other jobs are left as they are.
+
+    Args:
+        backend: of the group.
+        rank: of this process.
+        size: of the world.
+        timeout: of the group; None for torch's.
+        device: of this rank; nccl is bound to it.
+    """
+    if not attempt() or dist.is_initialized():
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = timeout or dist.constants.default_pg_timeout
+    agents = dist.TCPStore(host, port, size, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"attempt_{attempt()}", agents)  # type: ignore[attr-defined]
+    bound: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound
+    )

@@ -232,6 +232,8 @@ class DistributedLionStrategy(ResumableStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
+        if checkpoint.get("global_step") == 0:  # saved before the first step: there are none
+            return
         own = [p for group in self._lion.param_groups for p in group["params"]]
         check_momenta(self._lion.state_dict()["state"], dict(enumerate(own)))
 

@@ -98,7 +98,7 @@ class FitLog:
             self._steps_in_rows = self._steps
         self._log({**metrics, **own}, step)
         for name in own:
-            del trainer._logger_connector._logged_metrics[name]
+            trainer._logger_connector._logged_metrics.pop(name, None)
 
     def _sums(self) -> tuple[int, float]:
         return self._ledger.bytes_in(STEPS), self._ledger.seconds_by_phase[STEPS]

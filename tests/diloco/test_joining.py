@@ -169,18 +169,22 @@ def test_a_state_after_the_thaw_goes_on_exactly(tmp_path: Path) -> None:
                     assert torch.equal(other[name], tensor), name
 
 
-@pytest.mark.parametrize("overlap_steps", [1, "eager"])
-def test_ranks_that_thaw_at_different_steps_are_told(
-    overlap_steps: int | str, tmp_path: Path
-) -> None:
+def thaw_apart(rank: int, size: int) -> list[list[Outcome]]:
     """Fragment 0 leaves after steps 4, 8 and 12, fragment 1 after 6, 10 and 14."""
-    changes = {"overlap_steps": overlap_steps}
-    for outcome in run_ranks(thaw, 2, tmp_path, changes, {0: 5, 1: 8}):
-        assert "The ranks of this job do not agree" in outcome.error
-        assert "what has joined as fragment 2 is " in outcome.error
-        assert "embed.weight" in outcome.error
-    # before the same launch: it is the same
-    assert not any(one.error for one in run_ranks(thaw, 2, tmp_path, changes, {0: 7, 1: 8}))
+    both = ({0: 5, 1: 8}, {0: 7, 1: 8})
+    return [
+        [thaw(rank, size, {"overlap_steps": overlap}, at) for at in both]
+        for overlap in (1, "eager")
+    ]
+
+
+def test_ranks_that_thaw_at_different_steps_are_told(tmp_path: Path) -> None:
+    for outcomes in run_ranks(thaw_apart, 2, tmp_path):
+        for apart, before_the_same_launch in outcomes:
+            assert "The ranks of this job do not agree" in apart.error
+            assert "what has joined as fragment 2 is " in apart.error
+            assert "embed.weight" in apart.error
+            assert not before_the_same_launch.error
 
 
 # Moved
@@ -260,25 +264,30 @@ def test_a_teacher_is_averaged_from_the_first_difference_on(tmp_path: Path) -> N
         assert torch.equal(ranks[1][0][-1][name], tensor), "all end with the same"
 
 
-@pytest.mark.parametrize("changes", [{}, {"overlap_steps": "eager"}, {"wire_dtype": "fp4"}])
-@pytest.mark.parametrize("steps", [2, STEPS])
-def test_a_teacher_ends_equal_on_all_ranks(
-    changes: dict[str, Any], steps: int, tmp_path: Path
-) -> None:
-    """In fits, too, that end before the first exchange; resumed exactly in mid-cycle."""
-    straight = run_ranks(move, 3, tmp_path, steps, 0, changes)
-    for local, *_ in straight:
-        for name, tensor in straight[0][0][-1].items():
-            assert torch.equal(local[-1][name], tensor), name
-    assert not torch.equal(
-        straight[0][0][-2]["teacher.head.weight"], straight[1][0][-2]["teacher.head.weight"]
-    )
-    if steps == STEPS:
-        resumed = run_ranks(move, 3, tmp_path, steps, 7, changes)
-        for one, two in zip(straight, resumed, strict=True):
-            for state, again in zip(one[0], two[0], strict=True):
+WAYS: list[dict[str, Any]] = [{}, {"overlap_steps": "eager"}, {"wire_dtype": "fp4"}]
+
+
+def move_all(rank: int, size: int) -> Any:
+    """A fit that ends before the first exchange; a longer one, straight and resumed in mid-cycle."""
+    return [
+        [move(rank, size, steps, at, changes) for steps, at in ((2, 0), (STEPS, 0), (STEPS, 7))]
+        for changes in WAYS
+    ]
+
+
+def test_a_teacher_ends_equal_on_all_ranks_and_is_resumed_exactly(tmp_path: Path) -> None:
+    ranks = run_ranks(move_all, 3, tmp_path)
+    last = "teacher.head.weight"
+    for i, changes in enumerate(WAYS):
+        for short, straight, resumed in (rank[i] for rank in ranks):
+            for got, first in ((short, ranks[0][i][0]), (straight, ranks[0][i][1])):
+                for name, tensor in first[0][-1].items():
+                    assert torch.equal(got[0][-1][name], tensor), (changes, name)
+            for state, again in zip(straight[0], resumed[0], strict=True):
                 for name, tensor in state.items():
-                    assert torch.equal(again[name], tensor), name
+                    assert torch.equal(again[name], tensor), (changes, name)
+        one, other = (rank[i][1][0][-2][last] for rank in ranks[:2])
+        assert not torch.equal(one, other), "before the end each has its own"
 
 
 def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:

@@ -29,6 +29,7 @@ def fit(
     folder: Path,
     callbacks: Any = (),
     resume: str | None = None,
+    size: int = SIZE,
     **changes: Any,
 ) -> Any:
     settings: dict[str, Any] = {"sync_every": 4, "num_fragments": 1, "wire_dtype": "fp32"}
@@ -37,12 +38,12 @@ def fit(
     recorder = Recorder()
     trainer = quiet_trainer(
         strategy=strategy,
-        devices=SIZE,
+        devices=size,
         max_epochs=EPOCHS,
         callbacks=[*callbacks, recorder, keep],
         enable_checkpointing=True,
     )
-    data = rank_loader(EPOCH_STEPS * 2 * SIZE, 2, rank, SIZE)
+    data = rank_loader(EPOCH_STEPS * 2 * size, 2, rank, size)
     trainer.fit(module, data, ckpt_path=None if resume is None else folder / resume)
     last = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
     final = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -93,6 +94,22 @@ class Adapted(Tiny):
         super().__init__()
         if with_base:
             self.base = nn.Linear(100, 100).requires_grad_(False)
+
+
+def on_four_ranks(rank: int, size: int, folder: Path) -> Any:
+    return fit(Byol(), rank, folder, [Following()], size=size, replica_size=2)
+
+
+def test_a_teacher_in_replicas_of_two_ranks(tmp_path: Path) -> None:
+    """Each rank holds and sends its half of the teacher; both ranks of a replica let it join."""
+    ranks = run_ranks(on_four_ranks, 4, tmp_path, tmp_path)
+    teacher = "teacher.0.weight"
+    assert torch.equal(ranks[0]["local"][3][teacher], ranks[1]["local"][3][teacher])
+    assert not torch.equal(ranks[0]["local"][3][teacher], ranks[2]["local"][3][teacher])
+    for got in ranks:
+        assert len(got["outer"][-1]) == 2
+        assert torch.equal(got["final"][teacher], ranks[0]["final"][teacher])
+        assert torch.equal(got["last"][teacher], ranks[0]["final"][teacher])
 
 
 # A backbone

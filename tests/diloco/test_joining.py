@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -206,7 +207,9 @@ class WithTeacher(nn.Module):
             mine.data = mine.data * 0.9 + theirs.data * 0.1
 
 
-def move(rank: int, size: int, steps: int, resume_at: int, changes: dict[str, Any]) -> Any:
+def move(
+    rank: int, size: int, steps: int, resume_at: int, changes: dict[str, Any], nan_at: int = 0
+) -> Any:
     torch.manual_seed(0)
     module, channel = WithTeacher(), world(rank, size)
     diloco, optimizer = begin(module, channel, **changes), ADAMW(module.student.parameters())
@@ -214,6 +217,9 @@ def move(rank: int, size: int, steps: int, resume_at: int, changes: dict[str, An
     for step in range(1, steps + 1):
         backward(module.student, rank, step)
         optimizer.step()
+        if step == nan_at and rank == 1:
+            module.student.embed.weight.data.fill_(torch.nan)
+            module.student.head.weight.data.fill_(torch.nan)
         diloco.after_inner_step()
         module.follow()
         local.append(state_of(module))
@@ -264,11 +270,30 @@ def test_a_teacher_is_averaged_from_the_first_difference_on(tmp_path: Path) -> N
         assert torch.equal(ranks[1][0][-1][name], tensor), "all end with the same"
 
 
+def move_with_nan(rank: int, size: int) -> Any:
+    """Replica 1's student and teacher are NaN before it is known that teachers differ."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return move(rank, size, STEPS, 0, {"nonfinite": "abstain"}, nan_at=3)
+
+
+def test_a_teacher_with_nan_does_not_count(tmp_path: Path) -> None:
+    ranks = run_ranks(move_with_nan, 3, tmp_path)
+    (healthy, *_), (sick, *_), (other, *_) = ranks
+    name = "teacher.head.weight"
+    assert not bool(sick[3][name].isfinite().all())
+    average = (healthy[3][name] + other[3][name]) / 2  # when fragment 0 lands
+    assert torch.equal(ranks[0][1][4][name], average)
+    for local, *_ in ranks:
+        assert all(bool(tensor.isfinite().all()) for tensor in local[-1].values())
+        assert torch.equal(local[-1][name], healthy[-1][name])
+
+
 WAYS: list[dict[str, Any]] = [{}, {"overlap_steps": "eager"}, {"wire_dtype": "fp4"}]
 
 
 def move_all(rank: int, size: int) -> Any:
-    """A fit that ends before the first exchange; a longer one, straight and resumed in mid-cycle."""
+    """A fit that ends before the first exchange; a longer one, straight and resumed."""
     return [
         [move(rank, size, steps, at, changes) for steps, at in ((2, 0), (STEPS, 0), (STEPS, 7))]
         for changes in WAYS

@@ -16,6 +16,7 @@ from recipes.bench.lion_quality_grid import (
     BETAS,
     BETAS_RUNG,
     BLOCKS_PER_STEP,
+    CLIP,
     COMMON,
     DECAY,
     MODELS,
@@ -33,6 +34,7 @@ from recipes.bench.lion_quality_grid import (
     percents_above,
     sweep,
     tried,
+    tuning,
 )
 
 NAMES = {"adamw": "AdamW", "g_lion": "G-Lion"}
@@ -44,20 +46,24 @@ mean gradient of the same blocks, as under DDP. A difference is taken seed by se
 the row's method is worse; ± is the standard deviation over the seeds, and stands only where there
 are several. Targets are on the mean: G-Lion's is against AdamW, the majority's against G-Lion. Each
 method has its own learning rate, the best one on seed 1; the highest learning rate times the weight
-decay is {DECAY} in every run. AdamW has the betas of its recipe. Schedules are those of
-`conf/optimizer/`, above. Runs that have not been made are missing, and the next call makes them.
-The commits above are those at which runs were made."""
+decay is {DECAY} in every run. AdamW has the betas of its recipe. Every worker clips its gradient to
+a norm of {CLIP}, and so do G-Lion and AdamW the mean, as the recipes' Trainer does. Schedules are
+those of `conf/optimizer/`, above. Runs that have not been made are missing, and the next call makes
+them. The commits above are those at which runs were made."""
 BETAS_TUNED = f"""\
 Validation loss of G-Lion with seed 1 at the learning rate {lr_of(BETAS_RUNG)}. beta2 remembers
-1 / (1 - beta2) steps. The pair with the lowest mean over the models is in bold, and all of Lion's
-runs take it, the votes too. The recipe's rule (`lion_betas` in `recipes/training/optimizer.py`)
-gives it for a run of this length."""
+1 / (1 - beta2) steps. The choice is made without clipping: the pair with the lowest mean over the
+models is in bold, and all of Lion's runs take it, the votes too. The recipe's rule (`lion_betas` in
+`recipes/training/optimizer.py`) gives it for a run of this length."""
+WITHOUT_CLIPPING = """\
+G-Lion against AdamW, both at the rates above and without clipping, seed by seed. A momentum that
+large gradients of the first steps have filled has their signs for long."""
 TUNED_ON = """\
-Validation loss with seed 1. All rates are rungs of one ladder of factors of 2; where a method's
-best rung was at an end of what was tried, the next one was tried as well. An empty place was not
-needed. The best rate is in bold, and every other seed takes it. A vote's rungs lie around G-Lion's
-best one, at which it is run first; a rate with a star in the table above is the best of those that
-were tried, and not all of them were."""
+Validation loss with seed 1, of AdamW and G-Lion without clipping. All rates are rungs of one ladder
+of factors of 2; where a method's best rung was at an end of what was tried, the next one was tried
+as well. An empty place was not needed. The best rate is in bold, and every other seed takes it. A
+vote's rungs lie around G-Lion's best one, at which it is run first; a rate with a star in the table
+above is the best of those that were tried, and not all of them were."""
 
 
 def label(job: Run) -> str:
@@ -90,6 +96,12 @@ def page_lines(results: Results[Run], seeds: int) -> list[str]:
         "",
         *_betas_table(losses),
         "",
+        "## Without clipping",
+        "",
+        *WITHOUT_CLIPPING.splitlines(),
+        "",
+        *_unclipped_table(losses, seeds),
+        "",
         "## The learning rates",
         "",
         *TUNED_ON.splitlines(),
@@ -120,9 +132,9 @@ def _in_short(losses: Losses, seeds: int) -> list[str]:
     chosen = f"are {betas}" if betas else f"are {MISSING}"
     return [
         *lines,
-        f"- Lion's betas {chosen}, tuned for the length of these runs. With {BETAS[0]}, which"
-        f" remember {memory:.0f} steps, this page once showed Lion 20 % behind AdamW: that was the"
-        " betas, not the vote.",
+        f"- Lion's betas {chosen}, tuned for the length of these runs, and gradients are clipped as"
+        f" in the recipes. With {BETAS[0]}, which remember {memory:.0f} steps, and no clipping this"
+        " page once showed Lion 20 % behind AdamW: that was betas and clipping, not the vote.",
     ]
 
 
@@ -166,14 +178,32 @@ def _rate(losses: Losses, cell: Run) -> str:
 
 
 def _betas_table(losses: Losses) -> list[str]:
+    heads = [f"{model}{clipped}" for clipped in ("", ", clipped") for model in MODELS]
     lines = [
-        f"| betas | beta2 remembers | {' | '.join(MODELS)} |",
-        "|---|---|" + "---|" * len(MODELS),
+        f"| betas | beta2 remembers | {' | '.join(heads)} |",
+        "|---|---|" + "---|" * len(heads),
     ]
-    for betas, *jobs in zip(BETAS, *map(tried, MODELS), strict=True):
+    columns = [tried(model, clip) for clip in (0.0, CLIP) for model in MODELS]
+    for betas, *jobs in zip(BETAS, *columns, strict=True):
         texts = [MISSING if job not in losses else f"{losses[job]:.4f}" for job in jobs]
         name = f"**{betas}**" if betas == best_betas(losses) else f"{betas}"
         lines.append(f"| {name} | {1 / (1 - betas[1]):.0f} steps | {' | '.join(texts)} |")
+    return lines
+
+
+def _unclipped_table(losses: Losses, seeds: int) -> list[str]:
+    lines = ["| model | AdamW | G-Lion | G-Lion against AdamW |", "|---|---|---|---|"]
+    for model in MODELS:
+        runs = _runs(losses, model, seeds)
+        adamw, lion = (
+            [replace(job, clip=0.0) for job in runs[method, 1]] for method in ("adamw", "g_lion")
+        )
+        above = percents_above(losses, lion, adamw)
+        texts = [
+            ", ".join(f"{losses[j]:.4f}" for j in jobs if j in losses) for jobs in (adamw, lion)
+        ]
+        percents = ", ".join(f"{percent:+.2f} %" for percent in above)
+        lines.append(f"| {model} | {' | '.join(text or MISSING for text in (*texts, percents))} |")
     return lines
 
 
@@ -188,7 +218,7 @@ def _sweep_table(losses: Losses) -> list[str]:
         wanted, best = sweep(losses, cell), best_lr(losses, cell)
         texts = []
         for rung in rungs:
-            loss = losses.get(replace(cell, lr=lr_of(rung)))
+            loss = losses.get(tuning(cell, rung))
             text = (MISSING if rung in wanted else "") if loss is None else f"{loss:.4f}"
             texts.append(f"**{text}**" if lr_of(rung) == best else text)
         lines.append(f"| {cell.model} | {label(cell)} | {' | '.join(texts)} |")

@@ -103,7 +103,11 @@ def played_lion_cosine(
 
 
 def take_step(
-    module: LanguageModel, made: OptimizerLRSchedulerConfig, batch: Tensor, workers: int
+    module: LanguageModel,
+    made: OptimizerLRSchedulerConfig,
+    batch: Tensor,
+    workers: int,
+    clip: float | None = None,
 ) -> None:
     """Take one optimizer step with a global batch.
 
@@ -114,12 +118,15 @@ def take_step(
         batch: int64, shape (blocks of all workers, block_size + 1). Worker w has blocks w, w + n,
             and so on, as `DistributedSampler` deals them out.
         workers: into how many equal parts the batch is cut.
+        clip: the largest norm of a worker's gradient; None: whatever it is.
     """
     optimizer, schedule = made["optimizer"], cast(LRSchedulerConfigType, made["lr_scheduler"])
     assert len(batch) % workers == 0, "parts of one size: all votes weigh the same"
     for worker in range(workers):
         optimizer.zero_grad()
         module.loss(batch[worker::workers]).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
         if isinstance(optimizer, PlayedLion):
             optimizer.cast(worker)
     optimizer.step()
@@ -145,7 +152,8 @@ def train(config: Config, workers: int, vote: str | None) -> float:
 
     Args:
         config: as `recipes.pretrain.pretrain` takes it, for one rank with the global batch. Its
-            Trainer, strategy, loggers and report are not used, but for `trainer.max_steps`.
+            Trainer, strategy, loggers and report are not used, but for `trainer.max_steps` and
+            `trainer.gradient_clip_val`.
         workers: how many vote; 1 without a vote.
         vote: "majority" or "average"; None: the configuration's optimizer on the mean gradient.
 
@@ -159,8 +167,9 @@ def train(config: Config, workers: int, vote: str | None) -> float:
         made: Any = module.configure_optimizers()
     else:
         made = played_lion_cosine(module, config["optimizer"], workers, vote)
-    for batch in batches(data, config["trainer"]["max_steps"]):
-        take_step(module, made, batch, workers)
+    trainer = config["trainer"]
+    for batch in batches(data, trainer["max_steps"]):
+        take_step(module, made, batch, workers, trainer["gradient_clip_val"])
     loss = token_loss(module, data.val_dataloader())
     if not math.isfinite(loss):
         raise FloatingPointError(f"The validation loss is {loss}.")

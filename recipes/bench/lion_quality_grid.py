@@ -6,6 +6,9 @@ learning rates are rungs of one ladder, 2^k / 1000. A cell is a model with a met
 tuned with seed 1, from the rungs at which its kind of method begins on past either end, until the
 best rung has a worse one on both sides. So no best one lies at an end of what was tried. A vote
 begins at G-Lion's best rung: all its seeds are run there first, and the rungs beside it afterwards.
+
+Betas, and the rates of AdamW and G-Lion, are tuned without clipping. What is compared clips every
+worker's gradient, as the recipes do.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ Betas = tuple[float, float]
 BETAS: tuple[Betas, ...] = ((0.9, 0.99), (0.9, 0.95), (0.9, 0.9), (0.8, 0.9), (0.6, 0.8))
 BETAS_RUNG = 1  # at which they are compared: both models' best with (0.9, 0.99)
 ADAMW_BETAS: Betas = (0.9, 0.98)  # those of `conf/optimizer/adamw.yaml`
+CLIP = 1.0  # largest norm of a worker's gradient, as in `conf/trainer/cpu.yaml`
 DECAY = 4e-4  # highest learning rate times weight decay, in every run: all decay alike
 PRECONDITION = 2.0  # percent above AdamW, for G-Lion: the vote is set against a Lion that is tuned
 TARGET = 2.0  # percent above G-Lion, for the majority of 4 workers
@@ -62,6 +66,7 @@ class Run:
     lr: float
     beta1: float = 0.0
     beta2: float = 0.0
+    clip: float = 0.0  # 0: gradients are taken as they are
 
     @property
     def vote(self) -> str | None:
@@ -79,6 +84,7 @@ class Run:
             f"optimizer={'adamw' if self.method == 'adamw' else 'distributed_lion'}",
             f"optimizer.lr={self.lr}",
             f"optimizer.betas=[{self.beta1},{self.beta2}]",
+            f"trainer.gradient_clip_val={self.clip or 'null'}",
             f"optimizer.weight_decay={DECAY / self.lr}",
         ]
 
@@ -91,9 +97,9 @@ def lr_of(rung: int) -> float:
     return 2.0**rung / 1000
 
 
-def tried(model: str) -> list[Run]:
-    """Return a model's runs that choose Lion's betas."""
-    return [Run(model, "g_lion", 1, 1, lr_of(BETAS_RUNG), *betas) for betas in BETAS]
+def tried(model: str, clip: float = 0.0) -> list[Run]:
+    """Return a model's runs that choose Lion's betas; with clipping they check the choice."""
+    return [Run(model, "g_lion", 1, 1, lr_of(BETAS_RUNG), *betas, clip) for betas in BETAS]
 
 
 def best_betas(losses: Losses) -> Betas | None:
@@ -106,13 +112,13 @@ def best_betas(losses: Losses) -> Betas | None:
 
 
 def cells(losses: Losses, model: str) -> list[Run]:
-    """Return a run of each method with seed 1.
+    """Return a run of each method with seed 1, with clipping.
 
     Its learning rate is 0 and stands for none, and so do Lion's betas while they are not known.
     """
     lion = best_betas(losses) or (0.0, 0.0)
     return [
-        Run(model, method, workers, 1, 0.0, *(ADAMW_BETAS if method == "adamw" else lion))
+        Run(model, method, workers, 1, 0.0, *(ADAMW_BETAS if method == "adamw" else lion), CLIP)
         for method, workers in METHODS
     ]
 
@@ -144,13 +150,18 @@ def is_tuned(losses: Losses, cell: Run) -> bool:
 def _first_rungs(losses: Losses, cell: Run) -> tuple[int, ...]:
     if cell.vote is None:
         return FIRST_RUNGS[cell.method]
-    lion = replace(cell, method="g_lion", workers=1)
+    lion = replace(cell, method="g_lion", workers=1)  # with the same betas
     best = best_rung(_loss_at(losses, lion), FIRST_RUNGS["g_lion"])
     return () if best is None else (best, best - 1, best + 1)
 
 
+def tuning(cell: Run, rung: int) -> Run:
+    """Return the run that says what a rung is worth for a cell."""
+    return replace(cell, seed=1, lr=lr_of(rung), clip=cell.clip if cell.vote else 0.0)
+
+
 def _loss_at(losses: Losses, cell: Run) -> LossAt:
-    return lambda rung: losses.get(replace(cell, seed=1, lr=lr_of(rung)))
+    return lambda rung: losses.get(tuning(cell, rung))
 
 
 def at_best(losses: Losses, cell: Run, seeds: int) -> list[Run]:
@@ -168,33 +179,55 @@ def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     """Yield the runs in their order, as far as the results allow to know them.
 
-    Lion's betas; rates and seeds of AdamW and G-Lion; then every majority's seeds at G-Lion's rate
-    before the first one's rate is tuned; then the averages likewise.
+    Lion's betas and the rates of AdamW and G-Lion, without clipping; G-Lion's and AdamW's seeds
+    with it and without; every majority's seeds at G-Lion's rate; the other betas with clipping; the
+    majorities' own rates; then the averages likewise.
     """
     for column in zip(*map(tried, MODELS), strict=True):
         yield from column
-    chosen = best_betas(losses) is not None
-    rows = list(zip(*(cells(losses, model) for model in MODELS), strict=True))
-    for row in (row for row in rows if row[0].vote is None):
-        if chosen or row[0].method == "adamw":
-            yield from _tuning(losses, row)
-            yield from _seeds(losses, row, seeds)
-    for vote in VOTES:
-        of_vote = [row for row in rows if chosen and row[0].vote == vote]
-        for row in of_vote:
-            for cell in row:
-                yield from (replace(cell, lr=lr_of(r)) for r in _first_rungs(losses, cell)[:1])
-            yield from _seeds(losses, row, seeds)
-        for row in of_vote:
-            yield from _tuning(losses, row)
-            yield from _seeds(losses, row, seeds)
+    if best_betas(losses) is not None:
+        rows = list(zip(*(cells(losses, model) for model in MODELS), strict=True))
+        yield from _without_vote([row for row in rows if row[0].vote is None], losses, seeds)
+        majorities, averages = ([row for row in rows if row[0].vote == vote] for vote in VOTES)
+        yield from _at_lions_rate(majorities, losses, seeds)
+        for model in MODELS:
+            yield from tried(model, CLIP)
+        yield from _at_own_rates(majorities, losses, seeds)
+        yield from _at_lions_rate(averages, losses, seeds)
+        yield from _at_own_rates(averages, losses, seeds)
 
 
-def _tuning(losses: Losses, row: Sequence[Run]) -> Iterator[Run]:
+Row = tuple[Run, ...]  # a method's cells, one of each model
+
+
+def _without_vote(rows: Sequence[Row], losses: Losses, seeds: int) -> Iterator[Run]:
+    for row in rows:
+        yield from _tuning(losses, row)
+    for row in reversed(rows):
+        yield from _seeds(losses, row, seeds)
+    for row in rows:
+        yield from (replace(job, clip=0.0) for job in _seeds(losses, row, seeds))
+
+
+def _at_lions_rate(rows: Sequence[Row], losses: Losses, seeds: int) -> Iterator[Run]:
+    for row in rows:
+        for cell in row:
+            for rung in _first_rungs(losses, cell)[:1]:
+                first = tuning(cell, rung)
+                yield from (replace(first, seed=seed) for seed in range(1, seeds + 1))
+
+
+def _at_own_rates(rows: Sequence[Row], losses: Losses, seeds: int) -> Iterator[Run]:
+    for row in rows:
+        yield from _tuning(losses, row)
+        yield from _seeds(losses, row, seeds)
+
+
+def _tuning(losses: Losses, row: Row) -> Iterator[Run]:
     for cell in row:
-        yield from (replace(cell, lr=lr_of(rung)) for rung in sweep(losses, cell))
+        yield from (tuning(cell, rung) for rung in sweep(losses, cell))
 
 
-def _seeds(losses: Losses, row: Sequence[Run], seeds: int) -> Iterator[Run]:
+def _seeds(losses: Losses, row: Row, seeds: int) -> Iterator[Run]:
     for cell in row:
         yield from at_best(losses, cell, seeds)

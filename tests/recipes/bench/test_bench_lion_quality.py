@@ -38,6 +38,7 @@ TOY = [
     "data.corpus.validation_characters=1000",
     "tokenizer=bytes",
     "optimizer.warmup_steps=2",
+    "trainer.gradient_clip_val=null",
 ]
 SMALL = [
     "data.block_size=16",
@@ -160,6 +161,21 @@ def test_adamw_is_that_of_the_recipe(
     assert train(config, 1, None) == token_loss(module, data.val_dataloader())
 
 
+def test_gradients_are_clipped_as_a_trainer_clips_them(
+    compose_config: Callable[..., dict[str, Any]], quiet_trainer: Callable[..., pl.Trainer]
+) -> None:
+    config = compose_config(*LION, "trainer.gradient_clip_val=0.3")
+    pl.seed_everything(config["seed"], verbose=False)
+    data = build_data(config)
+    module = build_module(config, data)
+    clips = {"gradient_clip_val": 0.3, "limit_val_batches": 0}
+    quiet_trainer(max_steps=STEPS, **clips).fit(module, datamodule=data)
+    data.trainer = None
+    expected = token_loss(module, data.val_dataloader())
+    assert train(config, 1, None) == train(config, 1, "majority") == expected
+    assert expected != train(compose_config(*LION), 1, None)
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = PlayedLion([parameter], 0.1, (0.9, 0.99), 2, "majority")
@@ -220,11 +236,14 @@ def test_the_ladder_the_seeds_and_the_verdicts(
     made = play(loss_of)
     page = call(tmp_path, "--jobs", jobs)
     assert len(made) == len(set(made))
-    # 5 betas at one rate, which one run of Lion's 3 rates repeats; a majority's best of 3 lies at
-    # the end, an average's one further; 2 more seeds for each, and for votes at the first rate too
-    assert len(made) == 2 * (5 - 1 + 2 * (3 + 2) + 3 * (4 + 2 + 2) + 3 * (5 + 3 * 2))
-    assert "*" not in page.split("## Lion's betas")[0], "all rates are tuned"
-    assert {(job.beta1, job.beta2) for job in made if job.method == "majority"} == {(0.9, 0.9)}
+    # 5 betas at one rate, with clipping and without, and Lion's 2 rates beside; Lion's and AdamW's
+    # seeds with both; a majority's best of 3 rates lies at the end, an average's one further, and
+    # seeds 2 and 3 of votes are run at the first rate and the best one
+    lion, adamw = 5 + 5 + 2 + 2 + 2, 3 + 2 + 3
+    assert len(made) == 2 * (lion + adamw + 3 * (4 + 2 + 2) + 3 * (5 + 2 + 2))
+    assert "*" not in page.split("## Lion's betas")[0].split("##")[1], "all rates are tuned"
+    votes = {(job.beta1, job.beta2, job.clip) for job in made if job.method == "majority"}
+    assert votes == {(0.9, 0.9, 1.0)}
     assert {(job.beta1, job.beta2) for job in made if job.method == "adamw"} == {(0.9, 0.98)}
     assert page.count("- command: `python -m recipes.bench.lion_quality --steps=500 --seeds=3`")
     assert (
@@ -232,9 +251,9 @@ def test_the_ladder_the_seeds_and_the_verdicts(
         " most 2.0 %, met). The majority of workers ends +2.00 ± 0.00 % with 2, +3.99 ± 0.01 % with"
         " 4, +7.98 ± 0.02 % with 8 from that Lion." in page
     )
-    assert "- Lion's betas are (0.9, 0.9), tuned for the length of these runs." in page
-    assert "| **(0.9, 0.9)** | 10 steps | 4.0000 | 4.0000 |" in page
-    assert "| (0.8, 0.9) | 10 steps | 4.2000 | 3.9000 |" in page
+    assert "- Lion's betas are (0.9, 0.9), tuned for the length of these runs, and" in page
+    assert "| **(0.9, 0.9)** | 10 steps | 4.0000 | 4.0000 | 4.0000 | 4.0000 |" in page
+    assert "| (0.8, 0.9) | 10 steps | 4.2000 | 3.9000 | 4.2000 | 3.9000 |" in page
     assert (
         "| gpt2_tiny | majority, n = 4 | 0.004 | 3 of 3 | 4.1700 ± 0.0100 | +3.99 ± 0.01 %"
         " | +1.96 ± 0.00 % | 2.0 % | missed |" in page
@@ -314,6 +333,9 @@ def test_all_runs_of_a_model_see_the_same_tokens(
     known = {job: job.beta1 for job in tried("gpt2_tiny") + tried("llama_tiny")}
     for lr, loss in ((0.001, 1.0), (0.004, 1.0)):  # Lion's best rate is known too
         known |= {replace(tried(model)[-1], lr=lr): loss for model in ("gpt2_tiny", "llama_tiny")}
+    for lr in (0.004, 0.008, 0.016):
+        adamw = [cells(known, model)[0] for model in ("gpt2_tiny", "llama_tiny")]
+        known |= {replace(cell, lr=lr, clip=0.0): abs(lr - 0.008) for cell in adamw}
     jobs = [job for job in planned(known, 3) if job.model == "gpt2_tiny"]
     assert {(job.method, job.workers) for job in jobs} == {
         (cell.method, cell.workers) for cell in cells(known, "gpt2_tiny")
@@ -324,6 +346,7 @@ def test_all_runs_of_a_model_see_the_same_tokens(
         assert config["data"]["batch_size"] == BLOCKS_PER_STEP
         assert BLOCKS_PER_STEP % job.workers == 0
         knobs = config["optimizer"]
+        assert config["trainer"]["gradient_clip_val"] == (job.clip or None)
         assert knobs["betas"] == [job.beta1, job.beta2]
         assert knobs["lr"] * knobs["weight_decay"] == pytest.approx(4e-4, rel=1e-12)
         expected = "adamw_cosine" if job.method == "adamw" else "lion_cosine"

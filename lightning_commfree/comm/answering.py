@@ -7,24 +7,22 @@ answers for a port's former owner.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import socket
 import socketserver
-import struct
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from lightning_commfree.comm.interface import VARIABLE, host_addresses, interface_address
+
 ANSWER_SECONDS = 5.0  # a rank that computes answers in milliseconds, on a machine that swaps later
 CARD_BYTES = 64  # host (an IPv6 address has 39 characters), port and key
 _POLL_S = 0.1
 _LINE_BYTES = 16_384
-_SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # asks the kernel for an interface's IPv4
 
 
 class Card(NamedTuple):
@@ -159,20 +157,9 @@ def _listen(answer: Callable[[bytes], bytes]) -> _Server | None:
 
 def _hosts() -> Iterator[str]:
     """Yield the addresses that gloo would try: the named interfaces', else the host name's."""
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    interfaces = os.environ.get(VARIABLE)
     if interfaces:
-        for name in interfaces.split(","):
-            with suppress(OSError):
-                yield _interface_address(name)
+        yield from filter(None, map(interface_address, interfaces.split(",")))
         return
-    with suppress(OSError):
-        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            yield str(address[0])
+    yield from host_addresses()
     yield "127.0.0.1"
-
-
-def _interface_address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        request = struct.pack("256s", name.encode()[:15])
-        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR.get(sys.platform, 0), request)
-    return socket.inet_ntoa(answer[20:24])  # a sockaddr_in behind 16 bytes of name

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.interface import GlooInterface, unreachable
 from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.comm.world import join_restarted_world
 from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
@@ -40,6 +41,7 @@ class NamingStrategy(DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sockets = Unshared()
+        self._interface = GlooInterface()
 
     @override
     def _configure_launcher(self) -> None:
@@ -66,8 +68,23 @@ class NamingStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        with self._sockets.opening():  # a rank that is killed is gone, whoever it has forked off
-            super().setup_environment()
+        several_machines = self.num_nodes > 1
+        if several_machines:
+            assert self.cluster_environment is not None, "the Trainer has found it"
+            self._interface.tell(self.cluster_environment.main_address)
+        try:
+            # a rank that is killed is gone, whoever it has forked off
+            with self._sockets.opening():
+                super().setup_environment()
+        except RuntimeError as error:
+            if several_machines and "gloo" in str(error).lower():
+                raise RuntimeError(unreachable(error)) from error
+            raise
+
+    @override
+    def teardown(self) -> None:
+        self._interface.take_back()
+        super().teardown()
 
     @override
     def setup_distributed(self) -> None:

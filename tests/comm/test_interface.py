@@ -1,0 +1,72 @@
+"""Which network interface is chosen, by what the kernel and the hosts file say (played here)."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+import pytest
+
+from lightning_commfree.comm import interface
+from lightning_commfree.comm.interface import VARIABLE, GlooInterface, choose_interface
+
+LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "192.168.7.5", "down0": None}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on two networks, as Debian leaves its name."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(LAN)))
+    monkeypatch.setattr(interface, "interface_address", LAN.get)
+    monkeypatch.setattr(interface, "host_addresses", lambda: ["127.0.1.1"])
+    return monkeypatch
+
+
+def towards(host: pytest.MonkeyPatch, address: str | None) -> None:
+    host.setattr(interface, "_address_towards", lambda _: address)
+
+
+def test_the_way_to_the_main_node_counts(host: pytest.MonkeyPatch) -> None:
+    towards(host, "192.168.7.5")
+    assert choose_interface("main") == "eth1"
+    host.setattr(interface, "host_addresses", lambda: ["10.0.0.5"])
+    assert choose_interface("main") == "eth1"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", None, "10.9.9.9"])
+def test_where_it_leads_nowhere_gloos_own_choice_or_the_only_one(
+    address: str | None, host: pytest.MonkeyPatch
+) -> None:
+    towards(host, address)
+    with pytest.raises(ValueError, match=re.escape("it has eth0, eth1. Set GLOO_SOCKET_IFNAME to")):
+        choose_interface("main")
+    host.setattr(interface, "interface_address", {**LAN, "eth1": None}.get)
+    assert choose_interface("main") == "eth0"
+    host.setattr(interface, "host_addresses", lambda: ["fe80::1", "10.0.0.5"])
+    assert choose_interface("main") is None
+
+
+def test_the_environment_is_as_it_was_and_the_users_word_stands(host: pytest.MonkeyPatch) -> None:
+    towards(host, "10.0.0.5")
+    told = GlooInterface()
+    for before in (None, ""):
+        if before is not None:
+            host.setenv(VARIABLE, before)
+        told.tell("main")
+        assert os.environ[VARIABLE] == "eth0"
+        told.take_back()
+        told.take_back()
+        assert os.environ.get(VARIABLE) == before
+    host.setenv(VARIABLE, "eth1")
+    told.tell("main")
+    told.take_back()
+    assert os.environ[VARIABLE] == "eth1"
+
+
+def test_this_very_machine() -> None:
+    assert interface.interface_address("lo") == "127.0.0.1"
+    assert interface.interface_address("absent0") is None
+    assert interface._address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface._address_towards("no-such-host.invalid") is None

@@ -75,7 +75,7 @@ def end_of(launching: Any) -> int | None:
     return code
 
 
-@pytest.mark.parametrize("name", ["diloco", "lion"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_the_launching_process_ends_with_the_same_exception(name: str, tmp_path: Path) -> None:
     launching = multiprocessing.get_context("fork").Process(target=launch, args=(name, tmp_path))
     launching.start()

@@ -19,6 +19,7 @@ import torch
 from lightning_commfree.comm.channel import Channel
 
 TAG = "in_step"
+NUM_BYTES = 32  # of a word with its place
 
 
 class Where(IntEnum):

@@ -20,7 +20,7 @@ Read in this order: `layers` (the sharded modules), `halves` (what lies between 
 `micro` (how a batch is divided), `schedule` (who computes while whose sum flies), `cut` and `model`
 (how a transformers model is divided), `plan` (one that has a plan of its own), `fill` (one that has
 no values yet), `loss` (cross entropy without whole logits), `finite` (NaN and Inf end a
-fit), `parallel` (all of it put into the model).
+fit), `forecast` (what a step sends), `parallel` (all of it put into the model).
 
 Departures from the paper:
 
@@ -35,6 +35,7 @@ from lightning_commfree.domino.channels import Channels
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.fill import on_meta
 from lightning_commfree.domino.finite import looks_finite, refuse_nonfinite
+from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.model import whole_tensor
@@ -49,6 +50,8 @@ __all__ = [
     "GradientAverage",
     "ParallelModel",
     "TensorGroup",
+    "bytes_of_gradients",
+    "bytes_per_step",
     "check_divisible",
     "gradient_norm",
     "looks_finite",

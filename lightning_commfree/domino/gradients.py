@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.halves import Half
@@ -45,11 +44,6 @@ class GradientAverage:
         """Launch the gradients of a half-block's parameters; they do not change any more."""
         if self.active and self._channel.size > 1:
             self._launch([p for module in half.modules for p in module.parameters()])
-
-    def num_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes that this rank sends for the gradients of `parameters`, in fp32."""
-        numel = sum(p.numel() for p in parameters if p.requires_grad)
-        return ring_all_reduce_bytes(4 * numel, self._channel.size)
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
         """Launch what has not been launched of `parameters`, and put all means into place."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.domino.fill import Filler
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
@@ -97,6 +96,8 @@ class ParallelModel:
         sharded: what was cut, and how.
         trace: if set, told of every event of the schedule: what, which half-block, micro-batch.
         done: if set, told of a half-block whose gradients are there, in backward.
+        scheduled: its blocks are played; else they do their own all-reduces.
+        divides_loss: its own loss is computed of this rank's logits.
         fell_back: told, once, why a batch was split in another way than asked for.
 
     Raises:
@@ -118,6 +119,7 @@ class ParallelModel:
         self.trace: Trace | None = None
         self.done: Done | None = None
         self.fell_back: Callable[[str], None] = lambda _: None
+        self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
         name = type(model).__name__
         if name in FAMILIES:
@@ -129,15 +131,6 @@ class ParallelModel:
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
             self.sharded.restore.append(lambda: vars(model).pop("save_pretrained"))
-
-    def bytes_per_token(self) -> float:
-        """Return the bytes that this rank sends for a token, forward and backward.
-
-        Of the sums of half-blocks, embedding and head; in fp32 numbers.
-        """
-        width = getattr(self.sharded.model.config, "hidden_size", 0)
-        sums = 2 * len(self.sharded.halves) + 2  # each way, and embedding there, head back
-        return sums * ring_all_reduce_bytes(4 * int(width), self.group.size)
 
     def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
         """Make the model transformers' own again.
@@ -160,12 +153,14 @@ class ParallelModel:
         blocks = base.h if hasattr(base, "h") else base.layers
         kinds = getattr(model.config, "layer_types", None) or ["same"]
         if len(set(kinds)) == 1:  # else each kind of block has a mask of its own
+            self.scheduled = True
             _become_played(blocks, self._stack(blocks[0]), self.sharded)
             self._handles += [
                 base.register_forward_pre_hook(self._begin, with_kwargs=True),
                 base.register_forward_hook(self._end, always_call=True),
             ]
         if model.loss_function.__name__ == "ForCausalLMLoss":
+            self.divides_loss = True
             head = model.lm_head
             first = head.weight.shape[0] * self.group.rank
             own = "_loss_function" in vars(model)

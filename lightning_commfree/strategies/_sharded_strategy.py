@@ -8,8 +8,8 @@ restores a checkpoint after that.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino import on_meta
+from lightning_commfree.domino import Channels, on_meta
 from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._rank_states import (
@@ -40,25 +40,23 @@ from lightning_commfree.strategies._signals import warn_unsaved
 class ShardedStrategy(CountingStrategy):
     """A strategy whose ranks hold parts of one model.
 
-    A subclass opens the channel to all ranks, divides the module in `configure_ddp` and says how
-    ranks are grouped (`_layout`) and how random numbers are drawn (`_split_settings`).
+    A subclass divides the module in `configure_ddp` and says how ranks are grouped and how random
+    numbers are drawn (`_split_settings`).
     """
 
     def __init__(self, **ddp_kwargs: Any) -> None:
         super().__init__(**ddp_kwargs)
+        self._channels: Channels | None = None
         self._sharded: ShardedModule | None = None
         self._left_in_parts: OptimizerParts | None = None  # by the latest fit
         self._epoch_start = EpochStart()
         self._filled = False  # the model was on `meta`
         self._found: Found | None = None  # of the checkpoint that is resumed, until it is in place
 
+    @property
     @abstractmethod
-    def _tensor_group(self) -> AbstractContextManager[Channel]:
-        """Return a context with a channel to the ranks of this model, in a fit or after it."""
-
-    @abstractmethod
-    def _layout(self) -> Layout:
-        """Return the ranks and their groups."""
+    def tensor_parallel_size(self) -> int:
+        """Ranks that share one model."""
 
     @abstractmethod
     def _split_settings(self) -> dict[str, str]:
@@ -81,6 +79,7 @@ class ShardedStrategy(CountingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._open_channels()
         self._epoch_start.install(self._module.trainer)
 
     @override
@@ -107,6 +106,7 @@ class ShardedStrategy(CountingStrategy):
             super().teardown()
         finally:
             self._lightning_module = module
+        self._close_channels()
 
     # -- checkpoints
 
@@ -119,11 +119,10 @@ class ShardedStrategy(CountingStrategy):
             warn_unsaved()
             return
         if self._sharded is not None and "optimizer_states" in checkpoint:  # else weights only
-            assert self._world_channel is not None, "it is open while a fit runs"
             models, start = self._sharded.models, self._epoch_start
             state = rank_state(models, checkpoint, self.root_device, start)
-            layout, split = self._layout(), self._split_settings()
-            add_entry(checkpoint, self._world_channel, layout, split, state)
+            layout, split = self._layout, self._split_settings()
+            add_entry(checkpoint, self._open.world, layout, split, state)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -131,7 +130,7 @@ class ShardedStrategy(CountingStrategy):
         # later releases of Lightning pass more arguments
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._found = find_state(checkpoint, self._layout(), self._split_settings())
+            self._found = find_state(checkpoint, self._layout, self._split_settings())
             place_loaders(checkpoint, self._found)
             if self._found.said:
                 rank_zero_warn(
@@ -191,6 +190,38 @@ class ShardedStrategy(CountingStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None, "the Trainer connects the module first"
         return self.lightning_module
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.world_size, self.tensor_parallel_size, self.global_rank)
+
+    @property
+    def _open(self) -> Channels:
+        assert self._channels is not None, "they are open while a fit runs"
+        return self._channels
+
+    def _open_channels(self) -> None:
+        if self._channels is None:
+            size, backend = self.tensor_parallel_size, self._get_process_group_backend()
+            near = (self.ledger, backend, self._timeout, self.root_device)
+            self._channels = Channels.open(self.global_rank, self.world_size, size, *near)
+            self._world_channel = self._channels.world
+
+    def _close_channels(self) -> None:
+        if self._channels is not None:
+            self._channels.close()
+        self._channels = self._world_channel = None
+
+    @contextmanager
+    def _tensor_group(self) -> Iterator[Channel]:
+        """In the body there is a channel to the ranks of this model, in a fit or after it."""
+        fits = self._channels is not None
+        self._open_channels()
+        try:
+            yield self._open.tensor
+        finally:
+            if not fits:
+                self._close_channels()
 
     def _go_on(self) -> None:
         """Bring a resumed fit's data and random numbers to where they were; in `on_train_start`."""

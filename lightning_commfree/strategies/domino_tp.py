@@ -13,20 +13,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
+from lightning_commfree.comm.in_step import NUM_BYTES
+from lightning_commfree.comm.in_step import TAG as IN_STEP_TAG
+from lightning_commfree.comm.ledger import Ledger, all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import tensor_mesh
 from lightning_commfree.domino import (
-    Channels,
     DominoSettings,
     GradientAverage,
+    bytes_per_step,
     gradient_norm,
     looks_finite,
     refuse_nonfinite,
     sum_shared,
 )
-from lightning_commfree.domino.gradients import AVERAGE_TAG
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.strategies._callbacks import PARTS, refuse_callbacks
 from lightning_commfree.strategies._domino_checks import (
     check_batch,
@@ -37,7 +36,6 @@ from lightning_commfree.strategies._domino_checks import (
     warn_once,
 )
 from lightning_commfree.strategies._random import share_random_state
-from lightning_commfree.strategies._rank_states import Layout
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
 from lightning_commfree.strategies._start import (
@@ -110,13 +108,13 @@ class DominoTPStrategy(ShardedStrategy):
         super().__init__(**ddp_kwargs)
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         self.ledger = Ledger()
-        self._channels: Channels | None = None
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
         self._together: Together | None = None
         self._checked: set[str] = set()  # what has been looked at in this fit
 
     @property
+    @override
     def tensor_parallel_size(self) -> int:
         """Ranks that share one model."""
         return self.settings.tensor_parallel_size or self.num_processes
@@ -128,20 +126,24 @@ class DominoTPStrategy(ShardedStrategy):
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
     def traffic(self, tokens_per_step: int) -> Traffic:
-        """Return what this rank will send; available from `on_fit_start` on.
+        """Return what this rank will send in training steps; available from `on_fit_start` on.
 
-        The sums of half-blocks, embedding and head and the mean over the data axis, without what
-        the loss sends.
+        By the tags of the ledger, whose phase `STEPS` then says the same. If the module computes a
+        loss of its own, from whole logits, these are gathered in place of `tensor_loss`.
 
         Args:
             tokens_per_step: of the batches of one tensor group between two optimizer steps.
         """
-        sums = sum(model.bytes_per_token() for model in self.sharded.models) * tokens_per_step
-        assert self._average is not None, "the model is divided"
-        averaged = self._average.num_bytes(self._module.parameters())
+        module, trainer = self._module, self._module.trainer
+        mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
+        clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
+        models, data = self.sharded.models, self._open.data
+        sent = bytes_per_step(models, module.parameters(), tokens_per_step, data.size, mixed, clips)
+        words = all_gather_bytes(NUM_BYTES, self.world_size)
+        sent[IN_STEP_TAG] = trainer.accumulate_grad_batches * words
         assert self._fit_log is not None, "a fit has begun"
-        sent = {FORWARD_TAG: sums / 2, BACKWARD_TAG: sums / 2, AVERAGE_TAG: averaged}
-        return Traffic(sent, 1, self._fit_log.ddp_bytes_per_step)
+        by_tag = {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
+        return Traffic(by_tag, 1, self._fit_log.ddp_bytes_per_step)
 
     def figures(self) -> dict[str, float]:
         """Return the latest figures by name, `comm/*`: this rank's, as the Trainer's loggers get.
@@ -151,11 +153,6 @@ class DominoTPStrategy(ShardedStrategy):
         return {} if self._fit_log is None else self._fit_log.figures()
 
     # -- life cycle, in the order in which the Trainer calls it
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._open_channels()
 
     @override
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
@@ -271,41 +268,8 @@ class DominoTPStrategy(ShardedStrategy):
             self._fit_log.close()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
-        self._close_channels()
 
     # -- inside
-
-    @property
-    def _open(self) -> Channels:
-        assert self._channels is not None, "they are open while a fit runs"
-        return self._channels
-
-    def _open_channels(self) -> None:
-        if self._channels is None:
-            size, backend = self.tensor_parallel_size, self._get_process_group_backend()
-            near = (self.ledger, backend, self._timeout, self.root_device)
-            self._channels = Channels.open(self.global_rank, self.world_size, size, *near)
-            self._world_channel = self._channels.world
-
-    def _close_channels(self) -> None:
-        if self._channels is not None:
-            self._channels.close()
-        self._channels = self._world_channel = None
-
-    @override
-    @contextmanager
-    def _tensor_group(self) -> Iterator[Channel]:
-        fits = self._channels is not None
-        self._open_channels()
-        try:
-            yield self._open.tensor
-        finally:
-            if not fits:
-                self._close_channels()
-
-    @override
-    def _layout(self) -> Layout:
-        return Layout(self.world_size, self.tensor_parallel_size, self.global_rank)
 
     @override
     def _split_settings(self) -> dict[str, str]:

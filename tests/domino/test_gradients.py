@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
-from lightning_commfree.domino import GradientAverage, gradient_norm, sum_shared
+from lightning_commfree.domino import (
+    GradientAverage,
+    bytes_of_gradients,
+    gradient_norm,
+    sum_shared,
+)
 from lightning_commfree.domino.gradients import AVERAGE_TAG, NORM_TAG
 from tests.domino.models import LAYERS, Case, batch_for, exact_loss, make_for, step
 from tests.domino.ranks import divide, with_channel
@@ -68,7 +73,9 @@ def average(tensor: Channel, data: Channel, case: Case, way: str, replica: int) 
         "early": early,
         "all": data.ledger.collectives_by_tag[AVERAGE_TAG],
         "bytes": data.ledger.bytes_by_tag[AVERAGE_TAG],
-        "foretold": mean.num_bytes(model.parameters()),
+        "foretold": bytes_of_gradients([parallel], model.parameters(), data.size, False)[
+            AVERAGE_TAG
+        ],
         "norm": gradient_norm(model.parameters(), parallel.sharded.cuts, parallel.group),
         "rank": tensor.rank,
     }
@@ -147,10 +154,7 @@ def test_mean_and_norm(played: Any, call: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_leave_during_backward(played: Any, case: Case) -> None:
-    """One message per half-block that learns, and one behind backward: embedding, head, last norm.
-
-    float64 gradients: twice the bytes that are foretold for float32.
-    """
+    """One message per half-block that learns, one behind backward: embedding, head, last norm."""
     replicas, by_rank = played
     for found in (results[CALLS.index((case, "one"))] for results in by_rank):
         halves = 2 * (LAYERS - (case.frozen == "layers"))
@@ -160,8 +164,8 @@ def test_gradients_leave_during_backward(played: Any, case: Case) -> None:
         assert found["early"] == halves
         assert found["all"] == halves + 1
         numel = sum(g.numel() for g, _, _ in found["parts"].values() if g is not None)
-        assert found["foretold"] == ring_all_reduce_bytes(4 * numel, 2)
-        assert found["bytes"] == 2 * found["foretold"]
+        assert found["foretold"] == ring_all_reduce_bytes(8 * numel, 2)  # float64
+        assert found["bytes"] == found["foretold"]
 
 
 def naive_norms(channel: Any) -> list[Tensor]:

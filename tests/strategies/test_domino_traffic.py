@@ -1,0 +1,80 @@
+"""What Domino foretells of its training steps is what its ledger then counts, tag by tag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import DataLoader
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from lightning_commfree import DominoTPStrategy
+from lightning_commfree.comm.ledger import STEPS
+from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
+from tests.strategies.models import quiet_trainer
+from tests.world import run_ranks
+
+SIZE, ROWS, STEPS_DONE = 4, 2, 3
+
+
+class Planned(CausalLM):
+    """Its model is divided by the plan in its config; nothing is scheduled, its loss is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        config = GPTNeoXConfig(vocab_size=WORDS, num_attention_heads=4, **sizes)
+        self.wrapped["lm"] = GPTNeoXForCausalLM(config)
+
+
+CLIPPED = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
+CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # module, tensor parallel size, Trainer
+    "gpt2": (CausalLM, 4, {}),
+    "gpt2, two groups, clipped": (CausalLM, 2, CLIPPED),
+    "llama, key heads shared": (lambda: CausalLM("llama"), 4, {}),
+    "llama, bf16-mixed": (lambda: CausalLM("llama"), 2, {"precision": "bf16-mixed"}),
+    "gpt2, bf16-true": (CausalLM, 2, {"precision": "bf16-true"}),
+    "one rank a model": (CausalLM, 1, {}),
+    "by a plan": (Planned, 2, {}),
+}
+
+
+class Foretell(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        tokens = trainer.accumulate_grad_batches * ROWS * LENGTH
+        self.plan = trainer.strategy.traffic(tokens)
+
+
+def fit(module: Any, group: int, kwargs: dict[str, Any]) -> tuple[dict[str, float], Any]:
+    strategy, foretell = DominoTPStrategy(group), Foretell()
+    trainer = quiet_trainer(
+        strategy=strategy, devices=SIZE, max_steps=STEPS_DONE, callbacks=[foretell], **kwargs
+    )
+    trainer.fit(module(), DataLoader(words(16 * SIZE), batch_size=ROWS))
+    sent = strategy.ledger.bytes_by_phase[STEPS]
+    once = {tag for tag in sent if tag == "handshake"}  # that a group's first batches are the same
+    foretold = {tag: STEPS_DONE * num for tag, num in foretell.plan.bytes_by_tag.items()}
+    return foretold, {tag: num for tag, num in sent.items() if num and tag not in once}
+
+
+def play(rank: int, size: int) -> dict[str, Any]:
+    return {case: fit(*arguments) for case, arguments in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(play, SIZE, tmp_path_factory.mktemp("traffic"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forecast_equals_ledger(ranks: list[dict[str, Any]], case: str) -> None:
+    for found in ranks:
+        foretold, sent = found[case]
+        assert foretold == sent
+    tags = set(ranks[0][case][0])
+    assert "in_step" in tags
+    assert ("tensor_norm" in tags) == ("clipped" in case)
+    assert ("tensor_shared" in tags) == ("shared" in case)
+    assert ("data_gradient" in tags) == (CASES[case][1] < SIZE)
+    assert ("tensor_loss" in tags) == (case not in ("one rank a model", "by a plan"))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import selectors
 import socket
-import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ ANSWER_SECONDS = 5.0  # a rank that computes answers in milliseconds, on a machi
 CARD_BYTES = 64  # host (an IPv6 address has 39 characters), port and key
 _POLL_S = 0.1
 _LINE_BYTES = 16_384
+_MOST = 256  # connections at a time; a peer that asks has done so a moment after it connects
+_QUEUE = 1024  # connections that the kernel keeps: all peers may come at the same moment
 
 
 class Card(NamedTuple):
@@ -54,11 +57,15 @@ class Silence(NamedTuple):
 
 
 class Listener:
-    """Answers in daemon threads of its own, from here to `close`.
+    """Answers in a daemon thread of its own, from here to `close`.
+
+    Strangers may connect as well. One thread serves all, of at most `_MOST` connections at a time:
+    of more the oldest goes, which had its time to ask. Nobody is listened to for longer than
+    `ANSWER_SECONDS` or `_LINE_BYTES`.
 
     Args:
-        answer: from a question to its answer; it runs in another thread, and only for questions
-            that name this listener's key. What is no question is left without an answer.
+        answer: from a question to its answer, at once; it runs in the other thread, and only for
+            questions that name this listener's key. What is no question is left without an answer.
 
     Attributes:
         card: where it answers; None where this host has no address that gloo could use.
@@ -66,14 +73,15 @@ class Listener:
 
     def __init__(self, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         self._answer = answer
-        self._server = _listen(self._reply)
+        self._socket = _listen()
         self._thread: threading.Thread | None = None
+        self._closing = False
         self.card: Card | None = None
-        if self._server is not None:
-            host, port = self._server.server_address[:2]
+        if self._socket is not None:
+            host, port = self._socket.getsockname()[:2]
             self.card = Card(str(host), int(port), secrets.token_hex(4))
             self._thread = threading.Thread(
-                target=self._server.serve_forever, args=(_POLL_S,), name="peer-watch", daemon=True
+                target=self._serve, args=(self._socket,), name="peer-watch", daemon=True
             )
             self._thread.start()
 
@@ -84,14 +92,42 @@ class Listener:
 
     def close(self) -> None:
         """Stop answering."""
-        if self._server is None:
+        if self._socket is None:
             return
         if self._thread is not None and self.runs:
-            self._server.shutdown()
-            self._thread.join(1.0)  # it has left the loop, and may not have ended yet
+            self._closing = True
+            self._thread.join(1.0)  # it looks up every `_POLL_S`
             with suppress(OSError):  # for processes that were forked off and hold it open
-                self._server.socket.shutdown(socket.SHUT_RDWR)
-        self._server.server_close()
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _serve(self, listener: socket.socket) -> None:
+        callers: dict[socket.socket, _Caller] = {}  # the longest there in front
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while not self._closing:
+                ready = {key.fileobj for key, _ in selector.select(_POLL_S)}
+                for connection, caller in list(callers.items()):
+                    if connection in ready:
+                        caller.listen(connection)
+                    if caller.has_spoken:
+                        self._speak(connection, caller.said.partition(b"\n")[0])
+                    if caller.has_spoken or time.monotonic() > caller.until:
+                        _hang_up(callers, connection, selector)
+                if listener in ready:
+                    with suppress(OSError):  # who has hung up already
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ)
+                        callers[connection] = _Caller(time.monotonic() + ANSWER_SECONDS)
+                if len(callers) > _MOST:
+                    _hang_up(callers, next(iter(callers)), selector)
+            for connection in callers:
+                connection.close()
+
+    def _speak(self, connection: socket.socket, line: bytes) -> None:
+        with suppress(OSError):  # the other side may hang up at any moment
+            connection.send(self._reply(line))  # it is short, and nothing was sent before
 
     def _reply(self, line: bytes) -> bytes:
         try:
@@ -105,14 +141,49 @@ class Listener:
         return json.dumps(self._answer(question)).encode() + b"\n"
 
 
+class _Caller:
+    """Somebody who has connected.
+
+    Attributes:
+        until: on the clock of `time.monotonic`, how long to listen.
+        said: so far.
+        has_spoken: the line is complete, or nothing more will come of it.
+    """
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.said = b""
+        self.has_spoken = False
+
+    def listen(self, connection: socket.socket) -> None:
+        """Take what has come."""
+        try:
+            piece = connection.recv(_LINE_BYTES - len(self.said))
+        except BlockingIOError:  # there was nothing after all
+            return
+        except OSError:
+            piece = b""
+        self.said += piece
+        self.has_spoken = not piece or b"\n" in piece or len(self.said) >= _LINE_BYTES
+
+
+def _hang_up(
+    callers: dict[socket.socket, _Caller],
+    connection: socket.socket,
+    selector: selectors.BaseSelector,
+) -> None:
+    selector.unregister(connection)
+    connection.close()
+    del callers[connection]
+
+
 def ask(card: Card, question: Mapping[str, Any], seconds: float) -> dict[str, Any] | Silence:
     """Return the answer to `question`; connecting and answering may take `seconds` each."""
     line = json.dumps({"key": card.key, **question})
     try:
         with socket.create_connection((card.host, card.port), timeout=seconds) as connection:
             connection.sendall(line.encode() + b"\n")
-            with connection.makefile("rb") as reader:
-                return dict(json.loads(reader.readline(_LINE_BYTES)))
+            return dict(json.loads(_line_from(connection, time.monotonic() + seconds)))
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):
         return Silence(True, "is gone (its process has ended or has closed the channel)")
     except TimeoutError:
@@ -124,34 +195,34 @@ def ask(card: Card, question: Mapping[str, Any], seconds: float) -> dict[str, An
         return Silence(True, "is gone (another program answers at its address, or nobody)")
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 64  # all peers may ask at the same moment
+def _line_from(connection: socket.socket, until: float) -> bytes:
+    """Read to the end of a line, of `_LINE_BYTES` or of the connection.
 
-    def __init__(self, host: str, answer: Callable[[bytes], bytes]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.answer = answer
-        super().__init__((host, 0), _Handler)
+    Raises:
+        TimeoutError: it did not come in time, however it was dealt out.
+    """
+    said = b""
+    while not said.endswith(b"\n") and len(said) < _LINE_BYTES:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        piece = connection.recv(_LINE_BYTES - len(said))
+        if not piece:
+            break
+        said += piece
+    return said
 
 
-class _Handler(socketserver.StreamRequestHandler):
-    timeout = ANSWER_SECONDS  # of somebody who connects and says nothing
-
-    def handle(self) -> None:
-        assert isinstance(self.server, _Server), "made by `_listen`"
-        with suppress(OSError):  # the other side may hang up at any moment
-            self.wfile.write(self.server.answer(self.rfile.readline(_LINE_BYTES)))
-
-
-def _listen(answer: Callable[[bytes], bytes]) -> _Server | None:
+def _listen() -> socket.socket | None:
     """Listen where gloo listens; None where this host has no address that can be used.
 
     Without an address the peers cannot ask this rank, and do not count it among the lost.
     """
     for host in _hosts():
         with suppress(OSError):
-            return _Server(host, answer)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, 0), family=family, backlog=_QUEUE)
     return None
 
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_commfree.comm import peers
+from lightning_commfree.comm import answering, peers
+from lightning_commfree.comm.answering import Card, Silence
 from lightning_commfree.comm.peers import PeerWatch
 from tests.comm.watches import LONG, Broken, FailsLater, watches
 
@@ -62,6 +63,52 @@ def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
             with pytest.raises(RuntimeError, match="rank 1 gave up"):
                 other.wait([Broken()], "t")
             assert time.monotonic() - start < 2.0
+
+
+def test_hundreds_who_connect_and_say_nothing_or_little_cost_no_thread_and_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(answering, "ANSWER_SECONDS", 2.0)
+    with watches(2) as (watch, other):
+        host, port, key = watch.card.rstrip(b"\0").decode().split(" ")
+        threads = threading.active_count()
+        start = time.monotonic()
+        callers = [socket.create_connection((host, int(port))) for _ in range(400)]
+        for caller in callers[::2]:
+            with suppress(OSError):  # hung up already: the oldest are
+                caller.sendall(b'{"key": ')
+        asked = time.monotonic()
+        assert other.told("t") == {0: {}}
+        assert time.monotonic() - asked < 1.0
+        assert threading.active_count() <= threads, "none for all of them"
+        for caller in callers:
+            caller.settimeout(10.0)
+            with suppress(ConnectionError):
+                assert caller.recv(1) == b"", "an end, and no answer"
+            caller.close()
+        assert time.monotonic() - start < 10.0
+        question = json.dumps({"key": key}).encode() + b"\nand more"
+        assert json.loads(say(watch, question)) == {"launched": 0}
+
+
+def test_an_answer_that_is_dealt_out_byte_by_byte_is_not_waited_for() -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+
+        def drip() -> None:
+            connection, _ = foreign.accept()
+            with connection, suppress(OSError):
+                for _ in range(100):
+                    connection.sendall(b"x")
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        start = time.monotonic()
+        silence = answering.ask(Card("127.0.0.1", foreign.getsockname()[1], "k"), {}, 0.5)
+        assert isinstance(silence, Silence)
+        assert not silence.gone
+        assert time.monotonic() - start < 3.0
 
 
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"{}\n", b"[7]\n"])

@@ -47,7 +47,7 @@ class EagerDiLoCo(StreamingDiLoCo):
     @override
     def state_dict(self) -> dict[str, Any]:
         """See `StreamingDiLoCo.state_dict`; the global copies are this replica's own."""
-        return {**super().state_dict(), "sent": {p: sent.cpu() for p, sent in self._sent.items()}}
+        return {**super().state_dict(), "sent": dict(self._sent)}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:

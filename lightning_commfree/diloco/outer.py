@@ -221,19 +221,21 @@ class OuterFragment:
     def state_dict(self) -> dict[str, Any]:
         """Return the global copy, the outer optimizer's state and the number of landings.
 
-        The tensors are copies in host memory.
+        The tensors are those that it goes on with: the global copy's in the parameters' shapes,
+        where a rank has them whole.
         """
-        optimizer = self.optimizer.state_dict()
         return {
-            "global_copy": self.global_copy.to("cpu", copy=True),
-            "optimizer": {**optimizer, "state": _copied(optimizer["state"])},
+            "global_copy": [piece for _, piece in self._pieces(self.global_copy)],
+            "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "landings": self.landings,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.global_copy.copy_(state["global_copy"])
+        pieces = [piece for _, piece in self._pieces(self.global_copy)]
+        for piece, saved in zip(pieces, state["global_copy"], strict=True):
+            piece.copy_(saved)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -289,10 +291,3 @@ def _moved(copy: Tensor, device: str) -> Tensor:
     """Return the copy on `device`, in pinned memory if that helps the way back."""
     on_host = copy.to(device)
     return on_host.pin_memory() if copy.is_cuda and on_host.device.type == "cpu" else on_host
-
-
-def _copied(state: Any) -> Any:
-    """Return a nested state with copies of its tensors: the optimizer writes to them in place."""
-    if isinstance(state, Tensor):
-        return state.to("cpu", copy=True)
-    return {k: _copied(v) for k, v in state.items()} if isinstance(state, dict) else state

@@ -159,7 +159,8 @@ class StreamingDiLoCo(Fleet):
         """Return all that this replica needs to go on bit for bit, with nothing on the wire.
 
         What is in flight is waited for and stands in the state with its fragment; it lands at its
-        step. The tensors are copies in host memory: a device need not hold everything twice.
+        step. The tensors are those that the replica goes on with: write them before its next step,
+        or copy them.
         """
         return {
             "step": self.step,
@@ -169,12 +170,9 @@ class StreamingDiLoCo(Fleet):
                     self.fragments[self.schedule.num_fragments :], self.schedule.joined, strict=True
                 )
             ],
-            "local": [tensor.to("cpu", copy=True) for tensor in self.swap.local],
+            "local": self.swap.local,
             "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "in_flight": {
-                p: flight.pending.wait().to("cpu", copy=True)
-                for p, flight in self._in_flight.items()
-            },
+            "in_flight": {p: flight.pending.wait() for p, flight in self._in_flight.items()},
         }
 
     @torch.no_grad()

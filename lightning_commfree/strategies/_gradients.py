@@ -38,7 +38,7 @@ def why_gradients_change(
 def half_accumulated(module: pl.LightningModule) -> dict[str, Tensor]:
     """Return the gradients of batches whose optimizer step is still to come, by parameter.
 
-    Copies in host memory; empty between two accumulations.
+    Those that are there, not copies; empty between two accumulations.
     """
     trainer = module.trainer
     loop = trainer.fit_loop.epoch_loop
@@ -47,7 +47,7 @@ def half_accumulated(module: pl.LightningModule) -> dict[str, Tensor]:
     if stepped or batch.processed % trainer.accumulate_grad_batches == 0:
         return {}  # what is there has been stepped with
     return {
-        name: parameter.grad.to("cpu", copy=True)
+        name: parameter.grad
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
     }

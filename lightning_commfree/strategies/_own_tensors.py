@@ -7,7 +7,7 @@ by hashes: a persistent tensor that is not equal to rank 0's, a non-persistent o
 it was when the fit began.
 
 At a save each of them is read once, at about the speed of memory, and 8 bytes and its name are
-broadcast; what differs is copied to the host. At the beginning of a fit only non-persistent buffers
+broadcast. At the beginning of a fit only non-persistent buffers
 are read. What is trained is never read, nor floating-point buffers of a checkpoint: the strategy
 restores them.
 """
@@ -39,7 +39,7 @@ class OwnTensors:
         self._at_begin = _digests(self._split()[1])
 
     def state(self, of_rank_0: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of what only this rank knows.
+        """Return what only this rank knows: the module's own tensors, not copies.
 
         Args:
             of_rank_0: broadcasts an object from rank 0; called once, on all ranks.
@@ -51,7 +51,7 @@ class OwnTensors:
         now = _digests(others)
         changed = [name for name in others if now[name] != self._at_begin.get(name)]
         tensors = {**persistent, **others}
-        return {name: tensors[name].detach().cpu().clone() for name in differing + changed}
+        return {name: tensors[name].detach() for name in differing + changed}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -13,16 +13,18 @@ class Shadows:
     """
 
     def __init__(self) -> None:
-        self._put: list[tuple[Any, str]] = []
+        self._put: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Let `owner.name` be `function`; on other objects of its class nothing changes."""
         assert callable(getattr(owner, name)), f"{owner} has no method {name}"
+        self._put.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
-        self._put.append((owner, name))
 
     def remove(self) -> None:
         """Give the objects their own methods back."""
-        for owner, name in self._put:
+        for owner, name, before in reversed(self._put):
             vars(owner).pop(name, None)
+            if before is not None:  # one that stood there already
+                setattr(owner, name, before)
         self._put = []

@@ -211,11 +211,18 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         dump = connector.dump_checkpoint
 
         def dump_settled(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            with self._settled():  # hooks that add to a checkpoint see what it holds
+            with self._settled() as stay:  # hooks that add to a checkpoint see what it holds
                 checkpoint = dump(*args, **kwargs)
-                return checkpoint if self._diloco is None else copies(checkpoint, self._diloco)
+                return checkpoint if stay else copies(checkpoint, self._running)
+
+        save = trainer.save_checkpoint
+
+        def save_settled(*args: Any, **kwargs: Any) -> None:
+            with self._settled():  # until it is written: nothing is copied
+                save(*args, **kwargs)
 
         self._shadows.put(connector, "dump_checkpoint", dump_settled)
+        self._shadows.put(trainer, "save_checkpoint", save_settled)
         let_finders_try(self, trainer, self._shadows)
         averages = average_outer_weights(trainer, module, self._diloco, self._shadows)
         self._put_averages_in = averages
@@ -306,11 +313,11 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state with the outer weights, and nothing in flight.
 
-        What is exchanged is copied: the module goes on with the local weights.
+        What is exchanged is copied where the module goes on with the local weights at once.
         """
-        with self._settled():
+        with self._settled() as stay:
             state = super().lightning_module_state_dict()
-            return state if self._diloco is None else copies(state, self._diloco)
+            return state if stay else copies(state, self._running)
 
     @override
     def save_checkpoint(
@@ -354,16 +361,20 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         return self._diloco
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
-        """In the body the module holds the outer weights, and nothing is on the wire."""
+    def _settled(self) -> Iterator[bool]:
+        """In the body the module holds the outer weights, and nothing is on the wire.
+
+        It is given whether these weights stay in the module after it.
+        """
         if self._diloco is None or self._stopped_by_hand():
-            yield
+            yield True
             return
         if not scores_its_saves(self._module.trainer):  # else the scored weights are saved first
             self._finish_if_ending()
         self._diloco.wait_in_flight()
+        stay = self._diloco.swap.is_in
         with self._diloco.swap.outer_weights(self._shown()):
-            yield
+            yield stay
 
     def _shown(self) -> list[Tensor] | None:
         """Return what the module holds in place of the outer weights; None: these."""

@@ -1,8 +1,8 @@
 """Does the model fit? Estimated from its shapes before any of its weights is allocated.
 
-What is counted is what a run holds for certain and all the time: weights, gradients, the optimizer,
-and what the strategy keeps. Activations and what travels come on top, so a run that passes may
-still run out of memory, and one that is refused cannot work.
+What is counted is what a run holds for certain: weights, gradients, the optimizer, what the
+strategy keeps, and what a checkpoint takes for a while. Activations and what travels come on top,
+so a run that passes may still run out of memory, and one that is refused cannot work.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Need(NamedTuple):
     optimizer: int
     strategy: int
     host: int  # of all ranks of a machine and the process that launches them
+    saving: int = 0  # while a checkpoint is written: a replica's weights, outer ones in their place
 
     @property
     def per_rank(self) -> int:
         """Bytes on a rank's device."""
-        return self.weights + self.gradients + self.optimizer + self.strategy
+        return self.weights + self.gradients + self.optimizer + self.strategy + self.saving
 
 
 def check_memory(config: Mapping[str, Any], outline: Callable[[], LanguageModel]) -> None:
@@ -99,7 +100,8 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
         else:
             kept += outer
     optimizer = without_beginning_cuda(lambda: _optimizer_bytes(config["optimizer"], dtype, numel))
-    need = Need(_num_bytes(module), gradients, optimizer, kept, on_host)
+    aside = gradients if issubclass(kind, StreamingDiLoCoStrategy) else 0  # the trained weights
+    need = Need(_num_bytes(module), gradients, optimizer, kept, on_host, aside)
     if issubclass(kind, DominoTPStrategy):
         size = strategy["tensor_parallel_size"] or ranks.per_node
         weights, gradients, optimizer = (part // size for part in need[:3])
@@ -184,6 +186,7 @@ def _sentence(needed: int, free: int, where: str, need: Need, config: Mapping[st
         "gradients": need.gradients,
         "optimizer": need.optimizer,
         name: need.strategy,
+        "the copy of a save": need.saving,
     }
     listed = ", ".join(f"{part} {human_bytes(size)}" for part, size in parts.items() if size)
     advice = ["take a smaller `model`", "`trainer.precision=bf16-true`", "fewer `trainer.devices`"]

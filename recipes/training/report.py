@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
-from lightning_commfree import DominoTPStrategy
+from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.evaluation import generate_text, token_loss
@@ -126,7 +126,7 @@ class RunReport(pl.Callback):
         count = f"{parameters:,}, of which {trained:,} are trained"
         if (held := sum(sizes.values())) != parameters:
             count += f"; this rank holds {held:,}"
-        return {
+        rows = {
             "model": model,
             "parameters": count,
             "data": self._data.describe(),
@@ -138,6 +138,13 @@ class RunReport(pl.Callback):
             "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step, and"
             f" {human_bytes(self._recorder.meter.ddp_start_bytes)} before the first",
         }
+        if isinstance(strategy, StreamingDiLoCoStrategy):
+            aside = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+            rows["a save takes"] = (
+                f"{human_bytes(aside)} more memory on each rank, as a validation does: the outer"
+                " weights stand in the model, its own beside it"
+            )
+        return rows
 
     def _conclude(self, trainer: pl.Trainer, module: LanguageModel, loss: float) -> None:
         losses = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def train(
         diloco.after_inner_step()
         states.append(state_of(module))
         if step == stop_at:
-            state = diloco.state_dict()
+            state = deepcopy(diloco.state_dict())
             diloco = start_eager(module, channel, mix=mix, wire_dtype=wire_dtype)
             diloco.load_state_dict(state)
     diloco.finish()

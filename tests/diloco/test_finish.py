@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_one_replica_alone_ends_with_its_local_weights(wire_dtype: str, dtype: t
 def test_the_end_is_no_outer_step_for_the_outer_optimizer() -> None:
     _, diloco = after_some_steps(7)
     assert diloco.in_flight == []
-    momenta = [f.state_dict()["optimizer"]["state"] for f in diloco.fragments]
+    momenta = [deepcopy(f.state_dict()["optimizer"]["state"]) for f in diloco.fragments]
     diloco.finish()
     for fragment, before in zip(diloco.fragments, momenta, strict=True):
         after = fragment.state_dict()["optimizer"]["state"]

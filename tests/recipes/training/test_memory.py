@@ -49,6 +49,8 @@ def test_lion_keeps_one_number_per_parameter(needed) -> None:
 def test_diloco_keeps_two_more(needed) -> None:
     n, need = needed("strategy=streaming_diloco")
     assert need.strategy == 8 * n
+    assert need.saving == 4 * n, "a save puts the local weights aside"
+    assert need.per_rank == 4 * n + 4 * n + 8 * n + 8 * n + 4 * n
     _, shared = needed("strategy=streaming_diloco", "strategy.replica_size=2")
     assert shared.strategy == 4 * n + 4 * n, "half of the outer state, and DDP's buckets"
     _, host = needed("strategy=streaming_diloco", "strategy.outer_device=cpu")
@@ -84,8 +86,9 @@ def test_it_is_said_with_numbers_before_anything_is_launched(compose_config, mon
         fit(config, build)
     assert re.search(
         r"needs at least [\d.]+ TB in the machine's memory for 2 rank\(s\) \(a rank's weights"
-        r" [\d.]+ GB, gradients [\d.]+ GB, optimizer [\d.]+ GB, StreamingDiLoCoStrategy [\d.]+ GB;"
-        r" activations come on top\), and [\d.]+ \w?B are free.*domino_tp.*check_memory=false",
+        r" [\d.]+ GB, gradients [\d.]+ GB, optimizer [\d.]+ GB, StreamingDiLoCoStrategy [\d.]+ GB,"
+        r" the copy of a save [\d.]+ GB; activations come on top\), and [\d.]+ \w?B are free"
+        r".*domino_tp.*check_memory=false",
         str(caught.value),
     )
 

@@ -153,6 +153,7 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     assert summary.bytes_sent == sum(sum(sent.values()) for sent in summary.bytes_by_phase.values())
     # the panel before the run means the same bytes: of a cycle's steps
     shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
+    assert re.search(r"a save takes [\d.]+ \w?B more memory on each rank", shown)
     per_step, cycle = human_bytes(size / 4), human_bytes(size)
     assert (
         f"one rank sends {per_step} per step in the mean over a cycle, {cycle} per cycle of 4"

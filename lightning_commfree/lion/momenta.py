@@ -64,22 +64,25 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """See that a saved optimizer state has a momentum for every parameter.
+    """See that what a saved optimizer state has of parameters are momenta for them.
 
     Args:
-        state: of a `DistributedLion.state_dict()`, by the parameter's number.
+        state: of a `DistributedLion.state_dict()`, by the parameter's number. It has nothing of
+            parameters with which no step has been taken.
         parameters: that it is to be loaded for, by their numbers.
 
     Raises:
-        ValueError: one is not there, or of another shape or dtype.
+        ValueError: one is something else, or of another shape or dtype.
     """
     for index, parameter in parameters.items():
-        own = state.get(index, {})
+        own = state.get(index)
+        if not own:
+            continue
         momentum = own.get("momentum")
         exact = torch.promote_types(parameter.dtype, torch.float32)
         wanted = f"{exact} of shape {list(parameter.shape)}"
         if not isinstance(momentum, Tensor):
-            found = f"it has {', '.join(map(repr, own))}" if own else "it has nothing"
+            found = f"it has {', '.join(map(repr, own))}"
         elif momentum.shape != parameter.shape or momentum.dtype != exact:
             found = f"it has {momentum.dtype} of shape {list(momentum.shape)}"
         else:

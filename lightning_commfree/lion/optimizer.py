@@ -152,12 +152,12 @@ class DistributedLion(Optimizer):
         bf16 parameter: they are taken over as they were saved.
 
         Raises:
-            ValueError: it lacks a momentum, or has one of another shape or dtype; nothing has been
-                loaded then. One that was saved before the first step may have none at all.
+            ValueError: it has something else than momenta of these parameters; nothing has been
+                loaded then.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
-        if len(saved) == len(own) and state_dict["state"]:
+        if len(saved) == len(own):  # else torch says so
             check_momenta(state_dict["state"], dict(zip(saved, own, strict=True)))
         super().load_state_dict(state_dict)
         for index, parameter in zip(saved, own, strict=True):

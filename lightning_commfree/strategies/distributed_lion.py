@@ -18,7 +18,6 @@ from lightning_commfree.lion import (
     DistributedLion,
     LionSettings,
     Voting,
-    check_momenta,
     mean_momenta,
 )
 from lightning_commfree.strategies._common_end import CommonEnd
@@ -232,10 +231,14 @@ class DistributedLionStrategy(ResumableStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if checkpoint.get("global_step") == 0:  # saved before the first step: there are none
-            return
-        own = [p for group in self._lion.param_groups for p in group["params"]]
-        check_momenta(self._lion.state_dict()["state"], dict(enumerate(own)))
+        step = checkpoint.get("global_step", 0)
+        if step and not any("momentum" in own for own in self._lion.state.values()):
+            raise ValueError(
+                f"The checkpoint was saved after {step} steps and its optimizer state has no"
+                " momentum, so it is not one of `DistributedLion`. Resume with the optimizer of"
+                " the save, or load the weights alone: `fit` without `ckpt_path`, after"
+                " `load_from_checkpoint`."
+            )
 
     @override
     def _resume_facts(self) -> dict[str, str]:

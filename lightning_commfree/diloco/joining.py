@@ -13,7 +13,8 @@ them join later, each time as a fragment of their own behind those that are ther
   of all frozen parameters in the headers of fragment 0. Where it differs, the replicas compare the
   hashes of each of them, and average those that differ, at once and then in every cycle: in fp32,
   as buffers are. The mean of moving averages is the moving average of the mean, so a teacher is
-  what it would be of the replicas' mean weights. What nobody moves costs no byte.
+  what it would be of the replicas' mean weights. What nobody moves costs no byte; it is read once
+  a cycle, at about the speed of memory.
 
 Buffers need no such thing: those of a checkpoint are averaged from the start, integers count, and
 what is not saved is each rank's own.
@@ -128,12 +129,19 @@ def refuse_late(module: nn.Module, fragments: Iterable[Fragment], replica_size: 
     held = {name for fragment in fragments for name in fragment.parameters}
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     if late := sorted(trainable - held):
-        why = (
-            f"with `replica_size={replica_size}` their gradients are not averaged in a replica"
+        why, advice = (
+            (
+                f"with `replica_size={replica_size}` their gradients are not averaged in a replica",
+                "or end the fit and begin another one",
+            )
             if replica_size > 1
-            else "belong to no fragment: every replica would train its own"
+            else (
+                "belong to no fragment: every replica would train its own",
+                "or between two steps, as `BackboneFinetuning` does when an epoch begins: in the"
+                " middle of one it is not seen in time",
+            )
         )
         raise RuntimeError(
             f"The parameters {late} became trainable after the fit had begun and {why}. Make them"
-            " trainable before `fit`, or end the fit and begin another one."
+            f" trainable before `fit`, {advice}."
         )

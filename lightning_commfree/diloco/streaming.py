@@ -76,7 +76,7 @@ class StreamingDiLoCo(Fleet):
     def before_inner_step(self) -> None:
         """Let join what has been thawed since the last step; nobody has trained it yet.
 
-        What thaws in the middle of a step is not seen in time, and refused later.
+        What thaws in the middle of a step is not seen in time, and refused after it.
         """
         if thawed := self._outside.thawed():
             if self.settings.replica_size > 1:
@@ -98,7 +98,7 @@ class StreamingDiLoCo(Fleet):
         self.step += 1
         self.evaluation.forget()
         launches = self.schedule.launched_at(self.step)
-        if launches:
+        if launches or self._outside.thawed():
             self._refuse_late()
         return any(self._exchange(launches, stop))
 
@@ -181,7 +181,9 @@ class StreamingDiLoCo(Fleet):
         assert not self._in_flight, "a state is loaded before the first step"
         assert not self.swap.is_in, "a state is loaded into the local copy"
         self.step = state["step"]
-        for parameters, buffers, offset in state["joined"]:
+        for parameters, buffers, offset in state.get(
+            "joined", ()
+        ):  # one saved by an earlier version has none
             self._join(Fragment(tuple(parameters), tuple(buffers)), offset)
             for name in parameters:
                 self._module.get_parameter(name).requires_grad_(True)

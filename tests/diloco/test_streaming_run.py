@@ -67,16 +67,16 @@ def test_batch_norm_statistics_are_averaged_and_counters_stay(tmp_path: Path) ->
 # Refusals, bytes, stop
 
 
-def test_a_parameter_that_becomes_trainable_later_is_refused_at_the_next_launch() -> None:
+def test_a_parameter_that_becomes_trainable_in_the_middle_of_a_step_is_refused_after_it() -> None:
     module = Net()
     module.embed.requires_grad_(False)
     diloco = start(module, alone())
-    for _ in range(3):
-        diloco.after_inner_step()
+    diloco.after_inner_step()
+    diloco.before_inner_step()
     module.embed.requires_grad_(True)
     text = (
         r"The parameters \['embed\.bias', 'embed\.weight'\] became trainable after the fit had"
-        r" begun and belong to no fragment.*Make them trainable before `fit`"
+        r" begun and belong to no fragment.*Make them trainable before `fit`, or between two steps"
     )
     with pytest.raises(RuntimeError, match=text):
         diloco.after_inner_step()

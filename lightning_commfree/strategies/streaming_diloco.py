@@ -148,7 +148,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._finished_at: int | None = None  # the inner step after which `finish` ran
         self._early_saves = EarlySaves()
         self._shadows = Shadows()
-        self._put_averages_in: Callable[[], None] = lambda: None
+        self._put_averages_in: Callable[[], None] | None = None
 
     @property
     def fragments(self) -> list[list[str]]:
@@ -292,6 +292,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._diloco is not None:
             self._finish(self._sigterm.requested)
             self._early_saves.write_again(self._module.trainer, self._running.step)
+            assert self._put_averages_in is not None, "a fit has begun"
             self._put_averages_in()
         super().on_train_end()
 
@@ -303,7 +304,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._end_without_training()
             self._diloco.close()
             self._fragments += self._joined
-            self._diloco = None
+            self._diloco = self._put_averages_in = None
         self._shadows.remove()
         super().teardown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_names_are_registered() -> None:
     names = {name for name in StrategyRegistry.available_strategies() if "diloco" in name}
     assert names == {"streaming_diloco", "streaming_diloco_fork", "streaming_diloco_spawn"}
     lightning_commfree.strategies.register_strategies()  # a second call changes nothing
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lightning_commfree.StreamingDiLoCoStrategy,
+        lightning_commfree.DistributedLionStrategy,
+        lightning_commfree.DominoTPStrategy,
+    ],
+)
+def test_a_strategy_pickles_as_spawned_ranks_need_it(kind: Any) -> None:
+    assert vars(pickle.loads(pickle.dumps(kind()))).keys() == vars(kind()).keys()
 
 
 @pytest.mark.parametrize("name", ["streaming_diloco", "distributed_lion_fork", "domino_tp_spawn"])

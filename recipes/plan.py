@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_commfree.planner import Advice, Job, Method, Model, advise, log_grid, methods
 from recipes.configuration.application import application
-from recipes.training.language_model import LanguageModel
+from recipes.training.language_model import LanguageModel, described
 from recipes.training.traffic import human_bytes
 
 Config = dict[str, Any]
@@ -102,7 +102,7 @@ def model_from_config(config: Config, vocab_size: int | None) -> Model:
         ValueError: the model has no list of as many blocks as its config has hidden layers.
     """
     vocabulary = {} if vocab_size is None else {"vocab_size": vocab_size}
-    model_config = instantiate(config, **vocabulary, _convert_="all")
+    model_config = described(lambda: instantiate(config, **vocabulary, _convert_="all"))
     with torch.device("meta"):  # a billion parameters are not allocated to be counted
         module = LanguageModel(model_config.to_dict())
     count = model_config.num_hidden_layers

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from recipes.configuration.application import application
 from recipes.data.token_data import TokenDataModule
-from recipes.training.language_model import LanguageModel
+from recipes.training.language_model import LanguageModel, described
 from recipes.training.memory import check_memory
 from recipes.training.run import Config, factory, run_job
 
@@ -41,11 +41,9 @@ def build_data(config: Config) -> TokenDataModule:
 def build_module(config: Config, data: TokenDataModule) -> LanguageModel:
     """Return the module; `conf/model/` is a transformers config that the tokenizer completes."""
     tokenizer = data.tokenizer
-    model_config = factory(config["model"])(
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    make = factory(config["model"])
+    model_config = described(lambda: make(vocab_size=len(tokenizer), **ends))
     return LanguageModel(
         model_config.to_dict(),
         factory(config["optimizer"]),

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from recipes.configuration.keys import CONF, check_keys
 from recipes.configuration.sentences import sentence
+from recipes.configuration.values import check_values
 
 Task = Callable[[DictConfig], Any]
 
@@ -25,10 +26,10 @@ HINT = f"Set the environment variable {FULL_ERROR}=1 for a complete stack trace.
 def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
     """Make the command of a recipe: `conf/CONFIG_NAME.yaml`, the words of the command line, a task.
 
-    It stands for `hydra.main` and does two things besides. A key that nobody reads is refused
-    before the task begins. And an error that the user can repair, in the configuration or raised on
-    purpose by a recipe, is told in a sentence, exit code 1; any other shows its traceback, and with
-    HYDRA_FULL_ERROR=1 all do.
+    It stands for `hydra.main` and does two things besides. A key that nobody reads, or a value that
+    its reader does not take, is refused before the task begins. And an error that the user can
+    repair, in the configuration or raised on purpose by a recipe, is told in a sentence, exit code
+    1; any other shows its traceback, and with HYDRA_FULL_ERROR=1 all do.
 
     Args:
         config_name: of the primary configuration, without its suffix.
@@ -42,7 +43,9 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
     def decorate(task: Task) -> Callable[[], None]:
         @functools.wraps(task)
         def checked(cfg: DictConfig) -> Any:
-            check_keys(cfg, HydraConfig.get().job.config_name)
+            config_name = HydraConfig.get().job.config_name
+            check_keys(cfg, config_name)
+            check_values(cfg, config_name)
             return task(cfg)
 
         @functools.wraps(task)

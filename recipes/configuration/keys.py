@@ -61,7 +61,7 @@ def parameters_of(target: str) -> set[str] | None:
         # has
         return {*found().to_dict(), *found.attribute_map}
     names: set[str] = set()
-    for function in _constructors(found):
+    for function in constructors(found):
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:  # written in C
@@ -136,7 +136,7 @@ def _root_keys(primary: Path) -> set[str]:
     return keys
 
 
-def _constructors(found: Any) -> Iterator[Any]:
+def constructors(found: Any) -> Iterator[Any]:
     """Yield what reads the keywords: a function, or the constructors from a class on upwards."""
     if not isinstance(found, type):
         yield found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +21,8 @@ from recipes.training.optimizer import OptimizerFactory
 # (batch, tokens): a position's label is its own token, -100 where it is no target.
 Batch = Tensor | dict[str, Tensor]
 
+T = TypeVar("T")
+
 NO_TARGET = -100  # transformers' label of a position that is not to be foretold
 
 
@@ -35,6 +38,20 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if isinstance(batch, Tensor):
         return batch.to(device)
     return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def described(make: Callable[[], T]) -> T:
+    """Return what `make` does of a description of a model: transformers' config, or a model of it.
+
+    Raises:
+        ValueError: transformers or torch cannot make it, whatever they say of it.
+    """
+    try:
+        return make()
+    except Exception as error:
+        raise ValueError(
+            f"The model cannot be made as `model` describes it. {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_pretrained(kind: Any, name_or_path: str, **kwargs: Any) -> Any:
@@ -96,9 +113,9 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters("model_config", "lora")
-        config = AutoConfig.for_model(**model_config)
+        config = described(lambda: AutoConfig.for_model(**model_config))
         if pretrained is None:
-            self.model = AutoModelForCausalLM.from_config(config)
+            self.model = described(lambda: AutoModelForCausalLM.from_config(config))
         else:
             loaded = load_pretrained(AutoModelForCausalLM, pretrained, config=config)
             self.model = loaded.float().train()  # it comes for evaluation, without dropout

@@ -77,13 +77,14 @@ class DiLoCoSettings:
         others = (("num_fragments", None), ("overlap_steps", EAGER))
         for name in counts:
             value = getattr(self, name)
-            if not isinstance(value, int) and (name, value) not in others:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole and (name, value) not in others:
                 raise TypeError(
                     f"`{name}={value!r}` must be a whole number, but it is a"
                     f" {type(value).__name__}. Give an int"
                     f"{' or ' + repr(EAGER) if name == 'overlap_steps' else ''}."
                 )
-        if not isinstance(self.mix, int | float):
+        if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
             raise TypeError(
                 f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Give"
                 " a float between 0 and 1."

@@ -29,7 +29,7 @@ class DominoSettings:
             value = getattr(self, name)
             if value is None and name == "tensor_parallel_size":
                 continue
-            if not isinstance(value, int):
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
                     f"`{name}={value!r}` must be a whole number, but it is a"
                     f" {type(value).__name__}. Give an int."

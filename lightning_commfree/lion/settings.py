@@ -36,7 +36,7 @@ class LionSettings:
                 )
         for name, least in (("momentum_sync_every", 0), ("node_size", 1), ("check_drift_every", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int):
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
                     f"`{name}={value!r}` must be a whole number, but it is a"
                     f" {type(value).__name__}. Give an int."

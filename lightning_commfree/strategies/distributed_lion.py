@@ -98,6 +98,8 @@ class DistributedLionStrategy(ResumableStrategy):
         self.settings = LionSettings(
             vote, ties, momentum_sync_every, nonfinite, node_size, check_drift_every
         )
+        if not isinstance(overlap, bool):
+            raise TypeError(f"`overlap={overlap!r}` must be True or False.")
         self.overlap = overlap
         self._voting: Voting | None = None
         self._overlaps = False

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from lightning_commfree import DistributedLionStrategy, DominoTPStrategy
 from recipes.configuration.keys import nearest
+from recipes.configuration.values import check_values
 from recipes.training.length import count_ranks
 
 RECIPE = "pretrain"  # module and configuration of the job
@@ -93,7 +94,8 @@ def build_jobs(plan: Plan, words: Sequence[str]) -> list[Job]:
 
     Raises:
         ValueError: an unknown strategy, a strategy's setting among the common ones, ranks that are
-            given twice, or jobs whose tokens per step differ.
+            given twice, jobs whose tokens per step differ, or a value that its reader does not
+            take.
     """
     check_strategies(plan.strategies)
     common = [word for word in words if _key(word).partition(".")[0] not in OWN_KEYS]
@@ -174,6 +176,7 @@ def _build_job(plan: Plan, name: str, common: Sequence[str]) -> Job:
         notes.append(note)
         config = _composed([*words, *own])
     words += [*_with_group(config, name, plan.folder), *own]
+    check_values(compose(RECIPE, [*words, _word("run_dir", str(plan.folder))]), RECIPE)
     if own:
         notes.append(f"For it alone: {', '.join(f'`{word}`' for word in own)}.")
     return Job(

@@ -36,6 +36,7 @@ def divided(model: nn.Module, ranks: int) -> ParallelModel:
             TypeError,
             r"`num_micro_batches=2\.0` must be a whole number, but it is a float\. Give an int\.",
         ),
+        ({"tensor_parallel_size": True}, TypeError, "must be a whole number, but it is a bool"),
         ({"num_micro_batches": None}, TypeError, "it is a NoneType"),
         ({"tensor_parallel_size": "2"}, TypeError, r"`tensor_parallel_size='2'` .* it is a str"),
     ],

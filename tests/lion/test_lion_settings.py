@@ -34,6 +34,7 @@ from lightning_commfree.lion import LionSettings
         ({"check_drift_every": -5}, ValueError, r"at least 0, where 0 means never"),
         ({"node_size": 0}, ValueError, r"`node_size=0` must be at least 1\.$"),
         ({"node_size": 2.0}, TypeError, r"`node_size=2.0` must be a whole number.* is a float"),
+        ({"node_size": True}, TypeError, r"`node_size=True` must be a whole number.* is a bool"),
         ({"momentum_sync_every": None}, TypeError, r"must be a whole number.* NoneType"),
         ({"check_drift_every": "10"}, TypeError, r"`check_drift_every='10'` must be a whole"),
         (

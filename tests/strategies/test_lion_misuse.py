@@ -21,6 +21,7 @@ from tests.world import run_ranks
         ({"ties": "coin"}, ValueError, "`ties='coin'` is unknown. Choose one of 'zero', 'random'."),
         ({"nonfinite": "skip"}, ValueError, "`nonfinite='skip'` is unknown."),
         ({"momentum_sync_every": -1}, ValueError, "`momentum_sync_every=-1` must be at least 0"),
+        ({"overlap": "no"}, TypeError, "`overlap='no'` must be True or False."),
         ({"momentum_sync_every": 2.5}, TypeError, "`momentum_sync_every=2.5` must be a whole"),
         ({"node_size": 0}, ValueError, "`node_size=0` must be at least 1"),
         ({"vote": "average", "ties": "random"}, ValueError, "means nothing with `vote='average'`"),

@@ -154,6 +154,8 @@ def test_a_folder_of_configuration_reaches_the_jobs() -> None:
         (["trainer.devices=2"], {"bandwidth": "1gbit"}, "every node has one rank. Choose"),
         ([], {"nodes": 3}, "`nodes=3` counts the nodes of the network laboratory"),
         ([], {"overrides": {"ddp": {"data.batch_size": 1}}}, "would train on 2,048 tokens per"),
+        (["data.num_workers=-1"], {}, "`data.num_workers=-1` is not legal for recipes.data"),
+        ([], {"overrides": {"ddp": {"seed": True}}}, "`seed=true` is not legal"),
         (["experiment=demo"], {}, "`strategy.sync_every` is no setting of ddp: experiment=demo"),
     ],
 )

@@ -34,7 +34,11 @@ Departures from the paper:
 from lightning_commfree.domino.channels import Channels
 from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.fill import on_meta
-from lightning_commfree.domino.finite import looks_finite, refuse_nonfinite
+from lightning_commfree.domino.finite import (
+    looks_finite,
+    refuse_nonfinite,
+    refuse_nonfinite_weights,
+)
 from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
@@ -57,6 +61,7 @@ __all__ = [
     "looks_finite",
     "on_meta",
     "refuse_nonfinite",
+    "refuse_nonfinite_weights",
     "sum_shared",
     "whole_tensor",
 ]

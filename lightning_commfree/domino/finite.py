@@ -4,12 +4,14 @@ A part of a divided weight is one rank's alone, and the mean over the data axis 
 it. So each rank looks at its own gradients ahead of that mean, in one pass over them: their
 Euclidean norm is finite where they are. A norm that is not may also be one that has overflowed;
 only then single numbers are looked at, and names exchanged.
+
+What hooks do to gradients after that, or an optimizer to weights, is found before a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,28 +43,59 @@ def refuse_nonfinite(
     Raises:
         RuntimeError: some rank has NaN or Inf; on all of them alike.
     """
-    found = gather_texts(channel, _describe(module, loss))
-    guilty = [
-        f"rank {rank} (tensor group {rank // group_size}) has {text}"
-        for rank, text in zip(channel.ranks, found, strict=True)
-        if text
-    ]
-    if guilty:
-        more = f"; and {len(guilty) - _NAMED} more ranks" if len(guilty) > _NAMED else ""
+    value = float(loss.detach())  # of the latest batch: of accumulated ones another may be to blame
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    text = _describe(gradients, "the gradients of ")
+    if text and not math.isfinite(value):
+        text = f"a loss of {value} and {text}"
+    if found := _named(channel, text, group_size):
         raise RuntimeError(
-            f"Gradients are not finite, before step {step}: {'; '.join(guilty[:_NAMED])}{more}. All"
-            " ranks stop; no parameter was changed. Look at that tensor group's batch, or lower the"
-            " learning rate, and go on from the last checkpoint."
+            f"Gradients are not finite, before step {step}: {found}. All ranks stop; no parameter"
+            " was changed. Look at that tensor group's batch, or lower the learning rate, and go on"
+            " from the last checkpoint."
         )
 
 
-def _describe(module: nn.Module, loss: Tensor) -> str:
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    bad = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+def refuse_nonfinite_weights(
+    channel: Channel, module: nn.Module, steps: int, group_size: int
+) -> None:
+    """See that trained weights are finite, before a checkpoint; collective.
+
+    Args:
+        channel: to all ranks of the fit.
+        module: with this rank's parts.
+        steps: that have been taken.
+        group_size: consecutive ranks that share a model.
+
+    Raises:
+        RuntimeError: some rank has NaN or Inf; on all of them alike.
+    """
+    weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    finite = not weights or bool(torch.nn.utils.get_total_norm(weights.values()).isfinite())
+    text = "" if finite else _describe(weights, "")
+    if found := _named(channel, text, group_size):
+        raise RuntimeError(
+            f"Weights are not finite, after step {steps}: {found}. No checkpoint is written, and"
+            " earlier ones are as they were. The gradients were finite behind backward: look at"
+            " hooks that change them, or weights, and at the learning rate."
+        )
+
+
+def _named(channel: Channel, text: str, group_size: int) -> str:
+    """Return who has said something, and what; empty if nobody has."""
+    guilty = [
+        f"rank {rank} (tensor group {rank // group_size}) has {said}"
+        for rank, said in zip(channel.ranks, gather_texts(channel, text), strict=True)
+        if said
+    ]
+    more = f"; and {len(guilty) - _NAMED} more ranks" if len(guilty) > _NAMED else ""
+    return "; ".join(guilty[:_NAMED]) + more
+
+
+def _describe(tensors: Mapping[str, Tensor], of: str) -> str:
+    bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if not bad:
         return ""
-    kind = "NaN" if bool(gradients[bad[0]].isnan().any()) else "Inf"
-    rest = f" and {len(bad) - 1} more of {len(gradients)}" if len(bad) > 1 else ""
-    value = float(loss.detach())  # of the latest batch: of accumulated ones another may be to blame
-    spoilt = "" if math.isfinite(value) else f"a loss of {value} and "
-    return f"{spoilt}{kind} in the gradients of {bad[0]!r}{rest}"
+    kind = "NaN" if bool(tensors[bad[0]].isnan().any()) else "Inf"
+    rest = f" and {len(bad) - 1} more of {len(tensors)}" if len(bad) > 1 else ""
+    return f"{kind} in {of}{bad[0]!r}{rest}"

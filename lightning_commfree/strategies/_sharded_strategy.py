@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino import Channels, on_meta
+from lightning_commfree.domino import Channels, on_meta, refuse_nonfinite_weights
 from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._rank_states import (
@@ -144,11 +144,16 @@ class ShardedStrategy(CountingStrategy):
         """Return the whole module's state on rank 0, gathered one tensor at a time.
 
         Collective; on the other ranks the dictionary is empty.
+
+        Raises:
+            RuntimeError: some rank's weights are not finite; on all ranks.
         """
         if self._sharded is None:
             return super().lightning_module_state_dict()
         if self._stopped_by_hand():
             return {}
+        steps, size = self._module.trainer.global_step, self.tensor_parallel_size
+        refuse_nonfinite_weights(self._open.world, self._module, steps, size)
         return self._sharded.state_dict(keep=self.is_global_zero)
 
     @override

@@ -57,6 +57,14 @@ class Spoilt(CausalLM):
         return loss * self.factor if self._now() and not self.part else loss
 
 
+class Late(CausalLM):
+    """On rank 1 a hook spoils a gradient that backward has left finite."""
+
+    def on_before_optimizer_step(self, _: Any) -> None:
+        if self.global_rank == 1 and self.trainer.global_step == GOOD:
+            self.wrapped["lm"].transformer.h[0].mlp.c_fc.weight.grad[0, 0] = INF
+
+
 NAN, INF = float("nan"), float("inf")
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # how it is spoilt, and what else `fit` takes
     "a group's loss": (((2, 3), NAN, False, GOOD), {"group": 2}),
@@ -68,8 +76,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # how it is spoilt, and what e
 }
 
 
-def fit(folder: Path, spoilt: Any, group: int, **kwargs: Any) -> tuple[str, int, dict[str, Tensor]]:
-    recorder, module = Recorder(), Spoilt(*spoilt)
+def fit(
+    folder: Path, module: CausalLM, group: int, **kwargs: Any
+) -> tuple[str, int, dict[str, Tensor]]:
+    recorder = Recorder()
     trainer = quiet_trainer(
         strategy=DominoTPStrategy(group),
         devices=SIZE,
@@ -89,7 +99,11 @@ def fit(folder: Path, spoilt: Any, group: int, **kwargs: Any) -> tuple[str, int,
 
 
 def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    return {name: fit(folder / name, spoilt, **kwargs) for name, (spoilt, kwargs) in CASES.items()}
+    found: dict[str, Any] = {
+        name: fit(folder / name, Spoilt(*spoilt), **kwargs)
+        for name, (spoilt, kwargs) in CASES.items()
+    }
+    return {**found, "late": fit(folder / "late", Late(), 2)}
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +157,17 @@ def test_a_norm_that_overflows_stops_nobody(ranks: list[Any]) -> None:
         text, steps, weights = found["large"]
         assert (text, steps) == ("", STEPS)
         assert all(t.isfinite().all() for t in weights.values())
+
+
+def test_weights_that_were_spoilt_behind_backward_are_not_saved(
+    ranks: list[Any], folder: Path
+) -> None:
+    for found in ranks:
+        text, steps, _ = found["late"]
+        assert steps == GOOD + 1
+        assert text.startswith(
+            f"Weights are not finite, after step {GOOD + 1}: rank 1 (tensor group 0) has NaN in"
+            " 'wrapped.lm.transformer.h.0.mlp.c_fc.weight'. No checkpoint is written, and"
+        )
+    saved = torch.load(folder / "late" / "kept.ckpt", weights_only=True)
+    assert saved["global_step"] == GOOD

@@ -25,8 +25,9 @@ NUM_BYTES = 32  # of a word with its place
 class Where(IntEnum):
     """What a rank has just done."""
 
-    BACKWARD = 0  # of a batch
-    EPOCH = 1  # all that it has of it
+    BATCH = 0  # got one
+    BACKWARD = 1  # of it
+    EPOCH = 2  # all that it has of it
 
 
 class Place(NamedTuple):
@@ -37,7 +38,7 @@ class Place(NamedTuple):
     batch: int  # of the epoch, from 0; -1: none yet
 
     def __str__(self) -> str:
-        if self.where == Where.BACKWARD:
+        if self.where != Where.EPOCH:
             return f"in batch {self.batch} of epoch {self.epoch}"
         after = f", behind its batch {self.batch}" if self.batch >= 0 else ", without a batch"
         return f"at the end of epoch {self.epoch}{after}"

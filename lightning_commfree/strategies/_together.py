@@ -53,6 +53,14 @@ class Together:
         for shadows in (self._sigterm, self._ends, self._shadows):
             shadows.remove()
 
+    def first_batch(self) -> None:
+        """See that all ranks have got a batch of this epoch.
+
+        Raises:
+            RuntimeError: some have none; on all ranks alike.
+        """
+        self._tell(Where.BATCH)
+
     def after_backward(self, steps: bool, finite: bool) -> bool:
         """Return whether the gradients of all ranks are finite.
 

@@ -210,6 +210,13 @@ class DominoTPStrategy(ShardedStrategy):
         self._go_on()
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:  # a rank without data would leave its tensor group in a forward
+            assert self._together is not None, "a fit has begun"
+            self._together.first_batch()
+        super().on_train_batch_start(batch, batch_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._check_first("train", (args, kwargs))
         return super().training_step(*args, **kwargs)

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[int, dict[int, int], tuple[Any, ...], dict[str, Any]]] = 
     "nobody's": (2, {}, (), {}),
     "accumulating": (2, {2: 3, 3: 3}, (), {"accumulate_grad_batches": 2}),
     "no data": (2, {2: 0, 3: 0}, (), {}),
+    "no data of one": (4, {1: 0}, (), {}),
     "too early": (2, {0: 3, 1: 3}, (), {"min_epochs": 2}),
 }
 
@@ -164,6 +165,11 @@ def test_sigterm_of_any_rank_ends_all_after_the_same_step(ends: list[End]) -> No
             "no data",
             "The ranks of this fit have gone different ways: ranks 2, 3 are at the end of epoch 0,"
             " without a batch; ranks 0, 1 are in batch 0 of epoch 0. Give all ranks equally many",
+        ),
+        (
+            "no data of one",
+            "The ranks of this fit have gone different ways: rank 1 is at the end of epoch 0,"
+            " without a batch; ranks 0, 2, 3 are in batch 0 of epoch 0. Give all ranks equally",
         ),
         (
             "too early",

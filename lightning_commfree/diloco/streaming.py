@@ -181,9 +181,8 @@ class StreamingDiLoCo(Fleet):
         assert not self._in_flight, "a state is loaded before the first step"
         assert not self.swap.is_in, "a state is loaded into the local copy"
         self.step = state["step"]
-        for parameters, buffers, offset in state.get(
-            "joined", ()
-        ):  # one saved by an earlier version has none
+        # in earlier versions nothing joined
+        for parameters, buffers, offset in state.get("joined", ()):
             self._join(Fragment(tuple(parameters), tuple(buffers)), offset)
             for name in parameters:
                 self._module.get_parameter(name).requires_grad_(True)

@@ -20,6 +20,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
+from lightning_commfree.diloco.exchange import ShardExchange
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import ADAMW, DEFAULTS, NESTEROV, Net, backward, bits, state_of, world
 from tests.world import run_ranks
@@ -313,6 +314,41 @@ def test_a_teacher_ends_equal_on_all_ranks_and_is_resumed_exactly(tmp_path: Path
                     assert torch.equal(again[name], tensor), (changes, name)
         one, other = (rank[i][1][0][-2][last] for rank in ranks[:2])
         assert not torch.equal(one, other), "before the end each has its own"
+
+
+class Wide(nn.Module):
+    """Large enough to go by shards, in a thread that is busy when the teacher joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.more = nn.Linear(200, 200), nn.Linear(200, 200)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+
+def move_by_shards(rank: int, size: int) -> tuple[list[type], Tensor]:
+    module, channel = Wide(), world(rank, size)
+    changes = {"wire_dtype": "fp4", "fragment_pattern": "balanced", "overlap_steps": 3}
+    diloco = begin(module, channel, **changes)
+    for _ in range(11):
+        with torch.no_grad():
+            module.student.weight.add_(0.01 * (rank + 1))
+            module.more.weight.sub_(0.02 * (rank + 1))
+        diloco.after_inner_step()
+        with torch.no_grad():
+            module.teacher.weight.lerp_(module.student.weight, 0.3)
+    diloco.finish()
+    ways = [type(exchange) for exchange in diloco._exchanges]
+    diloco.close()
+    channel.close()
+    return ways, module.teacher.weight.detach()
+
+
+def test_a_teacher_goes_by_shards_too(tmp_path: Path) -> None:
+    ranks = run_ranks(move_by_shards, 3, tmp_path)
+    for ways, teacher in ranks:
+        assert ways == [ShardExchange] * 3
+        assert torch.equal(teacher, ranks[0][1])
 
 
 def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:

@@ -24,8 +24,7 @@ _NAMED = 3
 
 def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
     """Return whether the norm of this rank's gradients is finite; waits for the device once."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return bool(torch.nn.utils.get_total_norm(gradients).isfinite()) if gradients else True
+    return _norm_is_finite([p.grad for p in parameters if p.grad is not None])
 
 
 def refuse_nonfinite(
@@ -71,14 +70,17 @@ def refuse_nonfinite_weights(
         RuntimeError: some rank has NaN or Inf; on all of them alike.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    finite = not weights or bool(torch.nn.utils.get_total_norm(weights.values()).isfinite())
-    text = "" if finite else _describe(weights, "")
+    text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")
     if found := _named(channel, text, group_size):
         raise RuntimeError(
             f"Weights are not finite, after step {steps}: {found}. No checkpoint is written, and"
             " earlier ones are as they were. The gradients were finite behind backward: look at"
             " hooks that change them, or weights, and at the learning rate."
         )
+
+
+def _norm_is_finite(tensors: list[Tensor]) -> bool:
+    return not tensors or bool(torch.nn.utils.get_total_norm(tensors).isfinite())
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:

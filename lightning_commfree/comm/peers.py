@@ -257,7 +257,8 @@ class PeerWatch:
             }
         return {
             self._rank: f"gave up on the exchange '{tag}' after {waited:.1f} s, although all other"
-            " ranks that could be asked answer and are as far as it is; look at the network"
+            " ranks that could be asked answer and are as far as it is; look at the network (a link"
+            " that was down takes up to as long again: make `timeout` over twice an outage)"
         }
 
     def _ask(self, news: Mapping[str, Any] | None = None, skip: Collection[int] = ()) -> _Answers:

@@ -65,7 +65,8 @@ class DistributedLionStrategy(ResumableStrategy):
         check_drift_every: steps from one comparison of the ranks' parameters to the next, by a hash
             that travels with the votes; a difference ends the fit. 0: never.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
-            them.
+            them. A link may be down for half of `timeout` (30 minutes by default), and for at most
+            about 15 minutes, after which Linux gives its connections up.
 
     Attributes:
         settings: the arguments above but `overlap`.

@@ -82,7 +82,8 @@ class DominoTPStrategy(ShardedStrategy):
             which hides less; "none": every all-reduce is waited for.
         num_micro_batches: parts, 2 or more.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
-            them.
+            them. A link may be down for half of `timeout` (30 minutes by default), and for at most
+            about 15 minutes, after which Linux gives its connections up.
 
     Attributes:
         settings: the arguments above.

@@ -92,7 +92,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory: 8 bytes
             per parameter less on the device. None: where the parameters are.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
-            them.
+            them. A link may be down for half of `timeout` (30 minutes by default), and for at most
+            about 15 minutes, after which Linux gives its connections up.
 
     Attributes:
         settings: the arguments above.

@@ -167,6 +167,11 @@ class NetLab:
                     "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape
                 )
 
+    def connect(self, connected: bool) -> None:
+        """Let the switch pass everything, or nothing; the nodes' own links stay up."""
+        state = "up" if connected else "down"
+        command_output("ip", "-n", self._switch, "link", "set", "br0", state)
+
     def counters(self, node: int) -> Counters:
         """Return the counters of a node's interface as they stand now."""
         command = ["ip", "netns", "exec", self._namespace(node), "cat", "/proc/self/net/dev"]

@@ -245,6 +245,7 @@ def test_without_a_culprit_the_error_says_that_all_answer() -> None:
         watch.wait([Broken()], "t")
     assert "(Connection closed by peer): rank 0 gave up on the exchange 't'" in str(caught.value)
     assert "all other ranks that could be asked answer" in str(caught.value)
+    assert "make `timeout` over twice an outage)" in str(caught.value)
     with pytest.raises(RuntimeError, match="rank 0 gave up on the exchange 't'"):
         other.wait([Endless()], "u")
 

@@ -22,12 +22,14 @@ from lightning_commfree.comm.interface import GlooInterface, unreachable
 from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.comm.world import join_restarted_world
 from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
+from lightning_commfree.strategies._rank_parts import copied
 from lightning_commfree.strategies._signals import stopped_by_hand
 from lightning_commfree.strategies._whole_files import (
     WholeCheckpointIO,
     check_whole,
     damaged,
     local_path,
+    writes_later,
 )
 
 T = TypeVar("T")
@@ -141,6 +143,9 @@ class NamingStrategy(DDPStrategy):
             RuntimeError: it cannot be written; on all ranks.
         """
         with self._failing_as_one():
+            if self.is_global_zero and writes_later(self.checkpoint_io):
+                # Lightning before 2.6 writes what the tensors have become meanwhile
+                checkpoint = copied(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

@@ -140,12 +140,21 @@ class SavedParts:
 
     Attributes:
         entry: what the checkpoint says of its ranks; empty where it says nothing.
+
+    Raises:
+        RuntimeError: it says it in another way.
     """
 
     def __init__(
         self, checkpoint_path: _PATH, checkpoint: Mapping[str, Any], weights_only: bool | None
     ) -> None:
         self.entry: Mapping[str, Any] = checkpoint.get(KEY, {})
+        if self.entry and not self.entry.keys() >= {"ranks", "token", "place", "facts", "own"}:
+            raise RuntimeError(
+                f"What the checkpoint {str(checkpoint_path)!r} says of its ranks, under {KEY!r},"
+                " was written by another version. Load its weights alone (`load_from_checkpoint`),"
+                " or resume with the version that has saved it."
+            )
         self._files = RankFiles(checkpoint_path, weights_only)
         self._path = str(checkpoint_path)
         self._tensors = tensors_of(checkpoint)

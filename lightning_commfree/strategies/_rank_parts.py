@@ -149,6 +149,11 @@ def _tensors(value: Any, at: Path) -> Iterator[tuple[Path, Tensor]]:
         yield from _tensors(child, (*at, key))
 
 
+def copied(state: Any) -> Any:
+    """Return nested dictionaries, lists and tuples with copies of their tensors in host memory."""
+    return _mapped(state, lambda _, tensor: tensor.detach().to("cpu", copy=True))
+
+
 def _mapped(value: Any, of_tensor: Callable[[Path, Tensor], Any], at: Path = ()) -> Any:
     if _has_bits(value):
         return of_tensor(at, value)

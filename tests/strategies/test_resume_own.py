@@ -229,6 +229,51 @@ def test_the_set_of_a_checkpoint_stays_until_the_next_one_is_written(tmp_path: P
     assert sets == 2
 
 
+class Unsnapped(AsyncCheckpointIO):
+    """Writes what the tensors are when it comes to it, as Lightning before 2.6 did."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._ensure_setup()
+        self.late = self._executor.submit(self.checkpoint_io.save_checkpoint, *args, **kwargs)
+
+
+class SavingLate(pl.Callback):
+    """Saves after step 4 with a writer that has to wait for step 5."""
+
+    def __init__(self, path: Path, writer: Held) -> None:
+        self.path, self.writer = path, writer
+        self.outer: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self.path)
+            with trainer.strategy.outer_weights():
+                self.outer = {name: t.clone() for name, t in module.state_dict().items()}
+            self.local = {name: t.clone() for name, t in module.named_parameters()}
+        elif trainer.global_step == 5:
+            self.writer.may.set()
+
+
+def late(rank: int, size: int, folder: Path) -> tuple[bool, bool]:
+    writer = Held()
+    callback = SavingLate(folder / "late.ckpt", writer)
+    _, straight, _ = fit(folder, Noisy(), callbacks=[callback], plugins=[Unsnapped(writer)])
+    assert writer.written.acquire(timeout=30)
+    saved = torch.load(folder / "late.ckpt", weights_only=True)["state_dict"]
+    differ = any(not torch.equal(callback.local[name], saved[name]) for name in callback.local)
+    _, resumed, _ = fit(folder, Noisy(), ckpt_path=folder / "late.ckpt")
+    exact = all(
+        torch.equal(got[name], expected[name])
+        for got, expected in zip(resumed, straight[4:], strict=True)
+        for name in expected
+    )
+    return all(torch.equal(saved[k], v) for k, v in callback.outer.items()) and differ, exact
+
+
+def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
+    assert run_ranks(late, 1, tmp_path, tmp_path) == [(True, True)]
+
+
 def saved_afterwards(rank: int, size: int, folder: Path) -> list[str]:
     trainer, _, _ = fit(folder, Noisy())
     trainer.save_checkpoint(folder / "late.ckpt")

@@ -40,17 +40,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def described(make: Callable[[], T]) -> T:
-    """Return what `make` does of a description of a model: transformers' config, or a model of it.
+def described(make: Callable[[], T], group: str = "model") -> T:
+    """Return what `make` does of a description: transformers' config, or a model of it.
+
+    Args:
+        make: the maker.
+        group: of the configuration, which has the description.
 
     Raises:
-        ValueError: transformers or torch cannot make it, whatever they say of it.
+        ValueError: transformers, peft or torch cannot make it, whatever they say of it.
     """
     try:
         return make()
     except Exception as error:
         raise ValueError(
-            f"The model cannot be made as `model` describes it. {type(error).__name__}: {error}"
+            f"The model cannot be made as `{group}` describes it. {type(error).__name__}: {error}"
         ) from error
 
 
@@ -63,7 +67,7 @@ def load_pretrained(kind: Any, name_or_path: str, **kwargs: Any) -> Any:
         **kwargs: of its `from_pretrained`.
 
     Raises:
-        ValueError: it cannot be found or read.
+        ValueError: it cannot be found or read, or its weights have other shapes.
     """
     try:
         return kind.from_pretrained(name_or_path, **kwargs)
@@ -73,6 +77,11 @@ def load_pretrained(kind: Any, name_or_path: str, **kwargs: Any) -> Any:
             " that could be loaded from the Hugging Face hub or its local cache (without a"
             " network, or with HF_HUB_OFFLINE=1, only folders and ids loaded before are found)."
             f" What transformers says: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"The weights in '{name_or_path}' do not fit the model: leave out keys of `model` that"
+            f" change its shape. What transformers says: {error}"
         ) from error
 
 
@@ -128,7 +137,8 @@ class LanguageModel(pl.LightningModule):
                 # it sees by itself that GPT-2's layers keep their weights transposed, and says so
                 warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-                self.model = get_peft_model(self.model, lora_config)
+                model = self.model
+                self.model = described(lambda: get_peft_model(model, lora_config), "lora")
         if gradient_checkpointing:
             # its name until transformers 5.22, which goes in 6
             old = getattr(self.model, "gradient_checkpointing_enable", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from recipes.training.language_model import load_pretrained
+from recipes.training.language_model import described, load_pretrained
 
 
 def find_pretrained(name_or_path: str) -> str:
@@ -51,7 +52,7 @@ def pretrained_config(name_or_path: str, **changes: Any) -> PretrainedConfig:
                 f"model.{name}: the `{type(config).__name__}` of '{name_or_path}' has no attribute"
                 f" of that name. It has {', '.join(sorted(config.to_diff_dict()))}, among others."
             )
-        setattr(config, name, value)
+        described(partial(setattr, config, name, value))
     # `torch_dtype` before transformers 4.56; a checkpoint of this run shall load in fp32 as well
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", "float32")
     return config

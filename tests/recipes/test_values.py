@@ -153,7 +153,6 @@ LINES: dict[str, tuple[list[str], dict[str, Legal]]] = {
             "model.hidden_size": whole(1),
             "model.num_hidden_layers": whole(1),
             "model.num_attention_heads": whole(1),
-            "model.num_key_value_heads": null(whole(1)),
             "model.tie_word_embeddings": flag,
         },
     ),

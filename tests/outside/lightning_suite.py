@@ -1,0 +1,194 @@
+"""Lightning's own tests with our strategies in place of `ddp`, and what they then do otherwise.
+
+    python tests/outside/lightning_suite.py CHECKOUT [--strategies streaming_diloco ...] [PATH ...]
+
+CHECKOUT is a checkout of Lightning's repository at the installed version; PATH, files and folders
+below its `tests/tests_pytorch`. Every test runs with `ddp` in place of `auto` and with each of our
+strategies (`stand_in.py`). A test that passes with `ddp` and not with ours is a difference, and
+`reasons.toml` says why it is one. The exit code is 1 if a difference has no reason there.
+
+Not part of CI, which has no such checkout. It needs what Lightning's tests import (cloudpickle,
+scikit-learn, jsonargparse); tests whose imports are missing fail alike with `ddp` and do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).parent
+OURS = ("streaming_diloco", "distributed_lion", "domino_tp")
+PATHS = ("trainer", "callbacks", "checkpointing", "loops", "strategies", "tuner", "test_cli.py")
+_BAD = ("failed", "error")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why some tests do not pass with ours.
+
+    Attributes:
+        text: for the reader.
+        said: pattern that the failure's message matches; empty: any.
+        tests: pattern that the test's name matches; empty: any.
+        strategies: for which it holds; empty: all.
+    """
+
+    text: str
+    said: str = ""
+    tests: str = ""
+    strategies: Sequence[str] = field(default=())
+
+    def explains(self, strategy: str, test: str, said: str) -> bool:
+        """Return whether this is why."""
+        return (
+            (not self.strategies or strategy in self.strategies)
+            and re.search(self.tests, test) is not None
+            and re.search(self.said, said, re.DOTALL) is not None
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended, and the message of a failure."""
+
+    outcome: str
+    said: str
+
+
+def read_reasons(path: Path) -> list[Reason]:
+    """Return the reasons that a TOML file holds, in its order: the first that explains counts."""
+    return [Reason(**entry) for entry in tomllib.loads(path.read_text())["reason"]]
+
+
+def read_outcomes(path: Path) -> dict[str, Outcome]:
+    """Return how each test ended; a failure at its end counts, whatever its call came to."""
+    found: dict[str, Outcome] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        row = json.loads(line)
+        if row["test"] not in found or row["outcome"] in _BAD:
+            found[row["test"]] = Outcome(row["outcome"], row["said"])
+    return found
+
+
+def differences(
+    control: dict[str, Outcome], ours: dict[str, Outcome], names: Iterable[str] = ()
+) -> dict[str, str]:
+    """Return test and message of what passes in the control and not with ours.
+
+    Args:
+        control: outcomes with `ddp`.
+        ours: outcomes with one of our strategies.
+        names: tests that are left out.
+    """
+    gone = Outcome("missing", "the test process ended before this test, or in it")
+    return {
+        test: ours.get(test, gone).said
+        for test, outcome in control.items()
+        if outcome.outcome == "passed"
+        and ours.get(test, gone).outcome != "passed"
+        and test not in names
+    }
+
+
+def run_tests(
+    checkout: Path, strategy: str, paths: Sequence[str], outcomes: Path, workers: int
+) -> dict[str, Outcome]:
+    """Run Lightning's tests with a strategy in place of `ddp`, and return how they ended."""
+    tests = checkout / "tests"
+    outcomes.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "COMMFREE_STAND_IN": strategy,
+        "COMMFREE_OUTCOMES": str(outcomes),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE), str(tests), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        ),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-q", "--tb=short", "--timeout=90"]
+    command += ["-n", str(workers), "--dist", "load", "-o", "addopts=", "-o", "xfail_strict=false"]
+    command += ["--rootdir", str(tests), *(str(tests / "tests_pytorch" / path) for path in paths)]
+    with outcomes.with_suffix(".log").open("w") as log:
+        subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False)
+    return read_outcomes(outcomes)
+
+
+def report(
+    strategy: str, found: dict[str, str], reasons: Sequence[Reason], tests: int
+) -> list[str]:
+    """Print a table of the differences by reason; return the tests that have none."""
+    counts: Counter[str] = Counter()
+    without = []
+    for test, said in found.items():
+        reason = next((r for r in reasons if r.explains(strategy, test, said)), None)
+        if reason is None:
+            without.append(test)
+        else:
+            counts[reason.text] += 1
+    print(f"\n## {strategy}: {len(found)} of {tests} tests that pass with `ddp` do not\n")
+    if found:
+        print("| tests | reason |\n|---|---|")
+    for text, count in counts.most_common():
+        print(f"| {count} | {text} |")
+    for test in without:
+        lines = found[test].strip().splitlines() or ["no message"]
+        print(f"| 1 | **none**: `{test}`: {lines[0][:160]} |")
+    return without
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and report; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("paths", nargs="*", default=list(PATHS), help="%(default)s")
+    parser.add_argument("--strategies", nargs="+", choices=OURS, default=list(OURS))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path("outputs/lightning_suite"))
+    parser.add_argument("--reasons", type=Path, default=HERE / "reasons.toml")
+    parser.add_argument("--keep", action="store_true", help="read outcomes that are there already")
+    options = parser.parse_args(arguments)
+    if not (options.checkout / "tests" / "tests_pytorch").is_dir():
+        parser.error(
+            f"{options.checkout} is no checkout of Lightning: no tests/tests_pytorch in it"
+        )
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    reasons = read_reasons(options.reasons)
+    outcomes = {}
+    for strategy in ("ddp", *options.strategies):
+        path = work / f"{strategy}.jsonl"
+        if options.keep and path.exists():
+            outcomes[strategy] = read_outcomes(path)
+        else:
+            checkout = options.checkout.resolve()
+            outcomes[strategy] = run_tests(checkout, strategy, options.paths, path, options.workers)
+    control = outcomes.pop("ddp")
+    passed = sum(outcome.outcome == "passed" for outcome in control.values())
+    print(
+        f"Lightning {version('lightning')}, tests of {options.checkout}: {passed} pass with `ddp`"
+    )
+    without = []
+    for strategy, ours in outcomes.items():
+        without += report(strategy, differences(control, ours), reasons, passed)
+    print(f"\n{len(without)} differences without a reason")
+    return 1 if without or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""A pytest plugin: our strategies where Lightning's own tests mean `auto`, `ddp*` or `DDPStrategy`.
+
+`COMMFREE_STAND_IN` names the strategy, "ddp" for the control. The outcome of every test goes to the
+file `COMMFREE_OUTCOMES`, one JSON object a line. With "distributed_lion", which votes with no other
+optimizer, `torch.optim.SGD`, `Adam` and `AdamW` are `DistributedLion`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import strategies
+
+import lightning_commfree
+
+NAME = os.environ["COMMFREE_STAND_IN"]
+OUTCOMES = Path(os.environ["COMMFREE_OUTCOMES"])
+KINDS = {
+    "ddp": strategies.DDPStrategy,
+    "distributed_lion": lightning_commfree.DistributedLionStrategy,
+    "domino_tp": lightning_commfree.DominoTPStrategy,
+    "streaming_diloco": lightning_commfree.StreamingDiLoCoStrategy,
+}
+_NAMES = {
+    "auto": NAME,
+    "ddp": NAME,
+    "ddp_find_unused_parameters_true": NAME,
+    "ddp_find_unused_parameters_false": NAME,
+    "ddp_spawn": f"{NAME}_spawn",
+    "ddp_fork": f"{NAME}_fork",
+    "ddp_notebook": f"{NAME}_fork",
+}
+
+
+class _LionFor(lightning_commfree.DistributedLion):
+    """Takes the arguments of any optimizer, and those that Lion has mean something."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, *_: Any, **more: Any) -> None:
+        super().__init__(params, lr=lr, weight_decay=more.get("weight_decay", 0.0))
+
+
+def pytest_configure() -> None:
+    """Put the strategy in where a Trainer is made."""
+    init = pl.Trainer.__init__
+
+    @functools.wraps(init)
+    def with_stand_in(self: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        strategy = kwargs.get("strategy", "auto")
+        if isinstance(strategy, str):
+            kwargs["strategy"] = _NAMES.get(strategy, strategy)
+        init(self, *args, **kwargs)
+
+    pl.Trainer.__init__ = with_stand_in  # type: ignore[method-assign]
+    if NAME == "distributed_lion":
+        for name in ("SGD", "Adam", "AdamW"):
+            setattr(torch.optim, name, _LionFor)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Replace the class in the test modules that have imported it."""
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        for name, value in list(vars(module).items()):
+            if value is strategies.DDPStrategy:
+                setattr(module, name, KINDS[NAME])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write how a test ended: its call, or what kept it from being called."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return  # the controller sees every report once more, of workers that have died too
+    if report.when != "call" and report.outcome == "passed":
+        return
+    crash = getattr(report.longrepr, "reprcrash", None)
+    said = crash.message if crash is not None else str(report.longrepr or "")
+    row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "said": said}
+    with OUTCOMES.open("a") as file:
+        file.write(json.dumps(row) + "\n")

@@ -121,8 +121,18 @@ def run_tests(
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
     }
-    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-q", "--tb=short", "--timeout=240"]
-    command += ["-n", str(workers), "--dist", "load", "-o", "addopts=", "-o", "xfail_strict=false"]
+    command = [sys.executable, "-m", "pytest", "-p", "stand_in", "-q", "--tb=short"]
+    command += [
+        "--timeout=240",
+        "-n",
+        str(workers),
+        "--dist",
+        "load",
+        "-o",
+        "addopts=",
+        "-o",
+        "xfail_strict=false",
+    ]
     command += ["--rootdir", str(tests), *(str(tests / "tests_pytorch" / path) for path in paths)]
     with outcomes.with_suffix(".log").open("w") as log:
         subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False)

@@ -56,6 +56,20 @@ class Silence(NamedTuple):
     reason: str
 
 
+class Answers(NamedTuple):
+    """What several ranks have answered."""
+
+    launched: dict[int, int]  # by rank, of those that answer
+    told: dict[int, dict[str, Any]]  # whole answers of these
+    gone: dict[int, str]  # reason by rank, of those that will never answer
+    silent: dict[int, str]  # reason by rank, of those that did not answer now
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """The gone ones; where there are none, the silent ones."""
+        return self.gone or self.silent
+
+
 class Listener:
     """Answers in a daemon thread of its own, from here to `close`.
 

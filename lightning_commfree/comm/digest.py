@@ -40,7 +40,7 @@ def thorough_digest(tensor: Tensor) -> Tensor:
     two rows and of two columns.
 
     Args:
-        tensor: contiguous, of any dtype and shape.
+        tensor: contiguous, not empty, of any dtype and shape.
 
     Returns:
         int64, no dimension, on the tensor's device.

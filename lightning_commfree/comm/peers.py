@@ -35,11 +35,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_commfree.comm.answering import (
     ANSWER_SECONDS,
     CARD_BYTES,
+    Answers,
     Card,
     Listener,
     Silence,
@@ -55,18 +56,6 @@ _ADVICE = "Restart all ranks from the last checkpoint."
 
 class _GivenUpError(RuntimeError):
     """An exchange is waited for no longer, by what was found out about the others."""
-
-
-class _Answers(NamedTuple):
-    launched: dict[int, int]  # by rank, of those that answer
-    told: dict[int, dict[str, Any]]  # whole answers of these
-    gone: dict[int, str]  # reason by rank, of those that will never answer
-    silent: dict[int, str]  # reason by rank, of those that did not answer now
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """The gone ones; where there are none, the silent ones."""
-        return self.gone or self.silent
 
 
 class PeerWatch:
@@ -230,7 +219,7 @@ class PeerWatch:
     # -- asking
 
     def _failure(
-        self, tag: str, waited: float, cause: str, answers: _Answers | None = None
+        self, tag: str, waited: float, cause: str, answers: Answers | None = None
     ) -> RuntimeError:
         if not self._lost:
             answers = answers or self._ask()
@@ -244,7 +233,7 @@ class PeerWatch:
             f" ({_first_line(cause)}): {found}. {_ADVICE}"
         )
 
-    def _blame(self, answers: _Answers, tag: str, waited: float) -> dict[int, str]:
+    def _blame(self, answers: Answers, tag: str, waited: float) -> dict[int, str]:
         if answers.lost:
             return answers.lost
         behind = {rank: n for rank, n in answers.launched.items() if n < self._launched}
@@ -261,10 +250,10 @@ class PeerWatch:
             " that was down takes up to as long again: make `timeout` over twice an outage)"
         }
 
-    def _ask(self, news: Mapping[str, Any] | None = None, skip: Collection[int] = ()) -> _Answers:
+    def _ask(self, news: Mapping[str, Any] | None = None, skip: Collection[int] = ()) -> Answers:
         """Ask all peers at the same time, and tell them the `news`."""
         cards = {r: c for r, c in self._peers.items() if c is not None and r not in skip}
-        answers = _Answers({}, {}, {}, {})
+        answers = Answers({}, {}, {}, {})
         if not cards:
             return answers
         with ThreadPoolExecutor(max_workers=min(len(cards), 64)) as callers:

@@ -197,3 +197,5 @@ def test_the_mix_of_digests_knows_their_order(codes: list[int], data: st.DataObj
 def test_a_gpu_hashes_as_a_cpu(dtype: torch.dtype, numel: int) -> None:
     values = (weights(numel) * 10).to(dtype)
     assert int(digest(values.cuda())) == int(digest(values))
+    if numel:
+        assert int(thorough_digest(values.cuda())) == int(thorough_digest(values))

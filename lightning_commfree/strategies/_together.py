@@ -4,7 +4,7 @@ One exchange of 32 bytes a rank takes the place of Lightning's own broadcast per
 
 - a gradient is not finite: all stop before the step (`domino.finite`);
 - the data or the will of some ranks end with this step: all end the fit after it (`CommonEnd`);
-- SIGTERM has come: all stop after this batch (`DeferredSigterm`);
+- SIGTERM has come: all stop after this step (`DeferredSigterm`);
 - a rank is somewhere else, for it has got no batch, or skips some: an error on all, that names it.
 """
 
@@ -81,7 +81,7 @@ class Together:
                 f" ones, after step {self._trainer.global_step}, and the other ranks would have"
                 " gone on. Give all ranks equally many batches, as with `limit_train_batches`."
             )
-        if any(said & _SIGTERM for said in words):
+        if steps and any(said & _SIGTERM for said in words):  # not in the middle of a step
             self._sigterm.agree()
         if len({said // _WHY for said in words}) > 1:
             self._ends.agree()

@@ -7,9 +7,9 @@ waits for ever. Here a handler only takes a note:
 
 1. Step 101: the launching process, which does not train, is sent SIGTERM and passes it on. The
    ranks take a note, each wherever it is.
-2. The ranks agree. Strategies of ours that communicate rarely let the note travel with their next
-   exchange; under all others the ranks add up their notes after every step, in place of the
-   broadcast that Lightning makes before every batch.
+2. The ranks agree. Strategies of ours let the note travel with their next exchange; under all
+   others the ranks add up their notes after every step, in place of the broadcast that Lightning
+   makes before every batch.
 3. Step 102: all know. They save `last.ckpt`, callbacks and loggers let go of what they hold, and
    all leave with 128 + the signal's number, as a shell counts processes that a signal has ended.
 
@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
-from lightning_commfree.strategies import ReplicatedStrategy
+from lightning_commfree.strategies import DominoTPStrategy, ReplicatedStrategy
 from recipes.training.report import CHECKPOINT_FOLDER
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -193,7 +193,8 @@ class Stopped(SIGTERMException):
 
 
 def _asks_the_strategy(trainer: pl.Trainer) -> bool:
-    return isinstance(trainer.strategy, ReplicatedStrategy) and trainer.world_size > 1
+    ours = isinstance(trainer.strategy, ReplicatedStrategy | DominoTPStrategy)
+    return ours and trainer.world_size > 1
 
 
 def _exit_code(trainer: pl.Trainer, signum: signal.Signals) -> int:

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[int, dict[int, int], tuple[Any, ...], dict[str, Any]]] = 
     "behind a validation": (4, {}, ("on_validation_end", 2, (3,)), {"val_check_interval": 2}),
     "at an epoch's end": (2, {}, ("on_train_epoch_end", LONG, (2,)), {}),
     "everybody's": (2, {}, ("on_train_batch_end", 2, EVERYBODY), {}),
-    "SIGTERM": (2, {}, ("on_train_batch_start", 2, (3,), True), {}),
+    "SIGTERM": (2, {}, ("on_train_batch_start", 2, (3,), True), {"accumulate_grad_batches": 2}),
     "nobody's": (2, {}, (), {}),
     "accumulating": (2, {2: 3, 3: 3}, (), {"accumulate_grad_batches": 2}),
     "no data": (2, {2: 0, 3: 0}, (), {}),

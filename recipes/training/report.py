@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.ledger import VALIDATION
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.evaluation import generate_text, token_loss
@@ -87,7 +89,7 @@ class RunReport(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         if self._evaluate_before:
-            self._initial_loss = token_loss(pl_module, self._data.val_dataloader())
+            self._initial_loss = self._evaluate(pl_module)
         self._train_start = time.monotonic()
 
     @override
@@ -96,7 +98,7 @@ class RunReport(pl.Callback):
         if isinstance(trainer.strategy, DominoTPStrategy):
             # the weights are final, and put together they may be too large for one device
             start = time.monotonic()
-            self._final_loss = token_loss(pl_module, self._data.val_dataloader())
+            self._final_loss = self._evaluate(pl_module)
             self._train_start += time.monotonic() - start
 
     @override
@@ -107,10 +109,16 @@ class RunReport(pl.Callback):
             # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
             # device of their group
             pl_module.to(trainer.strategy.root_device)
-            self._final_loss = token_loss(pl_module, self._data.val_dataloader())
+            self._final_loss = self._evaluate(pl_module)
         if trainer.is_global_zero:
             self._conclude(trainer, pl_module, self._final_loss)
         pl_module.cpu()
+
+    def _evaluate(self, module: LanguageModel) -> float:
+        """Return the loss over the whole validation split; a divided model sends for it."""
+        ledger = self._recorder.meter.ledger
+        with nullcontext() if ledger is None else ledger.during(VALIDATION):
+            return token_loss(module, self._data.val_dataloader())
 
     def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
         strategy, traffic = trainer.strategy, self._recorder.meter.plan

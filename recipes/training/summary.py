@@ -102,10 +102,14 @@ def _against_ddp(summary: RunSummary) -> str:
         return f"{text}none of it"
     in_all = (summary.ddp_bytes + summary.ddp_start_bytes) / summary.bytes_sent
     return (
-        f"{text}{share(summary.ddp_bytes / summary.bytes_in_steps)} of it. All in all"
-        f" {human_bytes(summary.bytes_sent)}, {share(in_all)} of what DDP sends with the"
+        f"{text}{_part(summary.ddp_bytes / summary.bytes_in_steps)} that. All in all"
+        f" {human_bytes(summary.bytes_sent)}, {_part(in_all)} what DDP sends with the"
         f" {human_bytes(summary.ddp_start_bytes)} of its start"
     )
+
+
+def _part(times_less: float) -> str:
+    return f"{share(times_less)} {'of' if times_less > 1.005 else 'times'}"
 
 
 def share(times_less: float) -> str:

@@ -163,7 +163,7 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     assert "in training steps (counted), " in rows["one rank sent"]
     assert re.search(r"start .*\(start .*; end .* \(outer_gradient ", rows["besides"])
     sent = summary.bytes_in_steps
-    assert f"this run's sent {share(summary.ddp_bytes / sent)} of it" in rows["fp32 DDP"]
+    assert f"this run's sent {share(summary.ddp_bytes / sent)} of that" in rows["fp32 DDP"]
 
 
 def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data, capfd) -> None:
@@ -173,8 +173,12 @@ def test_the_loss_of_a_divided_model_is_that_of_the_whole_one(fit, data, capfd) 
     shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
     parameters = sum(p.numel() for p in module.parameters())
     assert f"{parameters:,}, of which {parameters:,} are trained; this rank holds " in shown
-    # validations divide the model too, and saves put it together: none of it is a step's
+    # validations divide the model too, and saves put it together: none of it is a step's; what the
+    # panel has foretold is what the steps sent
+    per_step = summary.bytes_by_phase["steps"]["tensor_forward"] / STEPS
+    assert f"tensor_forward {human_bytes(per_step)}" in shown.partition("After training")[0]
     assert summary.bytes_by_phase["validation"]["tensor_forward"] > 0
+    assert "tensor_forward" not in summary.bytes_by_phase["end"]
     assert "tensor_state" not in summary.bytes_by_phase["steps"]
 
 
@@ -258,5 +262,5 @@ def test_a_sample_is_shown_without_its_empty_lines() -> None:
     assert rows["sample"] == "a\nb [bold]"
     assert rows["one rank sent"] == "10 B in training steps (counted), 10 B per step: a 10 B"
     assert rows["besides"] == "start 20 B (start 16 B, peers 4 B)"
-    assert "this run's sent 1/4 of it. All in all 30 B, 1/2 of what DDP" in rows["fp32 DDP"]
+    assert "this run's sent 1/4 of that. All in all 30 B, 1/2 of what DDP" in rows["fp32 DDP"]
     assert rows["checkpoint"] == "none was written"

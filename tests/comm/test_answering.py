@@ -79,7 +79,7 @@ def test_hundreds_who_connect_and_say_nothing_or_little_cost_no_thread_and_no_an
                 caller.sendall(b'{"key": ')
         asked = time.monotonic()
         assert other.told("t") == {0: {}}
-        assert time.monotonic() - asked < 1.0
+        assert time.monotonic() - asked < 3.0
         assert threading.active_count() <= threads, "none for all of them"
         for caller in callers:
             caller.settimeout(10.0)

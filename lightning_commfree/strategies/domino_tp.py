@@ -66,6 +66,9 @@ class DominoTPStrategy(ShardedStrategy):
     which Lightning's sampler sees to. A fit that is resumed on as many ranks goes on bit for bit;
     on other ones from the same weights and optimizer state, and a message says what begins anew.
 
+    NaN or Inf in a gradient ends the fit on all ranks before the step, and the error names where.
+    Uneven data, `trainer.should_stop` on one rank and SIGTERM end it on all after the same step.
+
     A model of those classes may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
     checkpoint's values (`ckpt_path`) or of fresh ones, drawn layer by layer by the model's own

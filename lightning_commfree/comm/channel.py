@@ -33,6 +33,7 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.peers import TAG as PEERS_TAG
 from lightning_commfree.comm.peers import PeerWatch
+from lightning_commfree.comm.places import Places
 from lightning_commfree.comm.unshared import Unshared
 
 T = TypeVar("T")
@@ -210,6 +211,10 @@ class Channel:
     def crossings(self) -> Crossings:
         """Return this rank's crossings, to be passed in the same order on all of them."""
         return Crossings(self._watch)
+
+    def places(self) -> Places:
+        """Return this rank's way past the places where all may meet."""
+        return Places(self._watch)
 
     def close(self) -> None:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""

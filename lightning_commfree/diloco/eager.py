@@ -40,6 +40,8 @@ from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
 class EagerDiLoCo(StreamingDiLoCo):
     """`StreamingDiLoCo` with `overlap_steps="eager"`; same arguments and attributes."""
 
+    _lands_first = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent: dict[int, Tensor] = {}  # by fragment in flight: its own part, encoded
@@ -60,6 +62,10 @@ class EagerDiLoCo(StreamingDiLoCo):
         for p in launches:
             arrives = p in self._in_flight
             late, stopped = self._take_late(p)
+            if self.parted:  # all end here
+                self._land_late(p, late)
+                stops.append(stopped)
+                break
             nonfinite = self._launch(p, stop)
             late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
             self.fragments[p].outer_step(late)
@@ -82,10 +88,19 @@ class EagerDiLoCo(StreamingDiLoCo):
         stops = []
         for p in list(self._in_flight):
             late, stopped = self._take_late(p)
-            self.fragments[p].outer_step(late)
-            self.fragments[p].merge(self.settings.mix, buffers=False)  # a cycle old
+            self._land_late(p, late)
             stops.append(stopped)
         return stops
+
+    @property
+    @override
+    def _lands_after(self) -> int:
+        return self.settings.sync_every
+
+    def _land_late(self, p: int, late: Tensor) -> None:
+        """Take the others' part alone, in a last landing."""
+        self.fragments[p].outer_step(late)
+        self.fragments[p].merge(self.settings.mix, buffers=False)  # a cycle old
 
     def _take_late(self, p: int) -> tuple[Tensor, bool]:
         """Return the others' part of the mean that lands now, and whether somebody wants to stop.

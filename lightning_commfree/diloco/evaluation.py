@@ -99,7 +99,7 @@ class Evaluation:
         values = mean.values()
         nonfinite = is_nonfinite(mean.fragment, values, self._replica)
         pending = mean.exchange.launch(values, Header(False, step, 0, nonfinite), TAG)
-        return Flight(mean.exchange, pending, time.perf_counter())
+        return Flight(mean.exchange, pending, time.perf_counter(), step)
 
     def _receive(self, p: int, flight: Flight, step: int) -> Tensor:
         mean = self._means[p]

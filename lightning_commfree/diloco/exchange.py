@@ -21,10 +21,10 @@ number, that is the mean to the last bit. N counts the values in the wire format
 
 A *header* of three int64 goes ahead of the values: whether the sender wants all to stop, and
 whether its values hold NaN or Inf, and with these flags a digest of what no fragment holds
-(`joining`); its inner step; a digest of its global copy (0: none). The second message of the
-exchange by shards says what its sender saw in all headers, and carries its part of the gradients'
-inner products. A replica with NaN or Inf is left out of the mean: the others are divided by their
-own number.
+(`joining`); its inner step, and after which one its training has ended; a digest of its global copy
+(0: none). The second message of the exchange by shards says what its sender saw in all headers, and
+carries its part of the gradients' inner products. A replica with NaN or Inf is left out of the
+mean: the others are divided by their own number.
 
 Codes of values on a CUDA device are made there, on a stream of their own, and come down on it;
 where the channel wants them on the host, a thread beside the training waits for them and sends
@@ -48,6 +48,7 @@ from lightning_commfree.diloco.blocks import BLOCK
 from lightning_commfree.diloco.letter import (
     Header,
     Letter,
+    Mark,
     compare_headers,
     merge_rolls,
     others,
@@ -67,6 +68,7 @@ class Arrival(NamedTuple):
     steps_differ: bool  # the messages are of different inner steps
     rest_differs: bool  # what stands in no fragment, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
+    ended: tuple[int, ...]  # by replica, the code of its mark; -1: it trains on
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, replica: Channel) -> Arrival:
@@ -80,7 +82,8 @@ class Arrival(NamedTuple):
         anywhere = all_of_them[:, : len(flags)].any(dim=0).tolist()
         stop, drifted, differ, rest_differs = (bool(flag) for flag in anywhere)
         gram = all_of_them[:, len(flags) :].sum(dim=0).view_as(self.gram)
-        return Arrival(self.mean, stop, drifted, differ, rest_differs, self.nonfinite, gram)
+        own = self.nonfinite, self.ended  # of whole replicas
+        return Arrival(self.mean, stop, drifted, differ, rest_differs, *own, gram)
 
     @property
     def norm(self) -> float:
@@ -115,6 +118,9 @@ class Exchange(Protocol):
 
         The ledger counts it under `tag`.
         """
+
+    def ended(self, arrived: Tensor) -> tuple[int, ...]:
+        """Return `Arrival.ended` alone."""
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """Decode on `device` what arrived."""
@@ -190,6 +196,10 @@ class GatherExchange:
             lambda: self._channel.all_gather(message(), tag).wait(), tag, message
         )
 
+    def ended(self, arrived: Tensor) -> tuple[int, ...]:
+        """See `Exchange`."""
+        return compare_headers(self._letter.headers(arrived)).ended
+
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
         roll = compare_headers(self._letter.headers(arrived))
@@ -244,6 +254,10 @@ class ShardExchange:
         staged = self.staging.stage(write, header.on_device(values))
         return self._background.submit(self._carry(staged, tag), tag, staged)
 
+    def ended(self, arrived: Tensor) -> tuple[int, ...]:
+        """See `Exchange`."""
+        return merge_rolls(self._down.headers(arrived)).ended
+
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `Exchange`."""
         roll = merge_rolls(self._down.headers(arrived))
@@ -268,7 +282,9 @@ class ShardExchange:
             mean, gram_KK = self._up.average(counted)
             own = self._channel.rank in roll.nonfinite
             differ, rest = int(roll.steps_differ), int(roll.rest_differs)
-            seen = Header(roll.stop, int(roll.drifted), differ, own, rest)
+            ended = roll.ended[self._channel.rank]
+            mark = None if ended < 0 else Mark.decode(ended)
+            seen = Header(roll.stop, int(roll.drifted), differ, own, rest, mark)
             exact = self._up.average_exact(counted)
             extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))
             message = self._down.write(mean, exact, seen, extra=extra)

@@ -114,7 +114,7 @@ class Fleet(ABC):
         nonfinite = is_nonfinite(self.fragments[p], values, self._replica)
         rest = self._outside.word(values=p == 0 and self._channel.size > 1)
         pending = exchange.launch(values, header._replace(nonfinite=nonfinite, rest=rest))
-        self._in_flight[p] = Flight(exchange, pending, time.perf_counter())
+        self._in_flight[p] = Flight(exchange, pending, time.perf_counter(), self.step)
         return nonfinite
 
     def _receive(self, p: int) -> Arrival:
@@ -125,11 +125,16 @@ class Fleet(ABC):
         arrival = receive(flight, fragment.global_copy.device, self._replica)
         names = fragment.fragment.parameters
         refuse_landing(arrival, p, names, self.step, self._channel, self.settings)
+        self._note(flight, arrival)
         lr = float(fragment.optimizer.param_groups[0]["lr"])
         self.landings[p] = Landing.of(arrival, flight, lr, waited_s, self.landings.get(p))
         if arrival.rest_differs:
             self._average_moved()
         return arrival
+
+    @abstractmethod
+    def _note(self, flight: Flight, arrival: Arrival) -> None:
+        """Learn from what lands which replicas have ended."""
 
     @abstractmethod
     def _average_moved(self) -> None:

@@ -21,6 +21,7 @@ class Flight(NamedTuple):
     exchange: Exchange
     pending: Pending[Tensor]
     launched_s: float  # on the clock of `time.perf_counter`
+    step: int  # after which it was launched
 
 
 class Landing(NamedTuple):

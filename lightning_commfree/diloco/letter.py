@@ -14,6 +14,24 @@ from lightning_commfree.diloco.wire import WireFormat, decode
 _HEADER_BYTES = 3 * 8
 _STOP, _NONFINITE = 1, 2  # bits of the first word
 _REST_FROM = 8
+_MARK_FROM = 31  # bits of the second word: above the step, the code of a mark, plus one
+
+
+class Mark(NamedTuple):
+    """What a replica says whose training has ended."""
+
+    step: int  # after which
+    goes_on: bool  # it would have, without others that end
+
+    @property
+    def code(self) -> int:
+        """As one number, 0 or more."""
+        return 2 * self.step + self.goes_on
+
+    @staticmethod
+    def decode(code: int) -> Mark:
+        """Take apart what `code` put together."""
+        return Mark(code // 2, bool(code % 2))
 
 
 class Header(NamedTuple):
@@ -24,12 +42,14 @@ class Header(NamedTuple):
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values hold NaN or Inf
     rest: Tensor | int = 0  # hash of what stands in no fragment, and of what has joined; 40 bits
+    ended: Mark | None = None  # this replica's training has
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
-        """As it travels: flags and rest, step, digest."""
+        """As it travels: flags and rest, step and mark, digest."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        return flags + (self.rest << _REST_FROM), self.step, self.digest
+        mark = 0 if self.ended is None else self.ended.code + 1
+        return flags + (self.rest << _REST_FROM), self.step + (mark << _MARK_FROM), self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return the values and those tensors of the header that live beside them."""
@@ -45,6 +65,7 @@ class Roll(NamedTuple):
     steps_differ: bool
     rest_differs: bool  # what stands in no fragment, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
+    ended: tuple[int, ...]  # by replica, the code of its mark; -1: it trains on
 
 
 class Letter:
@@ -154,22 +175,23 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
 def compare_headers(headers_M3: Tensor) -> Roll:
     """Put the headers of all replicas together; int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
+    steps, ended = _steps_and_marks(steps)
     drifted, differ, rest_differs = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _REST_FROM)
     )
-    return Roll(_any_stops(flags), drifted, differ, rest_differs, _nonfinite(flags))
+    return Roll(_any_stops(flags), drifted, differ, rest_differs, _nonfinite(flags), ended)
 
 
 def merge_rolls(headers_M3: Tensor) -> Roll:
     """Put together what replicas say of the headers that they have seen, in headers of their own.
 
     Their step stands for "drifted", their digest for "steps differ" and their rest for "rest
-    differs"; what is not finite is each one's own.
+    differs"; what is not finite and its mark are each one's own.
     """
     flags, drifted, differ = headers_M3.unbind(1)
-    rest_differs = bool((flags >> _REST_FROM).any())
-    nonfinite = _nonfinite(flags)
-    return Roll(_any_stops(flags), bool(drifted.any()), bool(differ.any()), rest_differs, nonfinite)
+    drifted, ended = _steps_and_marks(drifted)
+    said = bool(drifted.any()), bool(differ.any()), bool((flags >> _REST_FROM).any())
+    return Roll(_any_stops(flags), *said, _nonfinite(flags), ended)
 
 
 def others(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
@@ -184,3 +206,9 @@ def _any_stops(flags_M: Tensor) -> bool:
 
 def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
+
+
+def _steps_and_marks(words_M: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Take the second words of headers apart: the steps, and the codes of the marks."""
+    codes = (words_M >> _MARK_FROM) - 1
+    return words_M & ((1 << _MARK_FROM) - 1), tuple(codes.tolist())

@@ -56,6 +56,11 @@ class Schedule:
         """Return the fragments that land after inner step `step`, in ascending order."""
         return self.launched_at(step - self.overlap_steps)
 
+    def latest_launch(self, fragment: int, step: int) -> int:
+        """Return the step of the fragment's latest launch, at inner step `step` or before."""
+        offset = self.offset(fragment)
+        return offset + (step - offset) // self.sync_every * self.sync_every
+
     def launches_until(self, fragment: int, step: int) -> int:
         """Return how often the fragment has launched after inner step `step`."""
         return max((step - self.offset(fragment)) // self.sync_every, 0)

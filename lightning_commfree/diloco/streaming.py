@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.diloco.ending import CommonEnd
 from lightning_commfree.diloco.evaluation import Evaluation
 from lightning_commfree.diloco.finite import begin_anew, refuse_to_save, take_global
-from lightning_commfree.diloco.fleet import Fleet
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.landing import Flight
 from lightning_commfree.diloco.letter import Header
@@ -33,7 +34,7 @@ from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.swap import Swap
 
 
-class StreamingDiLoCo(Fleet):
+class StreamingDiLoCo(CommonEnd):
     """One replica's part of the algorithm.
 
     Args:
@@ -103,8 +104,10 @@ class StreamingDiLoCo(Fleet):
         return any(self._exchange(launches, stop))
 
     @torch.no_grad()
-    def finish(self, stop: bool = False) -> bool:
+    def finish(self, stop: bool = False, goes_on: bool = False) -> bool:
         """Land what is in flight, then take the plain mean of the replicas' local weights.
+
+        Where this replica ends before others it waits for them (`ending`).
 
         Global and local copies are that mean then, to the bit and on all replicas, averaged buffers
         too; a second call moves nothing. An outer step in its place would throw away most of what a
@@ -116,13 +119,17 @@ class StreamingDiLoCo(Fleet):
         The outer momentum stays what it was, for it has no part in the mean: it is an average of
         former outer gradients, and where training goes on they still say where it was going.
 
+        Args:
+            stop: as `after_inner_step` takes it.
+            goes_on: this replica would have trained on, without others that end.
+
         Returns:
             Whether any replica wants to stop, as `after_inner_step` does.
         """
         self._refuse_late()
         swapped = self.swap.is_in
         self.swap.put_back()
-        stops = self._finish_rounds(stop)
+        stops = self._finish_rounds(stop, goes_on)
         if swapped:
             self.swap.put_in()
         return any(stops)
@@ -191,7 +198,12 @@ class StreamingDiLoCo(Fleet):
         for tensor, saved in zip(self.swap.local, state["local"], strict=True):
             tensor.copy_(saved)
         self._in_flight = {
-            p: Flight(self._exchanges[p], Pending.here(arrived), time.perf_counter())
+            p: Flight(
+                self._exchanges[p],
+                Pending.here(arrived),
+                time.perf_counter(),
+                self.schedule.latest_launch(p, self.step),
+            )
             for p, arrived in state["in_flight"].items()
         }
 
@@ -203,30 +215,38 @@ class StreamingDiLoCo(Fleet):
         landings = [p for p in self.schedule.landed_at(self.step) if p in self._in_flight]
         return [self._land(p, self.settings.mix) for p in landings]
 
-    def _finish_rounds(self, stop: bool) -> list[bool]:
-        stops = self._land_in_flight()
-        for p, _ in enumerate(self.fragments):  # one may join meanwhile
-            stops.append(self._settle(p, stop))
-        return stops
-
+    @override
     def _land_in_flight(self) -> list[bool]:
         return [self._land(p, self.settings.mix) for p in list(self._in_flight)]
 
+    @property
+    @override
+    def _lands_after(self) -> int:
+        return self.schedule.overlap_steps
+
+    @override
     def _settle(self, p: int, stop: bool) -> bool:
-        """Take the mean of a last round, which is an outer step of learning rate 1 as it were."""
         mean = self.means[p]
         digest = self._digest(p) if mean.as_difference else 0
-        self._send(p, mean.exchange, mean.values(), Header(stop, self.step, digest))
+        header = Header(stop, self.step, digest, ended=self._ended)
+        self._send(p, mean.exchange, mean.values(), header)
+        return self._settle_arrived(p)
+
+    @override
+    def _settle_arrived(self, p: int) -> bool:
+        """Take the mean of a last round, which is an outer step of learning rate 1 as it were."""
         arrival = self._receive(p)
+        mean = self.means[p]  # another one if something has joined
         self.fragments[p].settle(None if self._channel.size == 1 else mean.of(arrival.mean))
         self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
         if self._channel.rank in arrival.nonfinite:
             self._begin_anew(p, [p])
         return arrival.stop
 
+    @override
     def _launch(self, p: int, stop: bool) -> Tensor:
         gradient = self.fragments[p].outer_gradient()
-        header = Header(stop, self.step, self._digest(p))
+        header = Header(stop, self.step, self._digest(p), ended=self._ended)
         return self._send(p, self._exchanges[p], gradient, header)
 
     def _land(self, p: int, mix: float) -> bool:
@@ -244,6 +264,7 @@ class StreamingDiLoCo(Fleet):
         parameters = map(self._module.get_parameter, names)
         begin_anew(self.optimizers, parameters, p, self.step, taken)
 
+    @override
     def _average_moved(self) -> None:
         """Let what hooks have moved join, and average it at once."""
         if moved := self._outside.moved(self._channel, self._background, self._replica):

@@ -27,11 +27,11 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.strategies._shadows import Shadows
 
 TAG = "end"
-_GOES_ON, _DATA, _WILL, _MAX_STEPS = range(4)
-_WHY = {
-    _DATA: "The data of {ranks} ended",
-    _WILL: "{ranks} wanted to stop (`trainer.should_stop`)",
-    _MAX_STEPS: "{ranks} reached `max_steps`",
+GOES_ON, DATA, WILL, MAX_STEPS = range(4)
+WHY = {
+    DATA: "The data of {ranks} ended",
+    WILL: "{ranks} wanted to stop (`trainer.should_stop`)",
+    MAX_STEPS: "{ranks} reached `max_steps`",
 }
 
 
@@ -74,20 +74,20 @@ class CommonEnd:
 
     def comes(self) -> bool:
         """Return whether this rank's epoch or fit ends with the optimizer step that runs."""
-        return self.why() != _GOES_ON
+        return self.why() != GOES_ON
 
     def why(self) -> int:
         """Return by what it ends, a number below 4; 0 where it does not."""
         trainer = self._trainer
         if trainer is None:
-            return _GOES_ON
+            return GOES_ON
         loop = trainer.fit_loop
         if loop.epoch_loop._num_ready_batches_reached():
-            return _DATA
+            return DATA
         if trainer.max_steps != -1 and trainer.global_step + 1 >= trainer.max_steps:
-            return _MAX_STEPS
+            return MAX_STEPS
         wants = self._wants_to_stop or (trainer.should_stop and loop._can_stop_early)
-        return _WILL if wants else _GOES_ON
+        return WILL if wants else GOES_ON
 
     def agree(self) -> None:
         """End the fit after the step that runs, in whose exchange the ranks said different things.
@@ -103,16 +103,16 @@ class CommonEnd:
         mine = torch.tensor([self.why()], device=self._channel.device)
         reasons = self._channel.all_gather(mine, TAG).wait().flatten().tolist()
         said = "; ".join(
-            why.format(ranks=_ranks([r for r, reason in enumerate(reasons) if reason == code]))
-            for code, why in _WHY.items()
+            why.format(ranks=named_ranks([r for r, reason in enumerate(reasons) if reason == code]))
+            for code, why in WHY.items()
             if code in reasons
         )
-        others = [rank for rank, reason in enumerate(reasons) if reason == _GOES_ON]
+        others = [rank for rank, reason in enumerate(reasons) if reason == GOES_ON]
         if not others:
             self._agreed, trainer.should_stop = True, True
             return
         step = trainer.global_step + 1
-        said = f"{said} after step {step}, and {_ranks(others)} would have gone on."
+        said = f"{said} after step {step}, and {named_ranks(others)} would have gone on."
         loop = trainer.fit_loop
         epochs, steps = loop.min_epochs or 0, loop.min_steps or 0
         epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
@@ -145,6 +145,7 @@ class CommonEnd:
             self._wants_to_stop, trainer.should_stop = True, False
 
 
-def _ranks(ranks: list[int]) -> str:
+def named_ranks(ranks: list[int]) -> str:
+    """Return them for a message: "rank 1", "ranks 1, 2"."""
     names = ", ".join(map(str, ranks[:20])) + (" and others" if len(ranks) > 20 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}"

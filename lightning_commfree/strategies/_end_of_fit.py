@@ -62,6 +62,11 @@ class EarlySaves:
 
     def __init__(self) -> None:
         self._saves: list[tuple[_PATH, int, bool]] = []
+        self._owed: list[tuple[_PATH, bool]] = []
+
+    def owe(self, filepath: _PATH, weights_only: bool) -> None:
+        """Keep in mind that a checkpoint is still to be written, when all ranks are there."""
+        self._owed.append((filepath, weights_only))
 
     def note(self, filepath: _PATH, step: int, weights_only: bool) -> None:
         """Keep in mind that a checkpoint is written, and after which inner step."""
@@ -70,11 +75,14 @@ class EarlySaves:
     def forget(self, filepath: _PATH) -> None:
         """A checkpoint is removed."""
         self._saves = [save for save in self._saves if save[0] != filepath]
+        self._owed = [save for save in self._owed if save[0] != filepath]
 
     def write_again(self, trainer: pl.Trainer, step: int) -> None:
         """Write those of inner step `step` again; on all ranks, which save as one."""
         # rank 0's: elsewhere the same checkpoint may have another name, and another one may go
-        for path, weights_only in trainer.strategy.broadcast(self._stale(trainer, step)):
+        for path, weights_only in trainer.strategy.broadcast(
+            [*self._stale(trainer, step), *self._owed]
+        ):
             if trainer.is_global_zero and os.path.islink(path):
                 os.remove(path)  # else a move to another disk would write what it points to
             trainer.save_checkpoint(path, weights_only)

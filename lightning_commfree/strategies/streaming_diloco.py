@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
@@ -27,13 +27,18 @@ from lightning_commfree.diloco import (
 from lightning_commfree.diloco.exchange import TAG
 from lightning_commfree.strategies._averages import average_outer_weights
 from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
+from lightning_commfree.strategies._common_end import GOES_ON
 from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending, scores_its_saves
 from lightning_commfree.strategies._foretell import foretell
+from lightning_commfree.strategies._meeting import Meeting, Stage
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
+from lightning_commfree.strategies._parting import APART, Part, part, why_it_ends
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._shadows import Shadows
 from lightning_commfree.strategies._start import common_start
 from lightning_commfree.strategies._trial import let_finders_try
+
+T = TypeVar("T")
 
 
 class StreamingDiLoCoStrategy(ResumableStrategy):
@@ -146,6 +151,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._diloco: StreamingDiLoCo | None = None
         self._fragments: list[Fragment] = []
         self._unlanded_reported = False
+        self._meeting = Meeting()
         self._finished_at: int | None = None  # the inner step after which `finish` ran
         self._early_saves = EarlySaves()
         self._shadows = Shadows()
@@ -219,9 +225,16 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         save = trainer.save_checkpoint
 
         def save_settled(*args: Any, **kwargs: Any) -> None:
+            self._meet(again=True)
             with self._settled():  # until it is written: nothing is copied
                 save(*args, **kwargs)
 
+        def end_epoch() -> None:
+            self._meeting.enter(Stage.EPOCH_END)
+            end_of_epoch()
+
+        end_of_epoch = trainer.fit_loop.on_advance_end
+        self._shadows.put(trainer.fit_loop, "on_advance_end", end_epoch)
         self._shadows.put(connector, "dump_checkpoint", dump_settled)
         self._shadows.put(trainer, "save_checkpoint", save_settled)
         let_finders_try(self, trainer, self._shadows)
@@ -236,6 +249,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._own is None:  # else the local weights differ from the outer ones for good reason
             self._take_changed_weights()
         super().on_train_start()
+        assert self._world_channel is not None, "it is open while a fit runs"
+        self._meeting.begin(self._world_channel.places(), self._running.step)
         foretell(self._module.trainer, self._running)
 
     @override
@@ -249,9 +264,13 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _after_step(self, stop: bool) -> bool:
-        stop_agreed = self._running.after_inner_step(stop)
-        if fit_is_ending(self._module.trainer, in_optimizer_step=True):
-            stop_agreed |= self._finish(stop)
+        trainer, diloco = self._module.trainer, self._running
+        stop_agreed = diloco.after_inner_step(stop)
+        self._meeting.trained(diloco.step)
+        if fit_is_ending(trainer, in_optimizer_step=True):
+            stop_agreed |= self._finish(stop, why_it_ends(trainer))
+        elif diloco.parted:
+            stop_agreed |= self._finish(stop, GOES_ON)
         return stop_agreed
 
     @override
@@ -275,7 +294,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._diloco is not None:
-            self._finish_if_ending()
+            self._meeting.enter(Stage.VALIDATION)
+            self._meet(again=True, validates=True)
             if not self._module.trainer.sanity_checking:
                 self._report_unlanded("validation")
             if self._finished_at == self._diloco.step:
@@ -286,12 +306,14 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def on_validation_end(self) -> None:
         if self._diloco is not None:
             self._diloco.swap.put_back()
+            self._meeting.stands = False
         super().on_validation_end()
 
     @override
     def on_train_end(self) -> None:
         if self._diloco is not None:
-            self._finish(self._sigterm.requested)
+            self._meeting.enter(Stage.FIT_END)
+            self._finish(self._sigterm.requested, why_it_ends(self._module.trainer))
             self._early_saves.write_again(self._module.trainer, self._running.step)
             assert self._put_averages_in is not None, "a fit has begun"
             self._put_averages_in()
@@ -306,8 +328,24 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._diloco.close()
             self._fragments += self._joined
             self._diloco = self._put_averages_in = None
+            self._meeting.end()
         self._shadows.remove()
         super().teardown()
+
+    # -- collectives of Lightning's
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._meet():
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return super().broadcast(obj, src) if self._meet() else obj
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(tensor, group, reduce_op) if self._meet() else tensor
 
     # -- checkpoints
 
@@ -326,6 +364,9 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         if self._diloco is not None and not self._stopped_by_hand():
+            if self._meeting.alone:
+                self._early_saves.owe(filepath, "optimizer_states" not in checkpoint)
+                return
             assert self._world_channel is not None, "it is open while a fit runs"
             self._diloco.refuse_to_save(self._world_channel)
             self._report_unlanded("checkpoint")
@@ -403,18 +444,57 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._finished_at is None and status != TrainerStatus.INTERRUPTED:
             self._running.swap.put_in()
 
-    def _finish(self, stop: bool) -> bool:
-        """Finish once per last step; return whether the ranks agreed to stop."""
-        if self._finished_at == self._running.step:
+    def _finish(self, stop: bool, why: int) -> bool:
+        """Finish once per last step; return whether the ranks agreed to stop.
+
+        `why` as `part` takes it.
+        """
+        diloco, step = self._running, self._running.step
+        if self._finished_at == step:
             return False
+        self._meeting.leave()
         with self.ledger.during(END):
-            stop_agreed = self._running.finish(stop)
-        self._finished_at = self._running.step
+            stop_agreed = diloco.finish(stop, goes_on=why in (GOES_ON, APART))
+        self._finished_at = diloco.step
+        if diloco.parted:
+            diloco.parted = False
+            assert self._world_channel is not None, "it is open while a fit runs"
+            mine = Part(why, step, self._meeting.stage)
+            self._meeting.part(part(self._module.trainer, self._world_channel, mine, diloco.step))
         return stop_agreed
+
+    def _meet(self, again: bool = False, validates: bool = False) -> bool:
+        """See, before a collective of Lightning's, that all ranks come to it; else end the fit.
+
+        Args:
+            again: also if this rank has met the others at this stage.
+            validates: a validation begins.
+
+        Returns:
+            Whether they do. If not the collective is this rank's alone (`_meeting`).
+        """
+        if not self._meeting.runs or self._training_step_runs:
+            return True
+        trainer = self._module.trainer
+        if trainer.state.status == TrainerStatus.INTERRUPTED:
+            return True
+        if self._finished_at != self._running.step and (again or not self._meeting.stands):
+            # what bears a score is saved before the weights change
+            first = validates or not scores_its_saves(trainer)
+            ending = first and fit_is_ending(trainer)
+            met = self._meeting.stand(ending)
+            if met.ends or not met.all_stand:
+                over = ending or trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+                apart = APART if met.passed else GOES_ON
+                why = why_it_ends(trainer) if over else apart
+                if self._finish(self._sigterm.requested, why):
+                    self._sigterm.agree()
+        return not self._meeting.alone
 
     def _finish_if_ending(self) -> None:
         """Finish ahead of a validation or checkpoint that turned out to be the last."""
-        if fit_is_ending(self._module.trainer) and self._finish(self._sigterm.requested):
+        trainer = self._module.trainer
+        if fit_is_ending(trainer) and self._finish(self._sigterm.requested, why_it_ends(trainer)):
             self._sigterm.agree()
         if self._finished_at == self._running.step:
             self._running.follow_hooks()

@@ -60,6 +60,8 @@ def loadable(state: Any, what: str = "") -> Any:
         state: as they give it.
         what: whose it is, for a message where it is not kept; none without it.
     """
+    if _is_plain(state):
+        return state
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -73,6 +75,15 @@ def loadable(state: Any, what: str = "") -> Any:
                 f" {str(error).splitlines()[-1]}"
             )
         return None
+
+
+def _is_plain(state: Any) -> bool:
+    """Return whether it is known without a try that no code is needed to load it."""
+    if type(state) is dict:
+        return all(map(_is_plain, (*state.keys(), *state.values())))
+    if type(state) in (list, tuple):
+        return all(map(_is_plain, state))
+    return state is None or type(state) in (bool, int, float, str, bytes, torch.Tensor)
 
 
 def restore_place(

@@ -15,6 +15,7 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.strategies._epoch_start import EpochStart
 from lightning_commfree.strategies._rank_states import KEY, Layout, add_entry, rank_state
+from lightning_commfree.strategies._resume import loadable
 
 
 class Touching:
@@ -72,3 +73,13 @@ def test_what_only_pickle_loads_of_a_loader_is_left_out_and_said(tmp_path: Path)
         {"place": 3}
     ]
     assert not (tmp_path / "ran").exists()
+
+
+def test_plain_values_are_kept_without_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save calls `torch.save` once: somebody may count."""
+    monkeypatch.setattr(torch, "save", None)
+    plain = {"a": [1, 2.0, ("x", None, True)], "b": torch.arange(3), 4: b"c"}
+    assert loadable(plain) is plain
+    monkeypatch.undo()
+    assert loadable({"size": torch.Size([2])}) == {"size": torch.Size([2])}
+    assert loadable({"where": Path()}) is None

@@ -214,20 +214,18 @@ class NodeExchange:
         if verdict is not None:
             planes[: len(verdict.planes)] = verdict.planes
         # what another rank of the node has seen and this one has not
-        wishes, faults = [roll.stop, roll.ends, roll.goes_on], [roll.drifted, roll.mistuned]
-        seen = [*wishes, *faults, verdict is None]
+        seen = [roll.stop, roll.drifted, roll.mistuned, verdict is None, *roll.ends]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
         anywhere = flags[:, : len(seen)].bool().any(0).tolist()
-        stop, ends, goes_on, drifted, mistuned, refused = anywhere
+        stop, drifted, mistuned, refused, *ends = anywhere
         within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
         roll = roll._replace(
             stop=stop,
-            ends=ends,
-            goes_on=goes_on,
+            ends=tuple(ends),
             drifted=drifted or within[0],
             mistuned=mistuned or within[1],
         )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 # Bits of a header's first word, below the number of zeros. A worker wants all to STOP; its own part
-# ENDS with this step, for its data are used up, or its will.
+# ENDS with this step: that bit times the reason, a number below `REASONS`, 0 where it goes on.
 STOP, _ABSTAINS, ENDS = 1, 2, 4
+REASONS = 4
 _COUNT_FROM = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
@@ -25,8 +26,7 @@ class Roll(NamedTuple):
     """What all headers say together; the same on all workers."""
 
     stop: bool  # somebody wants all to stop
-    ends: bool  # somebody's part ends with this step
-    goes_on: bool  # somebody's does not
+    ends: tuple[bool, ...]  # by reason: somebody's part ends with this step by it; first: goes on
     zeros: int  # the most votes of 0 of a worker that does not abstain
     abstaining: tuple[int, ...]  # workers
     faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
@@ -58,7 +58,7 @@ def write_header(
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        wants: what this worker says for itself: `STOP`, `ENDS`, their sum, or 0.
+        wants: what this worker says for itself: `STOP`, `ENDS` times a reason, their sum, or 0.
         zeros: int64, no dimension: on how many places it votes 0.
         abstains: bool, no dimension: it leaves the whole bucket to the others.
         digest: as `join_digests` makes it, int64; 0: not asked for.
@@ -77,10 +77,10 @@ def read_headers(headers: Tensor, parameters: int) -> Roll:
     marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
     abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
     drifted, mistuned = differing([digest for _, digest in words])
+    reasons = {flags // ENDS % REASONS for flags, _ in words}
     return Roll(
         stop=any(flags & STOP for flags, _ in words),
-        ends=any(flags & ENDS for flags, _ in words),
-        goes_on=not all(flags & ENDS for flags, _ in words),
+        ends=tuple(reason in reasons for reason in range(REASONS)),
         zeros=max([flags >> _COUNT_FROM for flags, _ in words if not flags & _ABSTAINS] or [0]),
         abstaining=abstaining,
         faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),

@@ -47,8 +47,9 @@ class Voting:
         step: steps that have been voted on.
         stop: asked at every launch: whether this worker wants all to stop.
         stop_agreed: whether some worker wanted to, at the last step; the same on all of them.
-        ends: asked at every launch: whether this worker takes no part after the step.
-        parted: whether after the last step some take no part and others do; the same on all.
+        ends: asked at every launch: why this worker takes no part after the step, a number below
+            4; 0: it does.
+        parted: whether workers said different things of the last step; the same on all.
         tally: what the votes were like.
     """
 
@@ -68,7 +69,7 @@ class Voting:
         self.step = 0
         self.stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
-        self.ends: Callable[[], bool] = lambda: False
+        self.ends: Callable[[], int] = lambda: 0
         self.parted = False
         self.tally = Tally()
         self._members = members
@@ -153,7 +154,7 @@ class Voting:
         results = [flight.pending.wait() for flight in flights]
         rolls = [result.roll for result in results]
         self.stop_agreed = any(roll.stop for roll in rolls)
-        self.parted = any(roll.ends for roll in rolls) and any(roll.goes_on for roll in rolls)
+        self.parted = len({i for roll in rolls for i, said in enumerate(roll.ends) if said}) > 1
         self._refuse(results)
         self.tally.begin_step()
         for poll, flight, (roll, verdict) in zip(self._polls, flights, results, strict=True):

@@ -72,12 +72,11 @@ class CommonEnd:
         self._shadows.remove()
         self._trainer = None
 
-    def comes(self) -> bool:
-        """Return whether this rank's epoch or fit ends with the optimizer step that runs."""
-        return self.why() != GOES_ON
-
     def why(self) -> int:
-        """Return by what it ends, a number below 4; 0 where it does not."""
+        """Return by what this rank's epoch or fit ends with the optimizer step that runs.
+
+        A number below 4; 0 where it does not.
+        """
         trainer = self._trainer
         if trainer is None:
             return GOES_ON

@@ -323,7 +323,7 @@ class DistributedLionStrategy(ResumableStrategy):
         state = self._voting.state_dict() if self._voting else None
         node = self._group_channel
         self._voting = self._lion.join(named, self.channel, self.settings, node)
-        self._voting.stop, self._voting.ends = lambda: self._sigterm.requested, self._end.comes
+        self._voting.stop, self._voting.ends = lambda: self._sigterm.requested, self._end.why
         if state is not None:
             self._voting.load_state_dict(state)
 

@@ -126,6 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
         "stop": StopIn("on_train_epoch_end", EVEN, (2,)),
         "max_epochs": 1,
     },
+    "data of one at the last step of all": {"batches": {1: 5}, "max_steps": 5},
 }
 PARTED = {
     "data": ("The data of rank 1 ended after step 5, and ranks 0, 2 would", 5),
@@ -191,6 +192,16 @@ def test_where_all_stop_at_once_they_do_and_nothing_is_sent_for_it(
         assert (rank[case]["error"], rank[case]["said"]) == ("", [])
         assert rank[case]["step"] == TOGETHER[case]
         assert "end" not in rank[case]["sent"]
+        assert_same(rank[case]["state"], ends[0][case]["state"])
+
+
+def test_where_the_fit_ends_on_all_for_other_reasons_they_validate_alike(
+    ends: list[dict[str, dict[str, Any]]],
+) -> None:
+    case = "data of one at the last step of all"
+    for rank in ends:
+        assert (rank[case]["error"], rank[case]["said"], rank[case]["step"]) == ("", [], 5)
+        assert rank[case]["validations"] == 1
         assert_same(rank[case]["state"], ends[0][case]["state"])
 
 

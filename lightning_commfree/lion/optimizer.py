@@ -46,6 +46,9 @@ class DistributedLion(Optimizer):
       beta1, at most 0.9: (0.9, 0.95) for 1,000 steps, (0.8, 0.9) for 500. There Lion is level with
       AdamW, and with (0.9, 0.99) 14 to 21 % behind it in loss. The authors' (0.95, 0.98) is for
       long runs of language models that are not steady.
+    - Clip gradients (`gradient_clip_val=1.0`): a few large ones of the first steps fill the
+      momentum, and their signs stay. Without, a small GPT-2 ended 14 % behind AdamW with one seed
+      of three.
 
     Args:
         params: tensors, or groups of them as for any optimizer; `lr`, `betas` and `weight_decay`

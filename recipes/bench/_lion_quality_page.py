@@ -118,11 +118,11 @@ def _in_short(losses: Losses, seeds: int) -> list[str]:
     for model in MODELS:
         runs = _runs(losses, model, seeds)
         lion = percents_above(losses, runs["g_lion", 1], runs["adamw", 1])
-        votes = [
-            f"{mean_text(percents_above(losses, runs['majority', n], runs['g_lion', 1]), '+.2f')} %"
-            f" with {n}"
-            for n in WORKERS
-        ]
+        votes = []
+        for n in WORKERS:
+            above = percents_above(losses, runs["majority", n], runs["g_lion", 1])
+            of = f" ({len(above)} of {seeds} seeds)" if 0 < len(above) < seeds else ""
+            votes.append(f"{mean_text(above, '+.2f', ' %')} with {n}{of}")
         lines.append(
             f"- {model}: Lion on the mean gradient ends {mean_text(lion, '+.2f', ' %')} from AdamW"
             f" (precondition: at most {PRECONDITION} %, {_verdict(lion, PRECONDITION)}). The"

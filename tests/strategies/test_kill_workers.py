@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_commfree import DistributedLion, DistributedLionStrategy
 from tests.mortal import run_mortals
-from tests.strategies.models import Tiny, dataset, quiet_trainer
+from tests.strategies import causal_lm
+from tests.strategies.any_strategy import KINDS, Voter, make_strategy
+from tests.strategies.models import Noisy, dataset, quiet_trainer
 
 STEPS = 4
 
@@ -24,11 +25,11 @@ STEPS = 4
 class Busy(Dataset[tuple[Tensor, ...]]):
     """Its worker takes half a minute for the batch after those that are trained on, on rank 1."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.rows, self.folder, self.rank = dataset(100), folder, rank
+    def __init__(self, rows: Dataset[tuple[Tensor, ...]], folder: Path, rank: int) -> None:
+        self.rows, self.folder, self.rank = rows, folder, rank
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return 100
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         if index == STEPS and self.rank == 1:
@@ -50,28 +51,24 @@ class DieWhileItIsBusy(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Voter(Tiny):
-    def configure_optimizers(self) -> Any:
-        return DistributedLion(self.parameters(), lr=1e-3)
-
-
-def fit(rank: int, size: int, folder: Path) -> None:
+def fit(rank: int, size: int, kind: str, folder: Path) -> None:
     trainer = quiet_trainer(
-        strategy=DistributedLionStrategy(timeout=timedelta(seconds=60)),
+        strategy=make_strategy(kind, size),
         devices=size,
         max_steps=50,
         callbacks=[DieWhileItIsBusy(folder)],
         use_distributed_sampler=False,
     )
     torch.manual_seed(rank)
-    trainer.fit(
-        Voter(), DataLoader(Busy(folder, rank), num_workers=1, multiprocessing_context="fork")
-    )
+    module = {"diloco": Noisy, "lion": Voter, "domino": causal_lm.CausalLM}[kind]()
+    rows = Busy(causal_lm.words(100) if kind == "domino" else dataset(100), folder, rank)
+    trainer.fit(module, DataLoader(rows, num_workers=1, multiprocessing_context="fork"))
 
 
-def test_the_others_end_in_seconds_and_name_it(tmp_path: Path) -> None:
-    survivor, killed = run_mortals(fit, 2, tmp_path, tmp_path)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_others_end_in_seconds_and_name_it(kind: str, tmp_path: Path) -> None:
+    survivor, killed = run_mortals(fit, 2, tmp_path, kind, tmp_path)
     os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)  # fails if it was dead by now
     assert killed.exit_code == -signal.SIGKILL
     assert "rank 1 is gone" in survivor.error
-    assert survivor.failed_s - float((tmp_path / "died").read_text()) < 15
+    assert survivor.failed_s - float((tmp_path / "died").read_text()) < 15  # the timeout is 20

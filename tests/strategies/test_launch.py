@@ -91,6 +91,17 @@ def test_torchrun_which_starts_all_ranks_again_when_one_has_died(
         assert outcome["weights"] == forked
 
 
+@pytest.mark.parametrize("name", ["distributed_lion", "domino_tp"])
+def test_torchrun_starts_the_others_again_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIES_ONCE", "1")
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    one, other = run_script(tmp_path, name, *torchrun, f"--master_port={free_port()}")
+    assert one["attempt"] == other["attempt"] == "1"
+    assert one["weights"] == other["weights"]
+
+
 def test_instance_with_spawn(tmp_path: Path, forked: list[float]) -> None:
     (outcome,) = run_script(tmp_path, "instance")  # the parent's rank 0 alone writes
     assert outcome["world_size"] == 2

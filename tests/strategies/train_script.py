@@ -15,7 +15,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import DistributedLion, StreamingDiLoCoStrategy
+from tests.strategies import causal_lm
 from tests.strategies.models import Tiny, loader, quiet_trainer
 
 
@@ -26,14 +27,22 @@ class DieOnce(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=0.02)
+
+
 if __name__ == "__main__":
     name, folder = sys.argv[1], Path(sys.argv[2])
     strategy = StreamingDiLoCoStrategy(start_method="spawn") if name == "instance" else name
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
     if "DIES_ONCE" in os.environ:
         trainer.callbacks.append(DieOnce())
-    module = Tiny()
-    trainer.fit(module, loader(10 * 2 * 2), loader(4))
+    module = {"distributed_lion": Voter, "domino_tp": causal_lm.CausalLM}.get(name, Tiny)()
+    rows = loader(10 * 2 * 2), loader(4)
+    if name == "domino_tp":
+        rows = causal_lm.loader(10 * 2, 2), causal_lm.loader(4, 2)
+    trainer.fit(module, *rows)
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     outcome = {
         "weights": weights.tolist(),

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import fused, streaming, wire
+from lightning_commfree.diloco import fleet, fused, wire
 from lightning_commfree.diloco.blocks import BLOCK, Piece, num_blocks
 from lightning_commfree.diloco.letter import Header, Letter
 from lightning_commfree.diloco.wire import Fp4Format, Int8Format, decode
@@ -143,7 +143,7 @@ def test_every_loop_is_compiled_once() -> None:
 def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the first launch would wait for the compiler."""
     warm: list[tuple[object, torch.device]] = []
-    monkeypatch.setattr(streaming, "warm_up", lambda *args: warm.append(args))
+    monkeypatch.setattr(fleet, "warm_up", lambda *args: warm.append(args))
     start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
     assert warm == [(Fp4Format(), CPU)]
 

@@ -190,9 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             outcomes[strategy] = run_tests(checkout, strategy, options.paths, path, options.workers)
     control = outcomes.pop("ddp")
     passed = sum(outcome.outcome == "passed" for outcome in control.values())
-    print(
-        f"Lightning {version('lightning')}, tests of {options.checkout}: {passed} pass with `ddp`"
-    )
+    print(f"Lightning {version('lightning')}: {passed} tests of {options.checkout} pass with `ddp`")
     without = []
     for strategy, ours in outcomes.items():
         without += report(strategy, differences(control, ours), reasons, passed)

@@ -105,7 +105,7 @@ def real_rank(
 def outer_steps(diloco: StreamingDiLoCo, settings: DiLoCoSettings, size: int) -> Weights:
     """Return what an outer step would make of the global copies, and put everything back."""
     assert diloco.in_flight == []
-    state = diloco.state_dict()
+    state = deepcopy(diloco.state_dict())  # its tensors are the fragments' own
     wire = WIRE_FORMATS[settings.wire_dtype]
     weights = {}
     for fragment in diloco.fragments:

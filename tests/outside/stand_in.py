@@ -47,7 +47,7 @@ class _LionFor(lightning_commfree.DistributedLion):
 
 
 def pytest_configure() -> None:
-    """Put the strategy in where a Trainer is made."""
+    """Put the strategy in where a Trainer is made, before any test module is imported."""
     init = pl.Trainer.__init__
 
     @functools.wraps(init)
@@ -58,17 +58,10 @@ def pytest_configure() -> None:
         init(self, *args, **kwargs)
 
     pl.Trainer.__init__ = with_stand_in  # type: ignore[method-assign]
+    strategies.DDPStrategy = KINDS[NAME]  # type: ignore[misc]  # what test modules import
     if NAME == "distributed_lion":
         for name in ("SGD", "Adam", "AdamW"):
             setattr(torch.optim, name, _LionFor)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Replace the class in the test modules that have imported it."""
-    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
-        for name, value in list(vars(module).items()):
-            if value is strategies.DDPStrategy:
-                setattr(module, name, KINDS[NAME])
 
 
 @pytest.hookimpl(trylast=True)

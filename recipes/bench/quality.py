@@ -54,8 +54,9 @@ Validation loss in nats per token over the whole validation split, of the final 
 difference is taken seed by seed, positive where ours is worse; ± is the standard deviation over the
 seeds, and stands only where there are several. A verdict is on the mean. DDP is run with two ranks
 and stands for four: a step's global batch holds the same blocks however many ranks share it.
-Runs that have not been made are missing, and the next call makes them. The commits above are those
-at which runs were made."""
+These runs ended with an outer step; a fit ends with the mean of the local weights now, and
+[this page](last_round.md) compares the two. Runs that have not been made are missing, and the next
+call makes them. The commits above are those at which runs were made."""
 HOW_CHOSEN = """\
 Width, batch, length and the tuned outer settings were chosen by hand, with seed 1 on this very
 validation text, after [the first attempt](quality_first.md) had missed: 48 wide, 64 blocks a step,

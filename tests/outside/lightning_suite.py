@@ -7,6 +7,9 @@ below its `tests/tests_pytorch`. Every test runs with `ddp` in place of `auto` a
 strategies (`stand_in.py`). A test that passes with `ddp` and not with ours is a difference, and
 `reasons.toml` says why it is one. The exit code is 1 if a difference has no reason there.
 
+With `--brief`, `ddp` runs only the tests that do not pass with all of ours, for no other can be a
+difference; the count of those that pass with `ddp` then means "with `ddp` or with all of ours".
+
 Not part of CI, which has no such checkout. It needs what Lightning's tests import (cloudpickle,
 scikit-learn, jsonargparse); tests whose imports are missing fail alike with `ddp` and do not count.
 """
@@ -20,7 +23,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -104,16 +107,33 @@ def differences(
     }
 
 
+def pass_with_all(ours: Sequence[dict[str, Outcome]]) -> set[str]:
+    """Return the tests that pass in every run."""
+    passed = [{test for test, end in run.items() if end.outcome == "passed"} for run in ours]
+    return set.intersection(*passed)
+
+
 def run_tests(
-    checkout: Path, strategy: str, paths: Sequence[str], outcomes: Path, workers: int
+    options: argparse.Namespace, strategy: str, outcomes: Path, leave_out: Collection[str] = ()
 ) -> dict[str, Outcome]:
-    """Run Lightning's tests with a strategy in place of `ddp`, and return how they ended."""
-    tests = checkout / "tests"
-    outcomes.unlink(missing_ok=True)
+    """Run Lightning's tests with a strategy in place of `ddp`, and return how they ended.
+
+    Args:
+        options: of the command.
+        strategy: one of `OURS`, or "ddp".
+        outcomes: where they are written.
+        leave_out: tests that count as passed without a run.
+    """
+    tests = options.checkout.resolve() / "tests"
+    passed = [{"test": test, "outcome": "passed", "said": ""} for test in leave_out]
+    outcomes.write_text("".join(json.dumps(row) + "\n" for row in passed))
+    left_out = outcomes.with_suffix(".left_out")
+    left_out.write_text("\n".join(leave_out))
     environment = {
         **{k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},  # of a run around
         "COMMFREE_STAND_IN": strategy,
         "COMMFREE_OUTCOMES": str(outcomes),
+        "COMMFREE_LEAVE_OUT": str(left_out),
         "PYTHONPATH": os.pathsep.join(
             [str(HERE), str(tests), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         ),
@@ -125,7 +145,7 @@ def run_tests(
     command += [
         "--timeout=240",
         "-n",
-        str(workers),
+        str(options.workers),
         "--dist",
         "load",
         "-o",
@@ -133,7 +153,11 @@ def run_tests(
         "-o",
         "xfail_strict=false",
     ]
-    command += ["--rootdir", str(tests), *(str(tests / "tests_pytorch" / path) for path in paths)]
+    command += [
+        "--rootdir",
+        str(tests),
+        *(str(tests / "tests_pytorch" / path) for path in options.paths),
+    ]
     with outcomes.with_suffix(".log").open("w") as log:
         subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False)
     return read_outcomes(outcomes)
@@ -172,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("outputs/lightning_suite"))
     parser.add_argument("--reasons", type=Path, default=HERE / "reasons.toml")
     parser.add_argument("--keep", action="store_true", help="read outcomes that are there already")
+    parser.add_argument("--brief", action="store_true", help="`ddp` only where ours do not pass")
     options = parser.parse_args(arguments)
     if not (options.checkout / "tests" / "tests_pytorch").is_dir():
         parser.error(
@@ -180,14 +205,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     reasons = read_reasons(options.reasons)
-    outcomes = {}
-    for strategy in ("ddp", *options.strategies):
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    for strategy in (*options.strategies, "ddp"):
         path = work / f"{strategy}.jsonl"
         if options.keep and path.exists():
             outcomes[strategy] = read_outcomes(path)
         else:
-            checkout = options.checkout.resolve()
-            outcomes[strategy] = run_tests(checkout, strategy, options.paths, path, options.workers)
+            briefly = options.brief and strategy == "ddp"
+            leave_out = pass_with_all(list(outcomes.values())) if briefly else ()
+            outcomes[strategy] = run_tests(options, strategy, path, leave_out)
     control = outcomes.pop("ddp")
     passed = sum(outcome.outcome == "passed" for outcome in control.values())
     print(f"Lightning {version('lightning')}: {passed} tests of {options.checkout} pass with `ddp`")

@@ -2,7 +2,8 @@
 
 `COMMFREE_STAND_IN` names the strategy, "ddp" for the control. The outcome of every test goes to the
 file `COMMFREE_OUTCOMES`, one JSON object a line. With "distributed_lion", which votes with no other
-optimizer, `torch.optim.SGD`, `Adam` and `AdamW` are `DistributedLion`.
+optimizer, `torch.optim.SGD`, `Adam` and `AdamW` are `DistributedLion`. Tests named in the file
+`COMMFREE_LEAVE_OUT`, one a line, do not run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import lightning_commfree
 
 NAME = os.environ["COMMFREE_STAND_IN"]
 OUTCOMES = Path(os.environ["COMMFREE_OUTCOMES"])
+LEAVE_OUT = os.environ.get("COMMFREE_LEAVE_OUT")
 KINDS = {
     "ddp": strategies.DDPStrategy,
     "distributed_lion": lightning_commfree.DistributedLionStrategy,
@@ -62,6 +64,13 @@ def pytest_configure() -> None:
     if NAME == "distributed_lion":
         for name in ("SGD", "Adam", "AdamW"):
             setattr(torch.optim, name, _LionFor)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that are named."""
+    named = set(Path(LEAVE_OUT).read_text().splitlines()) if LEAVE_OUT else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in named])
+    items[:] = [item for item in items if item.nodeid not in named]
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,17 +18,17 @@ TAG = "handshake"
 _SHOWN = 5  # differences named in the error
 
 
-def check_agreement(channel: Channel, facts: Mapping[str, str]) -> None:
-    """Compare `facts` over the ranks of `channel`; 32 bytes a rank travel where all agree.
+def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
+    """Compare `fingerprint` over the ranks of `channel`; 32 bytes a rank travel where all agree.
 
     Args:
         channel: every rank of it must call this at the same point.
-        facts: what must be equal, by name, in any order: settings, parameter shapes.
+        fingerprint: what must be equal, by name, in any order: settings, parameter shapes.
 
     Raises:
-        ValueError: on all ranks alike, naming the ranks and the facts that differ from rank 0's.
+        ValueError: on all ranks alike, naming the ranks and what differs from rank 0's.
     """
-    text = json.dumps(dict(facts), sort_keys=True).encode()
+    text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())
     if all(digest == digests[0] for digest in digests):
         return

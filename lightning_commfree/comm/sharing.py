@@ -10,6 +10,8 @@ from torch import Tensor
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import thorough_digest
 
+START_TAG = "start"  # of the ledger: what travels before the first step
+
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
     """Overwrite `tensors` with those of the channel's first rank; blocks.
@@ -34,3 +36,12 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
         raw = tensor.to(channel.device).contiguous().view(-1).view(torch.uint8)
         received = channel.broadcast(raw, tag).wait()
         tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+def share_random_state(channel: Channel, device: torch.device) -> None:
+    """Let all ranks of a channel draw the same numbers from here on, on the host and the device."""
+    state = torch.get_rng_state().to(channel.device)
+    torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
+    if device.type == "cuda":
+        own = torch.cuda.get_rng_state(device).to(channel.device)
+        torch.cuda.set_rng_state(channel.broadcast(own, START_TAG).wait().cpu(), device)

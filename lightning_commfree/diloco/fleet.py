@@ -74,7 +74,7 @@ class Fleet(ABC):
         """End the thread of the exchanges; what is in flight is given up."""
         self._background.close()
 
-    def outer_facts(self) -> dict[str, str]:
+    def outer_fingerprint(self) -> dict[str, str]:
         """Return kind and settings of the outer optimizer, which all replicas must share."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # others show an address when printed

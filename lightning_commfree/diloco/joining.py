@@ -87,10 +87,10 @@ class Outside:
             ValueError: not the same parameters have joined on all replicas.
         """
         names, digests_T = list(self._frozen()), self._digests()
-        facts = {**self._joined, "parameters in no fragment": repr(names)}
+        fingerprint = {**self._joined, "parameters in no fragment": repr(names)}
 
         def compare() -> Tensor | None:
-            check_agreement(channel, facts)
+            check_agreement(channel, fingerprint)
             if digests_T is None:
                 return None
             return channel.all_gather(digests_T.to(channel.device), TAG).wait()

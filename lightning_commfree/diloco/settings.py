@@ -61,7 +61,7 @@ class DiLoCoSettings:
         self._check_schedule()
         self._check_exchange()
 
-    def facts(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text; a factory has no comparable value."""
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
         return {name: repr(getattr(self, name)) for name in names}

@@ -37,6 +37,6 @@ class DominoSettings:
             if value < least:
                 raise ValueError(f"`{name}={value}` must be at least {least}.")
 
-    def facts(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

@@ -52,6 +52,6 @@ class LionSettings:
                 " 0. Leave `ties` at 'zero', or vote by 'majority'."
             )
 
-    def facts(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

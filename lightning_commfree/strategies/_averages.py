@@ -17,7 +17,7 @@ from lightning.pytorch import callbacks
 from torch import Tensor
 
 from lightning_commfree.diloco import StreamingDiLoCo
-from lightning_commfree.strategies._shadows import Shadows
+from lightning_commfree.lightning_internals import Patches
 
 _KIND = getattr(callbacks, "WeightAveraging", None)
 _UPDATES = ("on_train_batch_end", "on_train_epoch_end")
@@ -30,7 +30,7 @@ def averaging(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def average_outer_weights(
-    trainer: pl.Trainer, module: pl.LightningModule, diloco: StreamingDiLoCo, shadows: Shadows
+    trainer: pl.Trainer, module: pl.LightningModule, diloco: StreamingDiLoCo, patches: Patches
 ) -> Callable[[], None]:
     """Let the callbacks average outer weights.
 
@@ -38,7 +38,7 @@ def average_outer_weights(
         trainer: has them; its fit begins.
         module: that is trained.
         diloco: has its outer weights.
-        shadows: removed when the fit ends.
+        patches: removed when the fit ends.
 
     Returns:
         Puts their averages into the module; call it after the last exchange, which must see the
@@ -47,9 +47,9 @@ def average_outer_weights(
     ends = []
     for callback in averaging(trainer):
         for name in _UPDATES:
-            shadows.put(callback, name, partial(_update, getattr(callback, name), diloco))
+            patches.put(callback, name, partial(_update, getattr(callback, name), diloco))
         ends.append(callback.on_train_end)
-        shadows.put(callback, "on_train_end", lambda *_: None)
+        patches.put(callback, "on_train_end", lambda *_: None)
 
     def put_in() -> None:
         for end in ends:

@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.strategies._shadows import Shadows
+from lightning_commfree.lightning_internals import Patches
 
 TAG = "end"
 GOES_ON, DATA, WILL, MAX_STEPS = range(4)
@@ -39,13 +39,13 @@ class CommonEnd:
     """Watches one Trainer's fit, from `install` to `remove`."""
 
     def __init__(self) -> None:
-        self._shadows = Shadows()
+        self._patches = Patches()
         self._trainer: pl.Trainer | None = None
         self._wants_to_stop = False  # it would have, at a crossing that others passed
         self._agreed = False
 
     def install(self, trainer: pl.Trainer, channel: Channel) -> None:
-        """Shadow the ends of Lightning's two training loops; `channel` is over the world."""
+        """Patch the ends of Lightning's two training loops; `channel` is over the world."""
         self.remove()
         self._wants_to_stop = self._agreed = False
         if trainer.world_size == 1:
@@ -64,12 +64,12 @@ class CommonEnd:
             end_of_epoch()
             self._cross()
 
-        self._shadows.put(loop.epoch_loop, "on_advance_end", end_batch)
-        self._shadows.put(loop, "on_advance_end", end_epoch)
+        self._patches.put(loop.epoch_loop, "on_advance_end", end_batch)
+        self._patches.put(loop, "on_advance_end", end_epoch)
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""
-        self._shadows.remove()
+        self._patches.remove()
         self._trainer = None
 
     def why(self) -> int:

@@ -21,16 +21,16 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.interface import GlooInterface, unreachable
 from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.comm.world import join_restarted_world
-from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
-from lightning_commfree.strategies._rank_parts import copied
-from lightning_commfree.strategies._signals import stopped_by_hand
-from lightning_commfree.strategies._whole_files import (
+from lightning_commfree.resume.rank_parts import copied
+from lightning_commfree.resume.whole_files import (
     WholeCheckpointIO,
     check_whole,
     damaged,
     local_path,
     writes_later,
 )
+from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
+from lightning_commfree.strategies._signals import stopped_by_hand
 
 T = TypeVar("T")
 

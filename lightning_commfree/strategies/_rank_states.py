@@ -28,10 +28,10 @@ import torch
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import ParallelModel
-from lightning_commfree.strategies._epoch_start import EpochStart
-from lightning_commfree.strategies._loops import restore_loops
-from lightning_commfree.strategies._random import random_state
-from lightning_commfree.strategies._resume import Data, loadable, loop_state, restore_place
+from lightning_commfree.resume.epoch_start import EpochStart
+from lightning_commfree.resume.loops import restore_loops
+from lightning_commfree.resume.position import Data, loadable, loop_state, restore_place
+from lightning_commfree.resume.random_state import random_state
 
 KEY = "lightning_commfree_domino"  # of a checkpoint's entry
 TAG = "rank_states"

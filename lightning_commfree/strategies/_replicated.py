@@ -35,7 +35,7 @@ from lightning_commfree.strategies._traffic import FitLog, Traffic
 class ReplicatedStrategy(CountingStrategy):
     """DDP without gradient sync; base of the strategies that replace its all-reduce.
 
-    A subclass says what must be equal on all ranks (`_facts`), prepares its algorithm
+    A subclass says what must be equal on all ranks (`_fingerprint`), prepares its algorithm
     (`_begin_fit`), runs it after each optimizer step (`_after_step`, which returns whether the
     ranks agreed to stop) and foretells its traffic (`_cycle`).
 
@@ -165,7 +165,7 @@ class ReplicatedStrategy(CountingStrategy):
         """
         channel = self._world_channel
         assert channel is not None, "`setup_environment` comes first"
-        common_start(channel, self._module, self._facts())
+        common_start(channel, self._module, self._fingerprint())
         if self._group_channel is not None:
             self._ddp_kwargs["process_group"] = self._group_channel.group
             super().configure_ddp()
@@ -228,7 +228,7 @@ class ReplicatedStrategy(CountingStrategy):
     # -- for subclasses
 
     @abstractmethod
-    def _facts(self) -> dict[str, str]:
+    def _fingerprint(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks."""
 
     @abstractmethod

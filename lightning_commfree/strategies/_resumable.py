@@ -18,23 +18,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_commfree.strategies._epoch_start import EpochStart
-from lightning_commfree.strategies._gradients import accumulate_further, half_accumulated
-from lightning_commfree.strategies._loops import restore_loops, restore_watched, watched_metrics
-from lightning_commfree.strategies._own_tensors import OwnTensors
-from lightning_commfree.strategies._random import random_state
-from lightning_commfree.strategies._rank_files import KEY, RankFiles, SavedParts
-from lightning_commfree.strategies._rank_parts import Owner, known_tensors, seal
-from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._resume import (
+from lightning_commfree.resume.epoch_start import EpochStart
+from lightning_commfree.resume.loops import restore_loops, restore_watched, watched_metrics
+from lightning_commfree.resume.own_tensors import OwnTensors
+from lightning_commfree.resume.position import (
     Data,
     loadable,
     loop_state,
     read_ahead,
     restore_place,
 )
+from lightning_commfree.resume.random_state import random_state
+from lightning_commfree.resume.rank_files import KEY, RankFiles, SavedParts
+from lightning_commfree.resume.rank_parts import Owner, known_tensors, seal
+from lightning_commfree.resume.whole_files import writes_later
+from lightning_commfree.strategies._gradients import accumulate_further, half_accumulated
+from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies._signals import warn_unsaved
-from lightning_commfree.strategies._whole_files import writes_later
 
 
 class Adopted(NamedTuple):
@@ -57,10 +57,12 @@ class ResumableStrategy(ReplicatedStrategy):
     """A `ReplicatedStrategy` that saves and restores every rank's own state.
 
     A subclass gives its algorithm's part (`_rank_state`), takes it back (`_load_rank_state`) and
-    names what must be as it was (`_facts` and `_resume_facts`).
+    names what must be as it was (`_fingerprint` and `_resume_fingerprint`).
     """
 
-    _free_at_resume: frozenset[str] = frozenset()  # of `_facts`, what may be another at a resume
+    _free_at_resume: frozenset[str] = (
+        frozenset()
+    )  # of `_fingerprint`, what may be another at a resume
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,8 +83,8 @@ class ResumableStrategy(ReplicatedStrategy):
         """Put back what `_rank_state` returned; the algorithm stands at its beginning."""
 
     @abstractmethod
-    def _resume_facts(self) -> dict[str, str]:
-        """Return what besides `_facts` must be as it was for an exact resume."""
+    def _resume_fingerprint(self) -> dict[str, str]:
+        """Return what besides `_fingerprint` must be as it was for an exact resume."""
 
     def _adopt(self, parts: SavedParts) -> Adopted | None:
         """Return what this rank can still use of a save by other ranks or with other settings.
@@ -128,7 +130,7 @@ class ResumableStrategy(ReplicatedStrategy):
                 "ranks": self.world_size,
                 "token": token,
                 "place": files.place(token),
-                "facts": {**self._facts(), **self._resume_facts()},
+                "fingerprint": {**self._fingerprint(), **self._resume_fingerprint()},
                 "own": own,
             }
         known = self.broadcast(known)
@@ -282,11 +284,14 @@ class ResumableStrategy(ReplicatedStrategy):
                 " outside of a fit"
             )
             return reason, None
-        facts, saved = {**self._facts(), **self._resume_facts()}, entry["facts"]
+        fingerprint, saved = (
+            {**self._fingerprint(), **self._resume_fingerprint()},
+            entry["fingerprint"],
+        )
         changed = [
-            f"{name} was {saved.get(name, 'absent')} and is {facts.get(name, 'absent')}"
-            for name in sorted((facts.keys() | saved.keys()) - self._free_at_resume)
-            if facts.get(name) != saved.get(name)
+            f"{name} was {saved.get(name, 'absent')} and is {fingerprint.get(name, 'absent')}"
+            for name in sorted((fingerprint.keys() | saved.keys()) - self._free_at_resume)
+            if fingerprint.get(name) != saved.get(name)
         ]
         if entry["ranks"] != self.world_size:
             changed.insert(

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import Channels, on_meta, refuse_nonfinite_weights
-from lightning_commfree.strategies._epoch_start import EpochStart
+from lightning_commfree.resume.epoch_start import EpochStart
 from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._rank_states import (
     Found,

@@ -34,7 +34,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.strategies._shadows import Shadows
+from lightning_commfree.lightning_internals import Patches
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +69,10 @@ class DeferredSigterm:
     def __init__(self) -> None:
         self.requested = False
         self._trainer: pl.Trainer | None = None
-        self._shadows = Shadows()
+        self._patches = Patches()
 
     def install(self, trainer: pl.Trainer) -> None:
-        """Shadow Lightning's methods on this Trainer's own objects.
+        """Patch Lightning's methods on this Trainer's own objects.
 
         Must run in the process that trains, before Lightning registers its signal handlers: in
         `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
@@ -82,9 +82,9 @@ class DeferredSigterm:
             return
         self._trainer = trainer
         connector = trainer._signal_connector
-        self._shadows.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._shadows.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
-        self._shadows.put(connector, "_slurm_sigusr_handler_fn", self._on_requeue)
+        self._patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        self._patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
+        self._patches.put(connector, "_slurm_sigusr_handler_fn", self._on_requeue)
 
     def agree(self) -> None:
         """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
@@ -93,7 +93,7 @@ class DeferredSigterm:
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""
-        self._shadows.remove()
+        self._patches.remove()
         self._trainer = None
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:

@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.sharing import take_first_rank
+from lightning_commfree.comm.sharing import START_TAG, take_first_rank
 
-START_TAG = "start"
 _DDP_KWARGS = (
     "accelerator",
     "parallel_devices",
@@ -31,18 +30,18 @@ _DDP_KWARGS = (
 _NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "kwargs"}
 
 
-def common_start(channel: Channel, module: nn.Module, facts: Mapping[str, str]) -> None:
+def common_start(channel: Channel, module: nn.Module, fingerprint: Mapping[str, str]) -> None:
     """Compare settings and module over all ranks, then take rank 0's weights where they differ.
 
     Args:
         channel: over the world.
         module: has the same parameters and buffers on all ranks.
-        facts: what else must be equal.
+        fingerprint: what else must be equal.
 
     Raises:
         ValueError: the ranks do not agree; on all of them alike.
     """
-    check_agreement(channel, {**facts, **_describe(module)})
+    check_agreement(channel, {**fingerprint, **_describe(module)})
     take_first_rank(channel, [*module.parameters(), *module.buffers()], START_TAG)
 
 

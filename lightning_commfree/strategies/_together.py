@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.in_step import InStep, Place, Where
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._common_end import CommonEnd
-from lightning_commfree.strategies._shadows import Shadows
 from lightning_commfree.strategies._signals import DeferredSigterm
 
 _NONFINITE, _STEPS, _SIGTERM, _WHY = 1, 2, 4, 8  # from the last bit on: why the fit ends
@@ -33,10 +33,10 @@ class Together:
         self._trainer = trainer
         self._channel, self._in_step = channel, InStep(channel)
         self._sigterm, self._ends = DeferredSigterm(), CommonEnd()
-        self._shadows = Shadows()
+        self._patches = Patches()
 
     def install(self) -> None:
-        """Shadow what Lightning would do without asking; in `Strategy.setup`."""
+        """Patch what Lightning would do without asking; in `Strategy.setup`."""
         self._sigterm.install(self._trainer)
         self._ends.install(self._trainer, self._channel)
         loop = self._trainer.fit_loop
@@ -46,12 +46,12 @@ class Together:
             self._tell(Where.EPOCH)
             end_epoch()
 
-        self._shadows.put(loop, "on_advance_end", end_together)
+        self._patches.put(loop, "on_advance_end", end_together)
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""
-        for shadows in (self._sigterm, self._ends, self._shadows):
-            shadows.remove()
+        for patches in (self._sigterm, self._ends, self._patches):
+            patches.remove()
 
     def first_batch(self) -> None:
         """See that all ranks have got a batch of this epoch.

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_commfree.comm.ledger import END, STEPS, Ledger
-from lightning_commfree.strategies._shadows import Shadows
+from lightning_commfree.lightning_internals import Patches
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FitLog:
     last whole cycles: as many as hold `log_every_n_steps`.
 
     Args:
-        trainer: in its fit; shadowed until `close`.
+        trainer: in its fit; patched until `close`.
         ledger: of this rank.
         ddp_bytes_per_step: what fp32 DDP would send for the same model on the same ranks.
         cycle_steps: after which the strategy sends the same again.
@@ -68,9 +68,9 @@ class FitLog:
         self._steps = self._steps_in_rows = 0
         self._latest: dict[str, float] = {}
         self._runs = True
-        self._shadows = Shadows()
+        self._patches = Patches()
         self._log = trainer._logger_connector.log_metrics
-        self._shadows.put(trainer._logger_connector, "log_metrics", self._log_row)
+        self._patches.put(trainer._logger_connector, "log_metrics", self._log_row)
 
     def after_step(self) -> None:
         """Count a step; from within `Strategy.optimizer_step`."""
@@ -87,7 +87,7 @@ class FitLog:
     def close(self) -> None:
         """End it, with the fit."""
         self._runs = False
-        self._shadows.remove()
+        self._patches.remove()
 
     def _log_row(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Do what Lightning's method does, with the figures in the row and nowhere else."""

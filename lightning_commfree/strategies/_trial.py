@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._phases import CountingStrategy
-from lightning_commfree.strategies._shadows import Shadows
 
 # of a strategy; in a trial they do what they do without gradient sync
 _PLAIN = (
@@ -35,18 +35,18 @@ _PLAIN = (
 )
 
 
-def let_finders_try(strategy: CountingStrategy, trainer: pl.Trainer, shadows: Shadows) -> None:
+def let_finders_try(strategy: CountingStrategy, trainer: pl.Trainer, patches: Patches) -> None:
     """Make the search of every `LearningRateFinder` of the Trainer, `Tuner`'s too, a trial fit.
 
     Args:
         strategy: whose ranks hold different weights. Its `_settled` puts others into the module.
         trainer: has the callbacks; its fit begins.
-        shadows: removed when the fit ends.
+        patches: removed when the fit ends.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
             find = partial(_find, strategy, callback.lr_find)
-            shadows.put(callback, "lr_find", find)
+            patches.put(callback, "lr_find", find)
 
 
 def _find(strategy: CountingStrategy, find: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,7 @@ def _find(strategy: CountingStrategy, find: Any, *args: Any, **kwargs: Any) -> N
 
 @contextmanager
 def _trial(strategy: CountingStrategy) -> Iterator[None]:
-    module, phase, shadows = strategy.lightning_module, strategy.ledger.phase, Shadows()
+    module, phase, patches = strategy.lightning_module, strategy.ledger.phase, Patches()
     assert module is not None, "a fit runs"
     weights = {name: tensor.to("cpu", copy=True) for name, tensor in _tensors(module).items()}
     states = [deepcopy(optimizer.state_dict()) for optimizer in strategy.optimizers]
@@ -70,15 +70,15 @@ def _trial(strategy: CountingStrategy) -> Iterator[None]:
         DDPStrategy.load_optimizer_state_dict(strategy, {"optimizer_states": states})
 
     for name in _PLAIN:
-        shadows.put(strategy, name, partial(getattr(DDPStrategy, name), strategy))
+        patches.put(strategy, name, partial(getattr(DDPStrategy, name), strategy))
     # when Lightning restores them: a learning rate that it has found comes after that
-    shadows.put(strategy, "load_model_state_dict", put_weights_back)
-    shadows.put(strategy, "load_optimizer_state_dict", put_states_back)
-    shadows.put(strategy, "_settled", nullcontext)
+    patches.put(strategy, "load_model_state_dict", put_weights_back)
+    patches.put(strategy, "load_optimizer_state_dict", put_states_back)
+    patches.put(strategy, "_settled", nullcontext)
     try:
         yield
     finally:
-        shadows.remove()
+        patches.remove()
         strategy.ledger.phase = phase
 
 

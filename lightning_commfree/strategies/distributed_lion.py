@@ -20,13 +20,13 @@ from lightning_commfree.lion import (
     Voting,
     mean_momenta,
 )
+from lightning_commfree.resume.rank_files import SavedParts
 from lightning_commfree.strategies._common_end import CommonEnd
 from lightning_commfree.strategies._gradients import (
     agree_on_overflow,
     averaged_buffers,
     why_gradients_change,
 )
-from lightning_commfree.strategies._rank_files import SavedParts
 from lightning_commfree.strategies._resumable import Adopted, ResumableStrategy
 
 BUFFERS_TAG = "buffers"
@@ -123,8 +123,8 @@ class DistributedLionStrategy(ResumableStrategy):
                 )
 
     @override
-    def _facts(self) -> dict[str, str]:
-        return self.settings.facts()
+    def _fingerprint(self) -> dict[str, str]:
+        return self.settings.fingerprint()
 
     @override
     def _begin_fit(self, trainer: pl.Trainer) -> None:
@@ -244,14 +244,14 @@ class DistributedLionStrategy(ResumableStrategy):
             )
 
     @override
-    def _resume_facts(self) -> dict[str, str]:
+    def _resume_fingerprint(self) -> dict[str, str]:
         return {}
 
     @override
     def _adopt(self, parts: SavedParts) -> Adopted | None:
         """Give every worker its momentum where it was there, a new one the mean of all."""
         entry = parts.entry
-        size = int(entry["facts"].get("node_size", "1"))
+        size = int(entry["fingerprint"].get("node_size", "1"))
         workers = max(entry["ranks"] // size, 1)
         mine = self.global_rank // self._group_size
         wanted = [mine] if mine < workers else range(workers)
@@ -312,14 +312,14 @@ class DistributedLionStrategy(ResumableStrategy):
                 " submodule of the LightningModule, so the ranks could not agree on them. Register"
                 " them, or leave them out of the optimizer."
             )
-        facts = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
+        fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
         for i, group in enumerate(groups):
             for key in ("lr", "betas", "weight_decay"):
-                facts[f"{key} of group {i}"] = repr(group[key])
+                fingerprint[f"{key} of group {i}"] = repr(group[key])
             order = {p: name for name, p in named}
             for j, p in enumerate(group["params"]):
-                facts[f"parameter {j} of group {i}"] = order[p]
-        check_agreement(channel, facts)
+                fingerprint[f"parameter {j} of group {i}"] = order[p]
+        check_agreement(channel, fingerprint)
         state = self._voting.state_dict() if self._voting else None
         node = self._group_channel
         self._voting = self._lion.join(named, self.channel, self.settings, node)

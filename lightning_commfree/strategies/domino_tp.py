@@ -17,6 +17,7 @@ from lightning_commfree.comm.in_step import NUM_BYTES
 from lightning_commfree.comm.in_step import TAG as IN_STEP_TAG
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import tensor_mesh
+from lightning_commfree.comm.sharing import START_TAG, share_random_state
 from lightning_commfree.domino import (
     DominoSettings,
     GradientAverage,
@@ -35,11 +36,9 @@ from lightning_commfree.strategies._domino_checks import (
     may_change,
     warn_once,
 )
-from lightning_commfree.strategies._random import share_random_state
 from lightning_commfree.strategies._sharded import ShardedModule
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
 from lightning_commfree.strategies._start import (
-    START_TAG,
     check_ddp_kwargs,
     common_start,
     refuse_timed_validation,
@@ -192,8 +191,8 @@ class DominoTPStrategy(ShardedStrategy):
         """
         world, tensor, data = self._open
         self._filled = self._on_meta()
-        facts = {**self.settings.facts(), "a model on the meta device": str(self._filled)}
-        common_start(world, self._module, facts)
+        meta = {"a model on the meta device": str(self._filled)}
+        common_start(world, self._module, {**self.settings.fingerprint(), **meta})
         seed = torch.initial_seed() % 2**31
         fill_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
         self._sharded = ShardedModule(self._module, tensor, self.settings, seed, fill_seed)
@@ -284,8 +283,8 @@ class DominoTPStrategy(ShardedStrategy):
 
     @override
     def _split_settings(self) -> dict[str, str]:
-        facts = self.settings.facts()
-        return {name: facts[name] for name in ("split", "num_micro_batches")}
+        fingerprint = self.settings.fingerprint()
+        return {name: fingerprint[name] for name in ("split", "num_micro_batches")}
 
     def _check_fit(self, trainer: pl.Trainer) -> None:
         name, size = type(self).__name__, self.tensor_parallel_size

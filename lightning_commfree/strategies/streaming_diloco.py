@@ -25,6 +25,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.exchange import TAG
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._averages import average_outer_weights
 from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._common_end import GOES_ON
@@ -34,7 +35,6 @@ from lightning_commfree.strategies._meeting import Meeting, Stage
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
 from lightning_commfree.strategies._parting import APART, Part, part, why_it_ends
 from lightning_commfree.strategies._resumable import ResumableStrategy
-from lightning_commfree.strategies._shadows import Shadows
 from lightning_commfree.strategies._start import common_start
 from lightning_commfree.strategies._trial import let_finders_try
 
@@ -154,7 +154,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._meeting = Meeting()
         self._finished_at: int | None = None  # the inner step after which `finish` ran
         self._early_saves = EarlySaves()
-        self._shadows = Shadows()
+        self._patches = Patches()
         self._put_averages_in: Callable[[], None] | None = None
 
     @property
@@ -191,8 +191,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     # -- the life of a fit
 
     @override
-    def _facts(self) -> dict[str, str]:
-        return self.settings.facts()
+    def _fingerprint(self) -> dict[str, str]:
+        return self.settings.fingerprint()
 
     @override
     def _check_module(self, trainer: pl.Trainer) -> None:
@@ -213,7 +213,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._diloco.optimizers = self.optimizers
         # a factory cannot be compared, what it makes can
         assert self._world_channel is not None, "it is open while a fit runs"
-        check_agreement(self._world_channel, self._diloco.outer_facts())
+        check_agreement(self._world_channel, self._diloco.outer_fingerprint())
         connector = trainer._checkpoint_connector
         dump = connector.dump_checkpoint
 
@@ -234,11 +234,11 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             end_of_epoch()
 
         end_of_epoch = trainer.fit_loop.on_advance_end
-        self._shadows.put(trainer.fit_loop, "on_advance_end", end_epoch)
-        self._shadows.put(connector, "dump_checkpoint", dump_settled)
-        self._shadows.put(trainer, "save_checkpoint", save_settled)
-        let_finders_try(self, trainer, self._shadows)
-        averages = average_outer_weights(trainer, module, self._diloco, self._shadows)
+        self._patches.put(trainer.fit_loop, "on_advance_end", end_epoch)
+        self._patches.put(connector, "dump_checkpoint", dump_settled)
+        self._patches.put(trainer, "save_checkpoint", save_settled)
+        let_finders_try(self, trainer, self._patches)
+        averages = average_outer_weights(trainer, module, self._diloco, self._patches)
         self._put_averages_in = averages
         self._finished_at = None
         self._early_saves = EarlySaves()
@@ -329,7 +329,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._fragments += self._joined
             self._diloco = self._put_averages_in = None
             self._meeting.end()
-        self._shadows.remove()
+        self._patches.remove()
         super().teardown()
 
     # -- collectives of Lightning's
@@ -392,9 +392,9 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._finished_at = self._running.step
 
     @override
-    def _resume_facts(self) -> dict[str, str]:
+    def _resume_fingerprint(self) -> dict[str, str]:
         at_begin = [list(fragment.parameters) for fragment in self._fragments]
-        return {"fragments": repr(at_begin), **self._running.outer_facts()}
+        return {"fragments": repr(at_begin), **self._running.outer_fingerprint()}
 
     # -- inside
 
@@ -435,7 +435,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         """
         if any(self._all_flags(self._running.differs_from_outer())):
             assert self._world_channel is not None, "it is open while a fit runs"
-            common_start(self._world_channel, self._module, self._facts())
+            common_start(self._world_channel, self._module, self._fingerprint())
             self._running.take_local()
 
     def _end_without_training(self) -> None:

@@ -97,10 +97,10 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
     assert "; and 3 more. Start every" in text
 
 
-@pytest.mark.parametrize("facts", [{}, FACTS])
-def test_one_rank_agrees_with_itself_and_sends_nothing(facts: dict[str, str]) -> None:
+@pytest.mark.parametrize("fingerprint", [{}, FACTS])
+def test_one_rank_agrees_with_itself_and_sends_nothing(fingerprint: dict[str, str]) -> None:
     ledger = Ledger()
-    check_agreement(Channel([0], 0, ledger), facts)
+    check_agreement(Channel([0], 0, ledger), fingerprint)
     assert ledger.totals() == Ledger().totals()
 
 

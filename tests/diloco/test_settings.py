@@ -141,11 +141,11 @@ def test_the_settings_cannot_be_changed_afterwards() -> None:
 
 
 def test_facts_hold_every_setting_that_two_ranks_can_compare() -> None:
-    facts = make().facts()
-    assert facts.keys() == LEGAL.keys() - {"outer_optimizer"}
-    assert facts["sync_every"] == "100"
-    assert facts["wire_dtype"] == "'fp4'"
-    assert facts["num_fragments"] == "None"
+    fingerprint = make().fingerprint()
+    assert fingerprint.keys() == LEGAL.keys() - {"outer_optimizer"}
+    assert fingerprint["sync_every"] == "100"
+    assert fingerprint["wire_dtype"] == "'fp4'"
+    assert fingerprint["num_fragments"] == "None"
     changes = {
         "sync_every": 50,
         "num_fragments": 2,
@@ -155,8 +155,8 @@ def test_facts_hold_every_setting_that_two_ranks_can_compare() -> None:
         "wire_dtype": "bf16",
     }
     for name, value in changes.items():
-        other = make(**{name: value}).facts()
-        assert {key for key in facts if facts[key] != other[key]} == {name}
+        other = make(**{name: value}).fingerprint()
+        assert {key for key in fingerprint if fingerprint[key] != other[key]} == {name}
 
 
 def test_the_default_outer_optimizer_is_the_papers() -> None:

@@ -48,7 +48,7 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
 
 def test_settings_that_are_fine() -> None:
     assert DominoSettings() == DominoSettings(None, "batch", 2)
-    assert DominoSettings(4, "token", 3).facts() == {
+    assert DominoSettings(4, "token", 3).fingerprint() == {
         "tensor_parallel_size": "4",
         "split": "'token'",
         "num_micro_batches": "3",

@@ -79,9 +79,11 @@ def test_facts_tell_any_two_settings_apart() -> None:
     }
     assert others.keys() == {field.name for field in dataclasses.fields(LionSettings)}
     for name, value in others.items():
-        facts = LionSettings(**{name: value}).facts()
-        assert {key for key in facts if facts[key] != plain.facts()[key]} == {name}
-        assert all(isinstance(text, str) for text in facts.values())
+        fingerprint = LionSettings(**{name: value}).fingerprint()
+        assert {key for key in fingerprint if fingerprint[key] != plain.fingerprint()[key]} == {
+            name
+        }
+        assert all(isinstance(text, str) for text in fingerprint.values())
 
 
 def test_a_decision_is_not_changed_later() -> None:

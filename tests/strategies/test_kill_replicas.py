@@ -13,7 +13,7 @@ import pytest
 
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
-from lightning_commfree.strategies._rank_files import RankFiles
+from lightning_commfree.resume.rank_files import RankFiles
 from tests.strategies import dying
 from tests.strategies.dying import (
     Clock,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.strategies._rank_files import RankFiles
+from lightning_commfree.resume.rank_files import RankFiles
 from tests.strategies.models import (
     Drawn,
     Noisy,

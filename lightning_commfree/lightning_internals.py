@@ -1,4 +1,4 @@
-"""Methods put in place of those of a Trainer's own objects, and taken away again."""
+"""What we use of Lightning that it does not promise: private names and patches."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Shadows:
+class Patches:
     """Functions that stand before the methods of single objects, from `put` to `remove`.
 
-    They must be put in the process that trains: what is shadowed does not pickle.
+    They must be put in the process that trains: what is patched does not pickle.
     """
 
     def __init__(self) -> None:

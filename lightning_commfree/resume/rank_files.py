@@ -28,10 +28,11 @@ from typing import Any
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 
-from lightning_commfree.strategies._rank_parts import Owner, tensors_of, unseal
-from lightning_commfree.strategies._whole_files import read_whole, write_whole
+from lightning_commfree.resume.rank_parts import Owner, tensors_of, unseal
+from lightning_commfree.resume.whole_files import read_whole, write_whole
 
-KEY = "lightning_commfree"  # of a checkpoint's entry: ranks, token, place, facts, rank 0's part
+KEY = "lightning_commfree"  # of a checkpoint's entry
+_ENTRY = {"ranks", "token", "place", "fingerprint", "own"}  # "own": rank 0's part
 FOLDER = ".commfree"
 
 
@@ -149,7 +150,7 @@ class SavedParts:
         self, checkpoint_path: _PATH, checkpoint: Mapping[str, Any], weights_only: bool | None
     ) -> None:
         self.entry: Mapping[str, Any] = checkpoint.get(KEY, {})
-        if self.entry and not self.entry.keys() >= {"ranks", "token", "place", "facts", "own"}:
+        if self.entry and not self.entry.keys() >= _ENTRY:
             raise RuntimeError(
                 f"What the checkpoint {str(checkpoint_path)!r} says of its ranks, under {KEY!r},"
                 " was written by another version. Load its weights alone (`load_from_checkpoint`),"

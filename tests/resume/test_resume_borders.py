@@ -282,7 +282,7 @@ def warned(rank: int, size: int, folder: Path) -> Any:
         path = folder / "straight" / f"{hook}-{step}.ckpt"
         with pytest.MonkeyPatch.context() as patch:
             said: list[str] = []
-            patch.setattr("lightning_commfree.strategies._loops.rank_zero_warn", said.append)
+            patch.setattr("lightning_commfree.resume.loops.rank_zero_warn", said.append)
             resumed = fit(folder / path.stem, path, module=Told, **EPOCHS_ONLY)
         found[hook, step] = said, resumed.events, straight.after(hook, step)
     return found

@@ -14,8 +14,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.strategies._own_tensors import OwnTensors
-from lightning_commfree.strategies._rank_files import RankFiles
+from lightning_commfree.resume.own_tensors import OwnTensors
+from lightning_commfree.resume.rank_files import RankFiles
 from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
 from tests.strategies.saved import part_of, sets_of
 from tests.world import run_ranks

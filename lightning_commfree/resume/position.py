@@ -18,9 +18,9 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.strategies._epoch_start import EpochStart
-from lightning_commfree.strategies._loops import Moment, restore_loops
-from lightning_commfree.strategies._random import set_random_state, without_device
+from lightning_commfree.resume.epoch_start import EpochStart
+from lightning_commfree.resume.loops import Moment, restore_loops
+from lightning_commfree.resume.random_state import set_random_state, without_device
 
 
 def loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

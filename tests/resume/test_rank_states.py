@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.strategies._epoch_start import EpochStart
+from lightning_commfree.resume.epoch_start import EpochStart
+from lightning_commfree.resume.position import loadable
 from lightning_commfree.strategies._rank_states import KEY, Layout, add_entry, rank_state
-from lightning_commfree.strategies._resume import loadable
 
 
 class Touching:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_commfree import DistributedLion
-from lightning_commfree.strategies._rank_files import SavedParts
+from lightning_commfree.resume.rank_files import SavedParts
 from tests.strategies.any_strategy import KINDS, Saving, fit, make_strategy, same
 from tests.strategies.saved import file_of, sets_of
 from tests.world import run_ranks
@@ -183,7 +183,7 @@ def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
 
 
 def test_an_entry_of_another_version_is_refused(tmp_path: Path) -> None:
-    old = {"lightning_commfree": {"place": "replicas/a.ckpt/1-a", "ranks": 2, "facts": {}}}
+    old = {"lightning_commfree": {"place": "replicas/a.ckpt/1-a", "ranks": 2, "fingerprint": {}}}
     with pytest.raises(RuntimeError, match=r"was written by another version. Load its weights"):
         SavedParts(tmp_path / "a.ckpt", old, None)
 

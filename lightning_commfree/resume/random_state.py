@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.strategies._start import START_TAG
-
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the states of Python's, numpy's, torch's and, on a CUDA device, its generator.
@@ -36,12 +33,3 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 def without_device(states: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `random_state` returned for the host."""
     return {name: state for name, state in states.items() if name != "device"}
-
-
-def share_random_state(channel: Channel, device: torch.device) -> None:
-    """Let all ranks of a channel draw the same numbers from here on, on the host and the device."""
-    state = torch.get_rng_state().to(channel.device)
-    torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
-    if device.type == "cuda":
-        own = torch.cuda.get_rng_state(device).to(channel.device)
-        torch.cuda.set_rng_state(channel.broadcast(own, START_TAG).wait().cpu(), device)

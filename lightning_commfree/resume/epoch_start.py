@@ -19,8 +19,8 @@ from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 
-from lightning_commfree.strategies._random import random_state
-from lightning_commfree.strategies._shadows import Shadows
+from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.resume.random_state import random_state
 
 _State = dict[str, Any]  # "random": of the host; "generators": of loaders and samplers
 
@@ -37,7 +37,7 @@ class EpochStart:
     """
 
     def __init__(self) -> None:
-        self._shadows = Shadows()
+        self._patches = Patches()
         self._trainer: pl.Trainer | None = None
         self._iterator: _State | None = None
         self._batch: _State | None = None
@@ -47,7 +47,7 @@ class EpochStart:
         self._prepared: dict[torch.Generator, Tensor] = {}
 
     def install(self, trainer: pl.Trainer) -> None:
-        """Shadow two methods of this Trainer's own objects; before it makes its loaders."""
+        """Patch two methods of this Trainer's own objects; before it makes its loaders."""
         self.remove()
         self._trainer, self._restored = trainer, False
         self._iterator = self._batch = self._host = None
@@ -71,12 +71,12 @@ class EpochStart:
             self._iterator = before if is_new else self._when_prepared()
             self._batch = self._now()
 
-        self._shadows.put(connector, "_prepare_dataloader", note_and_prepare)
-        self._shadows.put(loop, "on_run_start", note_and_begin)
+        self._patches.put(connector, "_prepare_dataloader", note_and_prepare)
+        self._patches.put(loop, "on_run_start", note_and_begin)
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""
-        self._shadows.remove()
+        self._patches.remove()
         self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:

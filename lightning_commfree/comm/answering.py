@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 from lightning_commfree.comm.interface import VARIABLE, host_addresses, interface_address
 
 ANSWER_SECONDS = 5.0  # a rank that computes answers in milliseconds, on a machine that swaps later
-CARD_BYTES = 64  # host (an IPv6 address has 39 characters), port and key
+ADDRESS_BYTES = 64  # host (an IPv6 one has 39 characters), port and key
 _POLL_S = 0.1
 _LINE_BYTES = 16_384
 _MOST = 256  # connections at a time; a peer that asks has done so a moment after it connects
 _QUEUE = 1024  # connections that the kernel keeps: all peers may come at the same moment
 
 
-class Card(NamedTuple):
+class PeerAddress(NamedTuple):
     """Where somebody answers."""
 
     host: str
@@ -36,17 +36,17 @@ class Card(NamedTuple):
     key: str
 
     def encode(self) -> bytes:
-        """Return `CARD_BYTES` bytes."""
-        return f"{self.host} {self.port} {self.key}".encode().ljust(CARD_BYTES, b"\0")
+        """Return `ADDRESS_BYTES` bytes."""
+        return f"{self.host} {self.port} {self.key}".encode().ljust(ADDRESS_BYTES, b"\0")
 
     @staticmethod
-    def decode(card: bytes) -> Card | None:
-        """Take apart what `encode` made; None for zeros, the card of a rank without an address."""
-        text = card.rstrip(b"\0").decode()
+    def decode(address: bytes) -> PeerAddress | None:
+        """Take apart what `encode` made; None for zeros: a rank has none."""
+        text = address.rstrip(b"\0").decode()
         if not text:
             return None
         host, port, key = text.split(" ")
-        return Card(host, int(port), key)
+        return PeerAddress(host, int(port), key)
 
 
 class Silence(NamedTuple):
@@ -82,7 +82,7 @@ class Listener:
             questions that name this listener's key. What is no question is left without an answer.
 
     Attributes:
-        card: where it answers; None where this host has no address that gloo could use.
+        address: where it answers; None where this host has no address that gloo could use.
     """
 
     def __init__(self, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
@@ -90,10 +90,10 @@ class Listener:
         self._socket = _listen()
         self._thread: threading.Thread | None = None
         self._closing = False
-        self.card: Card | None = None
+        self.address: PeerAddress | None = None
         if self._socket is not None:
             host, port = self._socket.getsockname()[:2]
-            self.card = Card(str(host), int(port), secrets.token_hex(4))
+            self.address = PeerAddress(str(host), int(port), secrets.token_hex(4))
             self._thread = threading.Thread(
                 target=self._serve, args=(self._socket,), name="peer-watch", daemon=True
             )
@@ -148,9 +148,9 @@ class Listener:
             question = json.loads(line)
         except (ValueError, RecursionError):
             return b""
-        if self.card is None or not isinstance(question, dict):
+        if self.address is None or not isinstance(question, dict):
             return b""
-        if question.get("key") != self.card.key:
+        if question.get("key") != self.address.key:
             return b""
         return json.dumps(self._answer(question)).encode() + b"\n"
 
@@ -191,11 +191,13 @@ def _hang_up(
     del callers[connection]
 
 
-def ask(card: Card, question: Mapping[str, Any], seconds: float) -> dict[str, Any] | Silence:
+def ask(
+    address: PeerAddress, question: Mapping[str, Any], seconds: float
+) -> dict[str, Any] | Silence:
     """Return the answer to `question`; connecting and answering may take `seconds` each."""
-    line = json.dumps({"key": card.key, **question})
+    line = json.dumps({"key": address.key, **question})
     try:
-        with socket.create_connection((card.host, card.port), timeout=seconds) as connection:
+        with socket.create_connection((address.host, address.port), timeout=seconds) as connection:
             connection.sendall(line.encode() + b"\n")
             return dict(json.loads(_line_from(connection, time.monotonic() + seconds)))
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError):

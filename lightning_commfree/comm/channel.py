@@ -229,9 +229,9 @@ class Channel:
         if self._group is None:
             return
         watch = PeerWatch(self.ranks[self.rank], timeout, wider)
-        card = torch.frombuffer(bytearray(watch.card), dtype=torch.uint8).to(self.device)
-        cards = self.all_gather(card, PEERS_TAG).wait().cpu()
-        watch.meet({r: bytes(row.tolist()) for r, row in zip(self.ranks, cards, strict=True)})
+        address = torch.frombuffer(bytearray(watch.address), dtype=torch.uint8).to(self.device)
+        addresses = self.all_gather(address, PEERS_TAG).wait().cpu()
+        watch.meet({r: bytes(row.tolist()) for r, row in zip(self.ranks, addresses, strict=True)})
         self._watch = watch
 
     def _launching(self, tag: str) -> AbstractContextManager[None]:

@@ -38,11 +38,11 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_commfree.comm.answering import (
+    ADDRESS_BYTES,
     ANSWER_SECONDS,
-    CARD_BYTES,
     Answers,
-    Card,
     Listener,
+    PeerAddress,
     Silence,
     ask,
 )
@@ -79,7 +79,7 @@ class PeerWatch:
         self.seconds = timeout.total_seconds()
         self._patience = min(ANSWER_SECONDS, self.seconds / 2)
         self._launched = 0
-        self._peers: dict[int, Card | None] = {}
+        self._peers: dict[int, PeerAddress | None] = {}
         self._told: dict[str, int] = {}
         self._left: dict[int, int] = {}  # by rank that closed its channel: what it had launched
         self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
@@ -88,14 +88,16 @@ class PeerWatch:
         self._listener = Listener(self._answer)
 
     @property
-    def card(self) -> bytes:
-        """Where this rank answers: `CARD_BYTES` bytes, zeros where nobody can ask it."""
-        card = self._listener.card
-        return bytes(CARD_BYTES) if card is None else card.encode()
+    def address(self) -> bytes:
+        """Where this rank answers: `ADDRESS_BYTES` bytes, zeros where nobody can ask it."""
+        address = self._listener.address
+        return bytes(ADDRESS_BYTES) if address is None else address.encode()
 
-    def meet(self, cards: Mapping[int, bytes]) -> None:
-        """Learn the cards of all ranks of the channel, by global rank."""
-        self._peers = {r: Card.decode(card) for r, card in cards.items() if r != self._rank}
+    def meet(self, addresses: Mapping[int, bytes]) -> None:
+        """Learn the addresses of all ranks of the channel, by global rank."""
+        self._peers = {
+            r: PeerAddress.decode(address) for r, address in addresses.items() if r != self._rank
+        }
 
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
@@ -252,14 +254,14 @@ class PeerWatch:
 
     def _ask(self, news: Mapping[str, Any] | None = None, skip: Collection[int] = ()) -> Answers:
         """Ask all peers at the same time, and tell them the `news`."""
-        cards = {r: c for r, c in self._peers.items() if c is not None and r not in skip}
+        addresses = {r: c for r, c in self._peers.items() if c is not None and r not in skip}
         answers = Answers({}, {}, {}, {})
-        if not cards:
+        if not addresses:
             return answers
-        with ThreadPoolExecutor(max_workers=min(len(cards), 64)) as callers:
+        with ThreadPoolExecutor(max_workers=min(len(addresses), 64)) as callers:
             calls = {
-                rank: callers.submit(ask, card, news or {}, self._patience)
-                for rank, card in cards.items()
+                rank: callers.submit(ask, address, news or {}, self._patience)
+                for rank, address in addresses.items()
             }
         for rank, call in calls.items():
             match call.result():

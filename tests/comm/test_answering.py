@@ -12,13 +12,13 @@ from contextlib import suppress
 import pytest
 
 from lightning_commfree.comm import answering, peers
-from lightning_commfree.comm.answering import Card, Silence
+from lightning_commfree.comm.answering import PeerAddress, Silence
 from lightning_commfree.comm.peers import PeerWatch
 from tests.comm.watches import LONG, Broken, FailsLater, watches
 
 
 def say(watch: PeerWatch, line: bytes) -> bytes:
-    host, port, _ = watch.card.rstrip(b"\0").decode().split(" ")
+    host, port, _ = watch.address.rstrip(b"\0").decode().split(" ")
     with socket.create_connection((host, int(port)), timeout=5.0) as connection:
         answer = b""
         with suppress(OSError):  # closed with our line half read
@@ -31,7 +31,7 @@ def say(watch: PeerWatch, line: bytes) -> bytes:
 
 def test_garbage_is_ignored_and_a_question_is_answered() -> None:
     with watches(2) as (watch, _):
-        key = watch.card.rstrip(b"\0").decode().split(" ")[2]
+        key = watch.address.rstrip(b"\0").decode().split(" ")[2]
         for line in (
             b"",
             b"\n",
@@ -57,7 +57,7 @@ def test_garbage_is_ignored_and_a_question_is_answered() -> None:
 
 def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
     with watches(2) as (watch, other):
-        host, port, _ = watch.card.rstrip(b"\0").decode().split(" ")
+        host, port, _ = watch.address.rstrip(b"\0").decode().split(" ")
         with socket.create_connection((host, int(port))):
             start = time.monotonic()
             with pytest.raises(RuntimeError, match="rank 1 gave up"):
@@ -70,7 +70,7 @@ def test_hundreds_who_connect_and_say_nothing_or_little_cost_no_thread_and_no_an
 ) -> None:
     monkeypatch.setattr(answering, "ANSWER_SECONDS", 2.0)
     with watches(2) as (watch, other):
-        host, port, key = watch.card.rstrip(b"\0").decode().split(" ")
+        host, port, key = watch.address.rstrip(b"\0").decode().split(" ")
         threads = threading.active_count()
         start = time.monotonic()
         callers = [socket.create_connection((host, int(port))) for _ in range(400)]
@@ -105,7 +105,7 @@ def test_an_answer_that_is_dealt_out_byte_by_byte_is_not_waited_for() -> None:
 
         threading.Thread(target=drip, daemon=True).start()
         start = time.monotonic()
-        silence = answering.ask(Card("127.0.0.1", foreign.getsockname()[1], "k"), {}, 0.5)
+        silence = answering.ask(PeerAddress("127.0.0.1", foreign.getsockname()[1], "k"), {}, 0.5)
         assert isinstance(silence, Silence)
         assert not silence.gone
         assert time.monotonic() - start < 3.0
@@ -134,7 +134,7 @@ def test_it_listens_where_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def host() -> str:
         watch = PeerWatch(0, LONG)
         watch.close()
-        return watch.card.rstrip(b"\0").decode().split(" ")[0]
+        return watch.address.rstrip(b"\0").decode().split(" ")[0]
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert host() == "127.0.0.1"
@@ -154,7 +154,7 @@ def test_a_rank_without_an_address_cannot_be_asked_and_is_not_blamed(
     silent = PeerWatch(1, LONG)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     watch = PeerWatch(0, LONG)
-    watch.meet({0: watch.card, 1: silent.card})
+    watch.meet({0: watch.address, 1: silent.address})
     with pytest.raises(RuntimeError, match="rank 0 gave up .* ranks that could be asked answer"):
         watch.wait([Broken()], "t")
     silent.close()

@@ -17,7 +17,7 @@ def watches(size: int, timeout: timedelta = LONG) -> Iterator[list[PeerWatch]]:
     """The watches of several ranks, all in this process."""
     ranks = [PeerWatch(rank, timeout) for rank in range(size)]
     for watch in ranks:
-        watch.meet({rank: other.card for rank, other in enumerate(ranks)})
+        watch.meet({rank: other.address for rank, other in enumerate(ranks)})
     try:
         yield ranks
     finally:

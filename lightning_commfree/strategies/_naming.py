@@ -29,8 +29,8 @@ from lightning_commfree.resume.whole_files import (
     local_path,
     writes_later,
 )
-from lightning_commfree.strategies._launching import OrderlyLauncher, ScriptLauncher
-from lightning_commfree.strategies._signals import stopped_by_hand
+from lightning_commfree.strategies.launching import OrderlyLauncher, ScriptLauncher
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
 

@@ -23,13 +23,13 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.strategies._phases import CountingStrategy
-from lightning_commfree.strategies._signals import DeferredSigterm
 from lightning_commfree.strategies._start import (
     check_ddp_kwargs,
     common_start,
     refuse_timed_validation,
 )
 from lightning_commfree.strategies._traffic import FitLog, Traffic
+from lightning_commfree.strategies.signals import DeferredSigterm
 
 
 class ReplicatedStrategy(CountingStrategy):

@@ -34,7 +34,7 @@ from lightning_commfree.resume.rank_parts import Owner, known_tensors, seal
 from lightning_commfree.resume.whole_files import writes_later
 from lightning_commfree.strategies._gradients import accumulate_further, half_accumulated
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._signals import warn_unsaved
+from lightning_commfree.strategies.signals import warn_unsaved
 
 
 class Adopted(NamedTuple):

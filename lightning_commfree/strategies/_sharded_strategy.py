@@ -34,7 +34,7 @@ from lightning_commfree.strategies._rank_states import (
     restore,
 )
 from lightning_commfree.strategies._sharded import OptimizerParts, ShardedModule
-from lightning_commfree.strategies._signals import warn_unsaved
+from lightning_commfree.strategies.signals import warn_unsaved
 
 
 class ShardedStrategy(CountingStrategy):

@@ -16,7 +16,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.in_step import InStep, Place, Where
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._common_end import CommonEnd
-from lightning_commfree.strategies._signals import DeferredSigterm
+from lightning_commfree.strategies.signals import DeferredSigterm
 
 _NONFINITE, _STEPS, _SIGTERM, _WHY = 1, 2, 4, 8  # from the last bit on: why the fit ends
 

@@ -9,7 +9,7 @@ symbol     name here                unit               default       source
 n          `Channel.size`           workers            the world     section 3
 g_i, m_i   `grad`, `momentum`       fp32               --            Algorithm 1
 c_i        direction                fp32               --            Algorithm 1; votes by its sign
-Delta      `Verdict`                -1 to 1            --            equation 4: majority, average
+Delta      `PackedDelta`            -1 to 1            --            equation 4: majority, average
 eta        `lr`                     step of a          1e-4          arXiv:2302.06675: 3 to 10 times
                                     parameter                        less than AdamW's
 lambda     `weight_decay`           --                 0             the same: 3 to 10 times more
@@ -17,8 +17,8 @@ b1, b2     `betas`                  --                 (0.9, 0.99)   Algorithm 1
 =========  =======================  =================  ============  ===============================
 
 Read in this order: `worker` (the three formulas), `vote` (what becomes of the votes), `count` (how
-they are counted without being unpacked), `header` and `exchange` (how they travel), `buckets`,
-`poll` and `voting` (when they leave and land), `optimizer` (all of it as a
+they are counted without being unpacked), `header` and `ballot_exchange` (how they travel),
+`buckets`, `bucket_vote` and `voting` (when they leave and land), `optimizer` (all of it as a
 `torch.optim.Optimizer`).
 
 Departures from the paper:

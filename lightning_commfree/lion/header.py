@@ -22,7 +22,7 @@ _WORDS_BYTES, DIGEST_BYTES = 16, 8
 _DIGEST_BITS = 32  # of parameters; the upper half of a header's second word is of hyperparameters
 
 
-class Roll(NamedTuple):
+class HeaderSummary(NamedTuple):
     """What all headers say together; the same on all workers."""
 
     stop: bool  # somebody wants all to stop
@@ -71,14 +71,14 @@ def write_header(
     out[_WORDS_BYTES : _WORDS_BYTES + marks.numel()] = marks
 
 
-def read_headers(headers: Tensor, parameters: int) -> Roll:
+def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
     """Put all workers' headers together; uint8, shape (workers, bytes)."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
     abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
     drifted, mistuned = differing([digest for _, digest in words])
     reasons = {flags // ENDS % REASONS for flags, _ in words}
-    return Roll(
+    return HeaderSummary(
         stop=any(flags & STOP for flags, _ in words),
         ends=tuple(reason in reasons for reason in range(REASONS)),
         zeros=max([flags >> _COUNT_FROM for flags, _ in words if not flags & _ABSTAINS] or [0]),

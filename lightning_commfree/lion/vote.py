@@ -28,14 +28,14 @@ from lightning_commfree.lion.count import add, compare, compare_to, count_ones
 Draw = Callable[[int, int], Tensor]  # which shard, how many words -> int64 words of random bits
 
 
-class Verdict(NamedTuple):
+class PackedDelta(NamedTuple):
     """Delta of every parameter, packed: the weighted sum of its bits, minus and over `offset`."""
 
     planes: Tensor  # (D, bytes), uint8; laid out as in `comm.bits`
     weights: tuple[int, ...]  # D of them
     offset: int  # 1 for a majority, n for an average
 
-    def to(self, device: torch.device) -> Verdict:
+    def to(self, device: torch.device) -> PackedDelta:
         """Return the same on `device`."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
@@ -88,7 +88,7 @@ class Rule(Protocol):
     """How votes become Delta."""
 
     def offset(self, workers: int) -> int:
-        """Return `Verdict.offset`."""
+        """Return `PackedDelta.offset`."""
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
@@ -103,7 +103,7 @@ class Rule(Protocol):
         """
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of all planes that a verdict can have."""
+        """Return the weights of all planes that a result can have."""
 
     def expected_planes(self, workers: int) -> int:
         """Return how many bits of each parameter a shard sends back, if nobody votes zero."""

@@ -2,9 +2,9 @@
 
 1. *Launch*: a bucket's ballot is cast and leaves as soon as its last gradient is there, if that is
    allowed during backward, else at the step. Buckets leave in their order, on every worker.
-2. *Land*: the step waits for all verdicts. Only then is anything changed, so that a fault that
-   stops the run leaves parameters and momenta as they were.
-3. *Apply*: every worker steps by the verdicts; from time to time momenta are averaged.
+2. *Land*: the step waits for the results of all buckets. Only then is anything changed, so that a
+   fault that stops the run leaves parameters and momenta as they were.
+3. *Apply*: every worker steps by the results; from time to time momenta are averaged.
 
 What travels is in CPU memory and crosses in a background thread (`exchange`).
 """
@@ -21,14 +21,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.lion.ballot_exchange import DOWN_TAG, UP_TAG, VoteResult
+from lightning_commfree.lion.bucket_vote import BallotInFlight, BucketVote
 from lightning_commfree.lion.buckets import split_into_buckets
-from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG, Result
 from lightning_commfree.lion.header import ENDS, STOP
 from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
-from lightning_commfree.lion.poll import Flight, Poll
 from lightning_commfree.lion.settings import LionSettings
-from lightning_commfree.lion.tally import Tally
+from lightning_commfree.lion.vote_statistics import VoteStatistics
 from lightning_commfree.lion.worker import Member, hyperparameters, take_step
 
 
@@ -50,7 +50,7 @@ class Voting:
         ends: asked at every launch: why this worker takes no part after the step, a number below
             4; 0: it does.
         parted: whether workers said different things of the last step; the same on all.
-        tally: what the votes were like.
+        statistics: what the votes were like.
     """
 
     def __init__(
@@ -71,11 +71,13 @@ class Voting:
         self.stop_agreed = False
         self.ends: Callable[[], int] = lambda: 0
         self.parted = False
-        self.tally = Tally()
+        self.statistics = VoteStatistics()
         self._members = members
         self._background = Background(channel.ledger)
-        self._polls = [Poll(bucket, channel, settings, node) for bucket in self.buckets]
-        self._flights: list[Flight] = []
+        self._bucket_votes = [
+            BucketVote(bucket, channel, settings, node) for bucket in self.buckets
+        ]
+        self._flights: list[BallotInFlight] = []
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -93,8 +95,8 @@ class Voting:
         """
         every = max(self.settings.momentum_sync_every, 1)
         sent: Counter[str] = Counter()
-        for poll in self._polls:
-            for tag, num_bytes in poll.bytes_by_tag.items():
+        for bucket_vote in self._bucket_votes:
+            for tag, num_bytes in bucket_vote.bytes_by_tag.items():
                 sent[tag] += every * num_bytes
         if self.settings.momentum_sync_every:
             members = (self._members(bucket.parameters) for bucket in self.buckets)
@@ -111,17 +113,17 @@ class Voting:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what besides parameters and optimizer state an exact resume needs."""
-        return {"step": self.step, "abstentions": self.tally.abstentions}
+        return {"step": self.step, "abstentions": self.statistics.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.step, self.tally.abstentions = state["step"], state["abstentions"]
+        self.step, self.statistics.abstentions = state["step"], state["abstentions"]
         self._begun = (self.step, self._sent())
 
     @property
     def bytes_per_step(self) -> int:
         """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
-        return sum(poll.bytes_by_tag.total() for poll in self._polls)
+        return sum(bucket_vote.bytes_by_tag.total() for bucket_vote in self._bucket_votes)
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -149,22 +151,26 @@ class Voting:
         while len(self._flights) < len(self.buckets):
             self._launch(len(self._flights))
         flights, self._flights = self._flights, []
-        for poll, flight in zip(self._polls, flights, strict=True):
-            poll.check_gradients(flight)
+        for bucket_vote, flight in zip(self._bucket_votes, flights, strict=True):
+            bucket_vote.check_gradients(flight)
         results = [flight.pending.wait() for flight in flights]
-        rolls = [result.roll for result in results]
-        self.stop_agreed = any(roll.stop for roll in rolls)
-        self.parted = len({i for roll in rolls for i, said in enumerate(roll.ends) if said}) > 1
+        summaries = [result.summary for result in results]
+        self.stop_agreed = any(summary.stop for summary in summaries)
+        self.parted = (
+            len({i for summary in summaries for i, said in enumerate(summary.ends) if said}) > 1
+        )
         self._refuse(results)
-        self.tally.begin_step()
-        for poll, flight, (roll, verdict) in zip(self._polls, flights, results, strict=True):
-            assert verdict is not None, "a refused bucket has raised"
-            bucket = poll.bucket
+        self.statistics.begin_step()
+        for bucket_vote, flight, (summary, packed_delta) in zip(
+            self._bucket_votes, flights, results, strict=True
+        ):
+            assert packed_delta is not None, "a refused bucket has raised"
+            bucket = bucket_vote.bucket
             members = self._members(bucket.parameters)
-            abstained = self.channel.rank in roll.abstaining
-            on_device = verdict.to(bucket.parameters[0].device)
-            take_step(bucket, members, on_device, roll.with_gradient, abstained)
-            self.tally.count(poll.valid, flight.ballot, roll, verdict)
+            abstained = self.channel.rank in summary.abstaining
+            on_device = packed_delta.to(bucket.parameters[0].device)
+            take_step(bucket, members, on_device, summary.with_gradient, abstained)
+            self.statistics.count(bucket_vote.valid, flight.ballot, summary, packed_delta)
         self.step += 1
         every = self.settings.momentum_sync_every
         if every and self.step % every == 0:
@@ -190,17 +196,17 @@ class Voting:
 
     def _launch(self, index: int) -> None:
         members = self._members(self.buckets[index].parameters)
-        poll = self._polls[index]
+        bucket_vote = self._bucket_votes[index]
         wants = STOP * self.stop() + ENDS * self.ends()
-        self._flights.append(poll.launch(members, self.step, wants, self._background))
+        self._flights.append(bucket_vote.launch(members, self.step, wants, self._background))
 
     def _sent(self) -> Counter[str]:
         sent = self.channel.ledger.bytes_by_tag
         return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
 
-    def _refuse(self, results: Sequence[Result]) -> None:
-        for bucket, (roll, _) in zip(self.buckets, results, strict=True):
-            if roll.mistuned:
+    def _refuse(self, results: Sequence[VoteResult]) -> None:
+        for bucket, (summary, _) in zip(self.buckets, results, strict=True):
+            if summary.mistuned:
                 here = "; ".join(hyperparameters(self._members(bucket.parameters)))
                 raise RuntimeError(
                     "Learning rate, betas or weight decay differ between the workers before step"
@@ -209,15 +215,15 @@ class Voting:
                     " changed. Set them alike on all ranks: a scheduler on a metric has to watch"
                     " one that is logged per epoch with `sync_dist=True`."
                 )
-            if roll.drifted:
+            if summary.drifted:
                 raise RuntimeError(
                     f"The workers' parameters differ before step {self.step + 1}, among them"
                     f" {', '.join(map(repr, bucket.names[:5]))}. Only votes may change them:"
                     " look for code that writes to parameters on some ranks."
                 )
-            if roll.faults and self.settings.nonfinite == "raise":
-                worker, i = roll.faults[0]
-                more = f" (and {len(roll.faults) - 1} more)" if len(roll.faults) > 1 else ""
+            if summary.faults and self.settings.nonfinite == "raise":
+                worker, i = summary.faults[0]
+                more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
                 raise RuntimeError(
                     f"The gradient of {bucket.names[i]!r} on {self._who(worker)} holds NaN or Inf"
                     f"{more}, before step {self.step + 1}. All ranks stop; no parameter was"

@@ -6,7 +6,7 @@
 
 In fp32 (fp64 for fp64 parameters), whatever gradients and parameters are, and every operation
 rounds once: no fused multiply-add, so that the result does not depend on device or layout. On a CPU
-the work goes in pieces that stay in its cache.
+the work goes in chunks that stay in its cache.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.header import HAS_GRADIENT, NONFINITE, header_bytes, write_header
-from lightning_commfree.lion.vote import Verdict
+from lightning_commfree.lion.vote import PackedDelta
 
-_DEVICE_PIECE = 1 << 25  # few launches, in the middle of backward, where memory is short
-_PIECE = 1 << 18  # values: some buffers of it stay in a core's cache, and calls are few
+_DEVICE_CHUNK = 1 << 25  # few launches, in the middle of backward, where memory is short
+_CHUNK = 1 << 18  # values: some buffers of it stay in a core's cache, and calls are few
 
 State = dict[str, Any]  # of a parameter, in the optimizer
 
@@ -93,7 +93,7 @@ def cast_ballot(
 
 
 class _Count:
-    """Signs and what is to be known of them, in few passes over a piece.
+    """Signs and what is to be known of them, in few passes over a chunk.
 
     Attributes:
         voters: how many directions were not 0, int64.
@@ -127,14 +127,14 @@ class _Count:
             self.voters += torch.count_nonzero(direction)
             return direction > 0
         signs = torch.sign(direction, out=self._signs[:size])
-        self.voters += int(torch.dot(signs, signs))  # exact: a piece has fewer than 2^24 values
+        self.voters += int(torch.dot(signs, signs))  # exact: a chunk has fewer than 2^24 values
         return self._codes[:size].copy_(signs).relu_().view(torch.bool)
 
 
 def take_step(
     bucket: Bucket,
     members: list[Member],
-    verdict: Verdict,
+    packed_delta: PackedDelta,
     moved: tuple[bool, ...],
     abstained: bool,
 ) -> None:
@@ -143,31 +143,31 @@ def take_step(
     Args:
         bucket: what was voted on.
         members: the bucket's parameters, in its order.
-        verdict: Delta, on the parameters' device.
+        packed_delta: Delta, on the parameters' device.
         moved: per parameter: some worker has a gradient. Without one it stays as it is.
         abstained: this worker left the bucket to the others; its momenta stay clean.
     """
     for start, member, moves in zip(bucket.starts, members, moved, strict=True):
         if moves:
-            _move(member, verdict, start)
+            _move(member, packed_delta, start)
         if member.parameter.grad is not None and not abstained:
             _update_momentum(member, member.parameter.grad)
 
 
-def _move(member: Member, verdict: Verdict, start: int) -> None:
+def _move(member: Member, packed_delta: PackedDelta, start: int) -> None:
     lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
     parameter = member.parameter.detach()
     values = flat(member.state.get("master", parameter))
-    size = min(_piece(values), values.numel())
+    size = min(_chunk_size(values), values.numel())
     deltas, room = values.new_empty(size), _room(size, values)
-    for place, piece in _pieces(values):
-        delta = verdict.read(start + place, deltas[: piece.numel()], room)
+    for place, chunk in _chunks(values):
+        delta = packed_delta.read(start + place, deltas[: chunk.numel()], room)
         if lr * decay:
-            piece.mul_(1 - lr * decay)
-        if verdict.offset == 1:  # lr times -1, 0 or 1 is exact, fused or not
-            piece.sub_(delta, alpha=lr)
+            chunk.mul_(1 - lr * decay)
+        if packed_delta.offset == 1:  # lr times -1, 0 or 1 is exact, fused or not
+            chunk.sub_(delta, alpha=lr)
         else:
-            piece.sub_(delta.mul_(lr))
+            chunk.sub_(delta.mul_(lr))
     if values.data_ptr() != parameter.data_ptr():  # a master, or a layout that is not flat
         parameter.copy_(values.view(parameter.shape))
 
@@ -175,20 +175,20 @@ def _move(member: Member, verdict: Verdict, start: int) -> None:
 def _update_momentum(member: Member, gradient: Tensor) -> None:
     beta = member.group["betas"][1]
     gradients = flat(gradient)
-    scaled = member.state["momentum"].new_empty(min(_piece(gradients), gradients.numel()))
-    for place, momentum in _pieces(member.state["momentum"].view(-1)):
+    scaled = member.state["momentum"].new_empty(min(_chunk_size(gradients), gradients.numel()))
+    for place, momentum in _chunks(member.state["momentum"].view(-1)):
         share = scaled[: momentum.numel()]
         _scale(gradients[place : place + momentum.numel()], 1 - beta, share)
         momentum.mul_(beta).add_(share)
 
 
 def _directions(member: Member, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield c piece by piece with the place of its first value; a piece is valid until the next."""
+    """Yield c chunk by chunk with the place of its first value; a chunk is valid until the next."""
     beta = member.group["betas"][0]
     momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
-    size = min(_piece(gradients), gradients.numel())
+    size = min(_chunk_size(gradients), gradients.numel())
     directions, scaled = momenta.new_empty(2, size).unbind(0)
-    for place, momentum in _pieces(momenta):
+    for place, momentum in _chunks(momenta):
         count = momentum.numel()
         direction = torch.mul(momentum, beta, out=directions[:count])
         yield (
@@ -213,10 +213,10 @@ def _room(size: int, like: Tensor) -> Tensor:
     return torch.empty(2, size, dtype=torch.uint8, device=like.device)
 
 
-def _pieces(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for place in range(0, values.numel(), _piece(values)):
-        yield place, values[place : place + _piece(values)]
+def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for place in range(0, values.numel(), _chunk_size(values)):
+        yield place, values[place : place + _chunk_size(values)]
 
 
-def _piece(values: Tensor) -> int:
-    return _PIECE if values.device.type == "cpu" else _DEVICE_PIECE
+def _chunk_size(values: Tensor) -> int:
+    return _CHUNK if values.device.type == "cpu" else _DEVICE_CHUNK

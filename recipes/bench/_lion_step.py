@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_commfree.comm.bits import pack_bits_part, packed_bits_size, unpack_bits_part
 from lightning_commfree.lion import DistributedLion
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.vote import Majority, Shard, Verdict
+from lightning_commfree.lion.vote import Majority, PackedDelta, Shard
 from lightning_commfree.lion.worker import Member, cast_ballot, take_step
 
 Operations = dict[str, Callable[[], object]]
@@ -26,20 +26,20 @@ SIGNS, DELTAS = "pack in one pass", "unpack in one pass"  # what a GPU does
 ADAMW, ADAMW_FUSED = "AdamW(foreach=True)", "AdamW(fused=True)"
 LION, CAST, TAKE = "DistributedLion.step, alone", "cast the ballots", "read and take the step"
 WORKER = "a worker among others: cast, read, take"
-_PIECE = 1 << 16  # values that a worker on a CPU packs at a time
+_CHUNK = 1 << 16  # values that a worker on a CPU packs at a time
 _WORD = 64
 
 
 def pack(values_N: Tensor, plane: Tensor) -> None:
-    """Pack the signs of fp32 values, as `cast_ballot` does: on a CPU in pieces."""
-    for start in range(0, values_N.numel(), _piece(values_N)):
-        pack_bits_part(values_N[start : start + _piece(values_N)] > 0, start, plane)
+    """Pack the signs of fp32 values, as `cast_ballot` does: on a CPU in chunks."""
+    for start in range(0, values_N.numel(), _chunk_size(values_N)):
+        pack_bits_part(values_N[start : start + _chunk_size(values_N)] > 0, start, plane)
 
 
-def unpack(verdict: Verdict, out_N: Tensor) -> None:
-    """Write Delta of all parameters in fp32, as `take_step` reads it: on a CPU in pieces."""
-    for start in range(0, out_N.numel(), _piece(out_N)):
-        verdict.read(start, out_N[start : start + _piece(out_N)])
+def unpack(packed_delta: PackedDelta, out_N: Tensor) -> None:
+    """Write Delta of all parameters in fp32, as `take_step` reads it: on a CPU in chunks."""
+    for start in range(0, out_N.numel(), _chunk_size(out_N)):
+        packed_delta.read(start, out_N[start : start + _chunk_size(out_N)])
 
 
 def vote(ballots_WB: Tensor, valid_B: Tensor) -> Shard:
@@ -79,12 +79,12 @@ def vote_operations(numel: int, workers: tuple[int, ...], device: torch.device) 
     copied, deltas = torch.empty_like(values), torch.empty_like(values)
     plane = torch.zeros(packed_bits_size(numel), dtype=torch.uint8, device=device)
     pack(values, plane)
-    verdict = Verdict(torch.stack([plane, torch.zeros_like(plane)]), (2, 1), 1)
+    packed_delta = PackedDelta(torch.stack([plane, torch.zeros_like(plane)]), (2, 1), 1)
     table: Operations = {COPY: lambda: copied.copy_(values)}
     if device.type == "cpu":
         array = values.numpy()
         table[PACKBITS] = lambda: np.packbits(array > 0)
-    table |= {PACK: lambda: pack(values, plane), UNPACK: lambda: unpack(verdict, deltas)}
+    table |= {PACK: lambda: pack(values, plane), UNPACK: lambda: unpack(packed_delta, deltas)}
     for n in workers:
         ballots, valid = ballots_of_a_share(numel, n, device)
         table[vote_name(n)] = partial(vote, ballots, valid)
@@ -125,7 +125,7 @@ def parameters_with_gradients(
 
 
 class Worker:
-    """One of two workers of Distributed Lion; its ballots go nowhere, and the verdict stands.
+    """One of two workers of Distributed Lion; its ballots go nowhere, and the result stands.
 
     Args:
         parameters: with gradients.
@@ -137,7 +137,7 @@ class Worker:
         states = {p: {"momentum": torch.zeros_like(p)} for p in parameters}
         self._members = [[Member(p, states[p], group) for p in b.parameters] for b in self._buckets]
         self._valid = [_valid(bucket) for bucket in self._buckets]
-        self._verdicts = [_verdict(bucket) for bucket in self._buckets]
+        self._packed_deltas = [_packed_delta(bucket) for bucket in self._buckets]
 
     def cast(self) -> None:
         """Cast the ballots of all buckets."""
@@ -146,11 +146,11 @@ class Worker:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Read the verdicts and take the step."""
-        for bucket, members, verdict in zip(
-            self._buckets, self._members, self._verdicts, strict=True
+        """Read the results and take the step."""
+        for bucket, members, packed_delta in zip(
+            self._buckets, self._members, self._packed_deltas, strict=True
         ):
-            take_step(bucket, members, verdict, (True,) * len(bucket), abstained=False)
+            take_step(bucket, members, packed_delta, (True,) * len(bucket), abstained=False)
 
     def cast_and_take(self) -> None:
         """Do both."""
@@ -180,13 +180,13 @@ def _valid(bucket: Bucket) -> Tensor:
     return plane
 
 
-def _verdict(bucket: Bucket) -> Verdict:
+def _packed_delta(bucket: Bucket) -> PackedDelta:
     """Return what a majority of two random ballots looks like: every other one is a tie."""
     device = bucket.parameters[0].device
     size = (2, bucket.plane_bytes)
     mine, other = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-    return Verdict(torch.stack([mine & other, mine ^ other]), (2, 1), 1)
+    return PackedDelta(torch.stack([mine & other, mine ^ other]), (2, 1), 1)
 
 
-def _piece(values: Tensor) -> int:
-    return _PIECE if values.device.type == "cpu" else values.numel()
+def _chunk_size(values: Tensor) -> int:
+    return _CHUNK if values.device.type == "cpu" else values.numel()

@@ -1,7 +1,7 @@
 """What a step of Distributed Lion costs without communication: `python -m recipes.bench.lion`.
 
 One run on one thread. First the vote alone: packing the signs of fp32 values, counting ballots and
-unpacking the verdict, against a copy of the values and `numpy.packbits`. Then whole optimizer
+unpacking the result, against a copy of the values and `numpy.packbits`. Then whole optimizer
 steps, against AdamW's on the same parameters. Operations take turns, and on the CPU their time is
 the process's own, so that what else the machine does hardly enters. Where there is a GPU its times
 follow, against what its memory allows.
@@ -45,15 +45,15 @@ FLOOR_BYTES = {
 
 HOW_TO_READ_VOTE = """\
 CPU time; ratios of medians, to copying the same fp32 values between two buffers. *Pack* compares
-with 0 and packs, in pieces, as a worker does; `numpy.packbits` is given the same comparison, over
+with 0 and packs, in chunks, as a worker does; `numpy.packbits` is given the same comparison, over
 all values. *Vote* counts the ballots of n workers on one rank's share of the parameters (1/n of
 them), ties included; *unpack and add* finds the same signs by unpacking every ballot and adding in
-int16. *Unpack* reads a verdict of two planes (with ties) as fp32. Pack + vote + unpack is the sum
+int16. *Unpack* reads a result of two planes (with ties) as fp32. Pack + vote + unpack is the sum
 of the medians."""
 HOW_TO_READ_STEP = """\
 CPU time; ratios of medians, to `torch.optim.AdamW(foreach=True)` on parameters of the same shapes
 and values. Alone: `DistributedLion.step` of one worker, its vote included. Among others: what a
-worker of two does itself, casting the ballots of all buckets, reading verdicts of two planes and
+worker of two does itself, casting the ballots of all buckets, reading results of two planes and
 taking the step; counting comes on top and is in the table above. AdamW's fused kernel is there for
 comparison."""
 

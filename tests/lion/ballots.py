@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits
-from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.exchange import (
+from lightning_commfree.lion.ballot_exchange import (
     Ballot,
-    GatherExchange,
-    Result,
-    ShardExchange,
+    GatheredBallotExchange,
+    ShardedBallotExchange,
+    VoteResult,
 )
-from lightning_commfree.lion.header import Roll, header_bytes
+from lightning_commfree.lion.buckets import Bucket, split_into_buckets
+from lightning_commfree.lion.header import HeaderSummary, header_bytes
 from lightning_commfree.lion.vote import Average, Majority, Rule
 from lightning_commfree.lion.worker import Member, cast_ballot
 from tests.lion import serial
@@ -28,7 +28,7 @@ RULES: dict[str, type] = {"majority": Majority, "average": Average}
 class Outcome(NamedTuple):
     """What one worker has at the end of an exchange."""
 
-    roll: Roll
+    summary: HeaderSummary
     delta: Tensor | None  # (N,); None: refused
     sent: dict[str, int]
 
@@ -64,9 +64,11 @@ def ballot_of(
 
 def exchange_of(
     way: str, channel: Any, bucket: Bucket, rule: Rule
-) -> GatherExchange | ShardExchange:
+) -> GatheredBallotExchange | ShardedBallotExchange:
     place = (channel, bucket.plane_bytes, len(bucket), valid_of(bucket))
-    return GatherExchange(*place) if way == "gather" else ShardExchange(*place, rule)
+    return (
+        GatheredBallotExchange(*place) if way == "gather" else ShardedBallotExchange(*place, rule)
+    )
 
 
 def play(
@@ -87,18 +89,18 @@ def play(
         ballot = ballot_of(bucket, gradients[rank], rank in stops, digest)
         exchange = exchange_of(way, channel, bucket, rule)
         result = exchange.run(ballot, rule, len(bucket), refuse_faults)
-        return Outcome(result.roll, read(result, bucket.numel), dict(channel.sent))
+        return Outcome(result.summary, read(result, bucket.numel), dict(channel.sent))
 
     return in_threads(len(gradients), worker)
 
 
-def read(result: Result, numel: int) -> Tensor | None:
-    """Return Delta of a whole bucket, in two pieces where it is long enough."""
-    if result.verdict is None:
+def read(result: VoteResult, numel: int) -> Tensor | None:
+    """Return Delta of a whole bucket, in two chunks where it is long enough."""
+    if result.delta is None:
         return None
     delta, cut = torch.full((numel,), torch.nan), numel // 3
-    for piece, start in ((delta[:cut], 0), (delta[cut:], cut)):
-        result.verdict.read(start, piece)
+    for chunk, start in ((delta[:cut], 0), (delta[cut:], cut)):
+        result.delta.read(start, chunk)
     return delta
 
 

@@ -141,7 +141,7 @@ def test_schedulers_and_repr_work() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_gpu_steps_with_the_cpus_bits(dtype: torch.dtype) -> None:
-    """The ballot goes through pinned memory to the host and the verdict back."""
+    """The ballot goes through pinned memory to the host and the result back."""
     seen = []
     for device in ("cpu", "cuda"):
         values = {n: p.detach().to(device, dtype) for n, p in training.parameters().items()}

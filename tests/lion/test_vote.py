@@ -1,4 +1,4 @@
-"""The two rules on packed planes, and what a verdict reads as, against counting one by one."""
+"""The two rules on packed planes, and what a packed Delta reads as, against counting one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.comm.bits import pack_bits, unpack_bits
-from lightning_commfree.lion.vote import Average, Majority, Shard, Verdict
+from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Shard
 
 NUMEL = 128  # no padding but where a test leaves some
 
@@ -41,8 +41,8 @@ def delta(shard: Shard, offset: int, numel: int = NUMEL) -> Tensor:
     if shard.rest is not None:
         all_planes = torch.cat([all_planes, shard.rest.unsqueeze(0)])
         weights = (*weights, 1)
-    verdict = Verdict(all_planes.contiguous().view(torch.uint8), weights, offset)
-    return verdict.read(0, torch.full((numel,), torch.nan))
+    packed_delta = PackedDelta(all_planes.contiguous().view(torch.uint8), weights, offset)
+    return packed_delta.read(0, torch.full((numel,), torch.nan))
 
 
 def valid(numel: int = NUMEL) -> Tensor:
@@ -141,7 +141,7 @@ def test_a_draw_decides_contested_ties_and_nothing_else() -> None:
 
 
 def test_every_bit_of_a_draw_falls_to_its_own_place() -> None:
-    """A tie everywhere: the verdict is the drawn word."""
+    """A tie everywhere: the result is the drawn word."""
     votes = torch.tensor([[1], [-1]]).expand(2, NUMEL)
     coins = torch.rand(NUMEL) > 0.5
     shard = Majority(lambda shard, count: words(coins)).count(planes(votes)[0], None, valid(), 0)
@@ -151,20 +151,20 @@ def test_every_bit_of_a_draw_falls_to_its_own_place() -> None:
 
 @given(start=st.integers(0, 150), count=st.integers(0, 150), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=50)
-def test_a_verdict_is_read_from_any_place(start: int, count: int, seed: int) -> None:
+def test_a_packed_delta_is_read_from_any_place(start: int, count: int, seed: int) -> None:
     votes = random_votes(3, seed, zeros=True, numel=300)
     plus, nonzero = planes(votes)
     shard = Average().count(plus, nonzero, valid(300), 0)
-    verdict = Verdict(shard.planes.view(torch.uint8), shard.weights, 3)
+    packed_delta = PackedDelta(shard.planes.view(torch.uint8), shard.weights, 3)
     expected = votes.sum(0)[start : start + count]
     for dtype in (torch.float32, torch.float64):
         out = torch.full((count,), torch.nan, dtype=dtype)
-        assert verdict.read(start, out) is out
+        assert packed_delta.read(start, out) is out
         assert torch.equal(out, expected.to(dtype) / 3)  # a third is rounded once, in `dtype`
 
 
-def test_a_verdict_moves_to_a_device() -> None:
-    verdict = Verdict(torch.zeros(2, 8, dtype=torch.uint8), (2, 1), 1)
-    moved = verdict.to(torch.device("meta"))
+def test_a_packed_delta_moves_to_a_device() -> None:
+    packed_delta = PackedDelta(torch.zeros(2, 8, dtype=torch.uint8), (2, 1), 1)
+    moved = packed_delta.to(torch.device("meta"))
     assert moved.planes.device.type == "meta"
-    assert (moved.weights, moved.offset) == (verdict.weights, verdict.offset)
+    assert (moved.weights, moved.offset) == (packed_delta.weights, packed_delta.offset)

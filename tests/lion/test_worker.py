@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.header import header_bytes, read_headers
-from lightning_commfree.lion.vote import Verdict
-from lightning_commfree.lion.worker import _PIECE, Member, cast_ballot, take_step
+from lightning_commfree.lion.header import header_bytes, summarize_headers
+from lightning_commfree.lion.vote import PackedDelta
+from lightning_commfree.lion.worker import _CHUNK, Member, cast_ballot, take_step
 from tests.lion.ballots import valid_of
 
 GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.5}
@@ -53,8 +53,8 @@ def ballot(members: list[Member], stop: bool = False, digest: int = 0) -> tuple[
     raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
     cut = header_bytes(len(bucket))
     assert raw.numel() == cut + 2 * bucket.plane_bytes
-    roll = read_headers(raw[:cut].unsqueeze(0), len(bucket))
-    return roll, *(flags(plane, bucket) for plane in raw[cut:].view(2, -1))
+    summary = summarize_headers(raw[:cut].unsqueeze(0), len(bucket))
+    return summary, *(flags(plane, bucket) for plane in raw[cut:].view(2, -1))
 
 
 def flags(plane: Tensor, bucket: Bucket) -> np.ndarray:
@@ -68,9 +68,9 @@ def assert_flags(got: np.ndarray, expected: Tensor) -> None:
     assert not got[expected.numel() :].any(), "padding is 0"
 
 
-@pytest.mark.parametrize("numel", [1, 63, 64, 65, 127, 129, _PIECE - 1, _PIECE, _PIECE + 1])
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 127, 129, _CHUNK - 1, _CHUNK, _CHUNK + 1])
 def test_a_vote_is_the_sign_of_the_direction(numel: int) -> None:
-    """c = b1 m + (1 - b1) g in fp32, each operation rounding once; lengths about a piece's."""
+    """c = b1 m + (1 - b1) g in fp32, each operation rounding once; lengths about a chunk's."""
     m, g = random(numel, seed=1), random(numel, seed=2)
     g[: numel // 3] = -m[: numel // 3] * 9  # c is nearly 0 there: rounding decides
     c = m.numpy() * np.float32(0.9) + g.numpy() * np.float32(1 - 0.9)
@@ -78,10 +78,10 @@ def test_a_vote_is_the_sign_of_the_direction(numel: int) -> None:
     last = torch.tensor(small.state["momentum"].numpy() * np.float32(0.9))
     last += small.parameter.grad * (1 - 0.9)
     c = torch.cat([torch.from_numpy(c), last])
-    roll, plus, nonzero = ballot([member(random(numel), g, m), small])
+    summary, plus, nonzero = ballot([member(random(numel), g, m), small])
     assert_flags(plus, c > 0)
     assert_flags(nonzero, c != 0)
-    assert roll.zeros == int((c == 0).sum())
+    assert summary.zeros == int((c == 0).sum())
 
 
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
@@ -89,19 +89,19 @@ def test_a_vote_is_the_sign_of_the_direction(numel: int) -> None:
 def test_any_layout_votes_and_steps_as_a_flat_one(layout: str, dtype: torch.dtype) -> None:
     """Parameter and gradient may each have their own."""
     values, g, m = (random(3, 4, 5, 6, seed=s) for s in range(3))
-    verdict = verdict_of((random(360, seed=5) > 0).float() * 2 - 1)
+    packed_delta = packed((random(360, seed=5) > 0).float() * 2 - 1)
     outcomes = []
     for own, other in (("flat", "flat"), (layout, layout), (layout, "flat"), ("flat", layout)):
         parameter = laid_out(values.to(dtype), own)
         master = {} if dtype == torch.float32 else {"master": values.to(dtype).float()}
         mine = member(parameter, laid_out(g.to(dtype), other), m, **master)
         cast = ballot([mine])
-        take_step(bucket_of([mine]), [mine], verdict, (True,), abstained=False)
+        take_step(bucket_of([mine]), [mine], packed_delta, (True,), abstained=False)
         assert mine.parameter.stride() == parameter.stride()
         outcomes.append((cast, mine.parameter.detach(), mine.state["momentum"]))
-    (roll, plus, nonzero), stepped, momentum = outcomes[0]
+    (summary, plus, nonzero), stepped, momentum = outcomes[0]
     for other_cast, other_stepped, other_momentum in outcomes[1:]:
-        assert other_cast[0] == roll
+        assert other_cast[0] == summary
         assert np.array_equal(other_cast[1], plus)
         assert np.array_equal(other_cast[2], nonzero)
         assert torch.equal(other_stepped, stepped)
@@ -125,9 +125,9 @@ def absent(numel: int) -> Member:
 
 
 def test_without_a_gradient_the_vote_is_zero_whatever_the_momentum() -> None:
-    roll, plus, nonzero = ballot([member(random(70), random(70), random(70)), absent(9)])
-    assert roll.with_gradient == (True, False)
-    assert roll.zeros
+    summary, plus, nonzero = ballot([member(random(70), random(70), random(70)), absent(9)])
+    assert summary.with_gradient == (True, False)
+    assert summary.zeros
     assert not plus[70:].any()
     assert not nonzero[70:].any()
     assert nonzero[:70].all()
@@ -137,48 +137,48 @@ def test_without_a_gradient_the_vote_is_zero_whatever_the_momentum() -> None:
 def test_exact_zeros_are_no_votes(zero: float) -> None:
     g = random(70)
     g[[3, 69]] = zero
-    roll, plus, nonzero = ballot([member(random(70), g, torch.zeros(70))])
-    assert roll.zeros
-    assert not roll.abstaining
+    summary, plus, nonzero = ballot([member(random(70), g, torch.zeros(70))])
+    assert summary.zeros
+    assert not summary.abstaining
     assert_flags(nonzero, g != 0)
     assert_flags(plus, g > 0)
-    roll, _, nonzero = ballot([member(random(70), random(70), torch.zeros(70))])
-    assert not roll.zeros
+    summary, _, nonzero = ballot([member(random(70), random(70), torch.zeros(70))])
+    assert not summary.zeros
     assert_flags(nonzero, torch.ones(70, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("sick", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["gradient", "momentum"])
-@pytest.mark.parametrize("place", [0, 40, _PIECE + 7])
+@pytest.mark.parametrize("place", [0, 40, _CHUNK + 7])
 def test_what_is_not_finite_is_marked(sick: float, where: str, place: int) -> None:
-    g, m = random(_PIECE + 8), random(_PIECE + 8, seed=1)
+    g, m = random(_CHUNK + 8), random(_CHUNK + 8, seed=1)
     (g if where == "gradient" else m)[place] = sick
     members = [member(random(9), random(9), random(9)), member(g, g, m), absent(3)]
-    roll, _, _ = ballot(members)
-    assert roll.abstaining == (0,)
-    assert roll.faults == ((0, 1),)
-    assert roll.with_gradient == (True, True, False)
+    summary, _, _ = ballot(members)
+    assert summary.abstaining == (0,)
+    assert summary.faults == ((0, 1),)
+    assert summary.with_gradient == (True, True, False)
 
 
 def test_a_header_says_what_it_was_told() -> None:
     members = [member(random(9), random(9), random(9)) for _ in range(11)]
     for stop in (False, True):
-        roll, _, _ = ballot(members, stop, -(2**63))
-        assert roll.stop == stop
-        assert not roll.abstaining
-        assert not roll.faults
-        assert roll.with_gradient == (True,) * 11
+        summary, _, _ = ballot(members, stop, -(2**63))
+        assert summary.stop == stop
+        assert not summary.abstaining
+        assert not summary.faults
+        assert summary.with_gradient == (True,) * 11
 
 
 def test_parameters_without_a_value_take_part() -> None:
     """`nn.Parameter(torch.empty(0))` as placeholder, and one of no dimension."""
     empty = member(torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 3))
     scalar = member(torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0))
-    roll, plus, _ = ballot([empty, scalar])
-    assert not roll.abstaining
+    summary, plus, _ = ballot([empty, scalar])
+    assert not summary.abstaining
     assert plus[0]
     bucket = bucket_of([empty, scalar])
-    take_step(bucket, [empty, scalar], verdict_of(torch.ones(1)), (True, True), abstained=False)
+    take_step(bucket, [empty, scalar], packed(torch.ones(1)), (True, True), abstained=False)
     assert scalar.parameter.item() == pytest.approx(1 - 0.01 * 0.5 - 0.01)
 
 
@@ -191,9 +191,9 @@ def test_a_sparse_gradient_is_refused() -> None:
 # The step
 
 
-def verdict_of(delta: Tensor) -> Verdict:
+def packed(delta: Tensor) -> PackedDelta:
     """Delta of -1, 0 and 1 as a majority's two planes."""
-    return Verdict(torch.stack([pack_bits(delta > 0), pack_bits(delta == 0)]), (2, 1), 1)
+    return PackedDelta(torch.stack([pack_bits(delta > 0), pack_bits(delta == 0)]), (2, 1), 1)
 
 
 def by_hand(x: Tensor, m: Tensor, g: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,12 +204,12 @@ def by_hand(x: Tensor, m: Tensor, g: Tensor, delta: Tensor) -> tuple[Tensor, Ten
     return torch.from_numpy(stepped), torch.from_numpy(momentum)
 
 
-@pytest.mark.parametrize("numel", [1, 65, _PIECE + 1])
+@pytest.mark.parametrize("numel", [1, 65, _CHUNK + 1])
 def test_a_step_rounds_as_its_formulas(numel: int) -> None:
     x, m, g = (random(numel, seed=s) for s in range(3))
     delta = torch.randint(-1, 2, (numel,), generator=torch.Generator().manual_seed(3)).float()
     mine = member(x.clone(), g, m)
-    take_step(bucket_of([mine]), [mine], verdict_of(delta), (True,), abstained=False)
+    take_step(bucket_of([mine]), [mine], packed(delta), (True,), abstained=False)
     stepped, momentum = by_hand(x, m, g, delta)
     assert torch.equal(mine.parameter, stepped)
     assert torch.equal(mine.state["momentum"], momentum)
@@ -234,7 +234,7 @@ def test_who_moves_and_whose_momentum_learns() -> None:
     ]
     for moves, own, abstained, moved, learned in cases:
         mine = member(x.clone(), g if own else None, m)
-        take_step(bucket_of([mine]), [mine], verdict_of(delta), (moves,), abstained)
+        take_step(bucket_of([mine]), [mine], packed(delta), (moves,), abstained)
         assert torch.equal(mine.parameter, stepped if moved else x)
         assert torch.equal(mine.state["momentum"], learnt if learned else m)
 
@@ -253,8 +253,8 @@ def test_a_gpu_votes_and_steps_with_the_cpus_bits(dtype: torch.dtype) -> None:
         bucket = bucket_of([mine])
         raw = cast_ballot(bucket, [mine], valid_of(bucket).to(device), False, 5)
         delta = (random(values.numel(), seed=5) > 0).float() * 2 - 1
-        verdict = verdict_of(delta).to(torch.device(device))
-        take_step(bucket, [mine], verdict, (True,), abstained=False)
+        packed_delta = packed(delta).to(torch.device(device))
+        take_step(bucket, [mine], packed_delta, (True,), abstained=False)
         outcomes.append([raw, mine.parameter.detach(), *mine.state.values()])
     for on_cpu, on_gpu in zip(*outcomes, strict=True):
         assert torch.equal(on_cpu, on_gpu.cpu())

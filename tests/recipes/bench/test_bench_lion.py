@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_commfree.comm.bits import packed_bits_size
-from lightning_commfree.lion.vote import Verdict
+from lightning_commfree.lion.vote import PackedDelta
 from recipes.bench import _lion_step as ops
 from recipes.bench import lion
 
@@ -26,7 +26,7 @@ def test_pack_vote_and_unpack_give_the_sign_of_the_sum() -> None:
     shard = ops.vote(ballots, torch.full(ballots.shape[1:], -1))
     assert shard.rest is None
     out = torch.empty(numel)
-    ops.unpack(Verdict(shard.planes.view(torch.uint8), shard.weights, 1), out)
+    ops.unpack(PackedDelta(shard.planes.view(torch.uint8), shard.weights, 1), out)
     assert torch.equal(out, values.sign().sum(0).sign())
 
 
@@ -38,7 +38,7 @@ def test_the_count_it_is_compared_with_finds_the_same_signs(workers: int) -> Non
     planes = shard.planes if shard.rest is None else torch.cat([shard.planes, shard.rest[None]])
     weights = shard.weights if shard.rest is None else (*shard.weights, 1)
     deltas = torch.empty(64 * ballots.shape[1])
-    Verdict(planes.view(torch.uint8), weights, 1).read(0, deltas)
+    PackedDelta(planes.view(torch.uint8), weights, 1).read(0, deltas)
     flags = torch.empty(deltas.shape, dtype=torch.uint8)
     sums = torch.empty(deltas.shape, dtype=torch.int16)
     assert torch.equal(ops.unpack_and_add(ballots, flags, sums), deltas.short())

@@ -8,13 +8,15 @@ from torch import Tensor
 from lightning_commfree.comm.channel import Channel
 
 
-def places_bytes(most: int) -> int:
+def zero_indices_bytes(most: int) -> int:
     """Return the size of a list with room for `most` places."""
     return 4 * most
 
 
-def gather_places(nonzero: Tensor, valid: Tensor, most: int, channel: Channel, tag: str) -> Tensor:
-    """Exchange the places of zeros; return the planes of c != 0 of all workers, uint8, (W, B).
+def gather_zero_indices(
+    nonzero: Tensor, valid: Tensor, most: int, channel: Channel, tag: str
+) -> Tensor:
+    """Exchange the indices of zeros; return the planes of c != 0 of all workers, uint8, (W, B).
 
     Args:
         nonzero: this worker's plane, uint8, shape (B,).

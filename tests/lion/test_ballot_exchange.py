@@ -1,4 +1,4 @@
-"""Every worker's verdict against the formulas, whatever is voted and however it travels."""
+"""Every worker's result against the formulas, whatever is voted and however it travels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.lion.exchange import DOWN_TAG, UP_TAG
+from lightning_commfree.lion.ballot_exchange import DOWN_TAG, UP_TAG
 from lightning_commfree.lion.header import join_digests
 from lightning_commfree.lion.vote import Majority
 from tests.lion.ballots import RULES, Outcome, formula, play
@@ -66,13 +66,13 @@ def elections(draw: st.DrawFn) -> tuple[list[int], Gradients]:
 @pytest.mark.parametrize("way", WAYS)
 @given(election=elections())
 @settings(deadline=None, max_examples=60)
-def test_a_verdict_is_the_formula_bit_for_bit(
+def test_a_result_is_the_formula_bit_for_bit(
     way: str, vote: str, election: tuple[list[int], Gradients]
 ) -> None:
     sizes, gradients = election
     outcomes = play(way, RULES[vote](), sizes, gradients)
     assert_all_are(outcomes, formula(vote, gradients, sizes))
-    assert all(outcome.roll == outcomes[0].roll for outcome in outcomes)
+    assert all(outcome.summary == outcomes[0].summary for outcome in outcomes)
 
 
 def all_ballots(workers: int, values: Sequence[float]) -> Gradients:
@@ -122,9 +122,9 @@ def test_a_worker_with_nan_is_left_out_and_named(way: str, sick: tuple[int, ...]
         outcomes = play(way, RULES[vote](), [70, 9], gradients)
         assert_all_are(outcomes, formula(vote, gradients, [70, 9]))
         for outcome in outcomes:
-            assert outcome.roll.abstaining == sick
-            assert outcome.roll.faults == tuple((worker, 1) for worker in sick)
-            assert not outcome.roll.zeros, "the header says it: no second plane is needed"
+            assert outcome.summary.abstaining == sick
+            assert outcome.summary.faults == tuple((worker, 1) for worker in sick)
+            assert not outcome.summary.zeros, "the header says it: no second plane is needed"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -133,7 +133,7 @@ def test_faults_are_refused_on_all_workers_after_one_message(way: str) -> None:
     gradients[1][0][3] = math.nan
     for outcome in play(way, Majority(), [70, 9], gradients, refuse_faults=True):
         assert outcome.delta is None
-        assert outcome.roll.faults == ((1, 0),)
+        assert outcome.summary.faults == ((1, 0),)
         assert DOWN_TAG not in outcome.sent
 
 
@@ -141,10 +141,10 @@ def test_faults_are_refused_on_all_workers_after_one_message(way: str) -> None:
 def test_different_digests_are_refused_and_equal_ones_are_not(way: str) -> None:
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
     for outcome in play(way, Majority(), [70], gradients, digests=(5, 5, -(2**63) + 1)):
-        assert outcome.roll.drifted
+        assert outcome.summary.drifted
         assert outcome.delta is None
     for outcome in play(way, Majority(), [70], gradients, digests=(-(2**63),) * 3):
-        assert not outcome.roll.drifted
+        assert not outcome.summary.drifted
         assert outcome.delta is not None
 
 
@@ -170,7 +170,7 @@ def test_hyperparameters_and_parameters_are_told_apart(
     ]
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
     for outcome in play(way, Majority(), [70], gradients, digests=digests):
-        assert (outcome.roll.drifted, outcome.roll.mistuned) == expected
+        assert (outcome.summary.drifted, outcome.summary.mistuned) == expected
         assert (outcome.delta is None) == any(expected)
 
 
@@ -179,7 +179,7 @@ def test_hyperparameters_and_parameters_are_told_apart(
 def test_the_wish_to_stop_reaches_all(way: str, stops: tuple[int, ...]) -> None:
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
     for outcome in play(way, Majority(), [70], gradients, stops=stops):
-        assert outcome.roll.stop == bool(stops)
+        assert outcome.summary.stop == bool(stops)
         assert_all_are([outcome], torch.ones(70))
 
 
@@ -188,7 +188,7 @@ def test_who_has_a_gradient_is_known_per_parameter(way: str) -> None:
     one = torch.ones(5)
     gradients: Gradients = [[one, None, None], [None, None, one], [one, None, -one]]
     for outcome in play(way, Majority(), [5, 5, 5], gradients):
-        assert outcome.roll.with_gradient == (True, False, True)
+        assert outcome.summary.with_gradient == (True, False, True)
         assert_all_are([outcome], torch.tensor([1.0, 0.0, 0.0]).repeat_interleave(5))
 
 

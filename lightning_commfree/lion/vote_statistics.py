@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_commfree.lion.ballot_exchange import Ballot
 from lightning_commfree.lion.count import compare_to
-from lightning_commfree.lion.exchange import Ballot
-from lightning_commfree.lion.header import Roll
-from lightning_commfree.lion.vote import Verdict
+from lightning_commfree.lion.header import HeaderSummary
+from lightning_commfree.lion.vote import PackedDelta
 
 
 @dataclass
-class Tally:
+class VoteStatistics:
     """The votes of the last step, and what has piled up since the beginning.
 
     Attributes:
@@ -23,16 +23,18 @@ class Tally:
     """
 
     abstentions: int = 0
-    _votes: list[tuple[Tensor, Ballot, Verdict]] = field(default_factory=list, repr=False)
+    _votes: list[tuple[Tensor, Ballot, PackedDelta]] = field(default_factory=list, repr=False)
 
     def begin_step(self) -> None:
         """Forget the votes of the step before."""
         self._votes.clear()
 
-    def count(self, valid: Tensor, ballot: Ballot, roll: Roll, verdict: Verdict) -> None:
-        """Take note of one bucket's vote; `valid` as in `cheaper_exchange`."""
-        self.abstentions += len(roll.abstaining)
-        self._votes.append((valid, ballot, verdict))
+    def count(
+        self, valid: Tensor, ballot: Ballot, summary: HeaderSummary, packed_delta: PackedDelta
+    ) -> None:
+        """Take note of one bucket's vote; `valid` as in `cheaper_ballot_exchange`."""
+        self.abstentions += len(summary.abstaining)
+        self._votes.append((valid, ballot, packed_delta))
 
     def shares(self) -> dict[str, float]:
         """Return shares of the parameters, from 0 to 1, at the last step.
@@ -41,8 +43,8 @@ class Tally:
         this worker's vote, of those that are not 0.
         """
         places = moved = voted = alike = 0
-        for valid, ballot, verdict in self._votes:
-            positive, negative = (plane & valid for plane in _signs(verdict))
+        for valid, ballot, packed_delta in self._votes:
+            positive, negative = (plane & valid for plane in _signs(packed_delta))
             minus = ballot.nonzero & ~ballot.plus
             places += _ones(valid)
             moved += _ones(positive | negative)
@@ -55,13 +57,13 @@ class Tally:
         }
 
 
-def _signs(verdict: Verdict) -> tuple[Tensor, Tensor]:
+def _signs(packed_delta: PackedDelta) -> tuple[Tensor, Tensor]:
     """Return the planes of Delta > 0 and Delta < 0."""
-    by_weight = dict(zip(verdict.weights, verdict.planes, strict=True))
-    nothing = torch.zeros_like(verdict.planes[0])
-    places = max(verdict.weights).bit_length()
+    by_weight = dict(zip(packed_delta.weights, packed_delta.planes, strict=True))
+    nothing = torch.zeros_like(packed_delta.planes[0])
+    places = max(packed_delta.weights).bit_length()
     digits = [by_weight.get(1 << place, nothing) for place in range(places)]
-    greater, equal = compare_to(digits, verdict.offset)
+    greater, equal = compare_to(digits, packed_delta.offset)
     return greater, ~(greater | equal)
 
 

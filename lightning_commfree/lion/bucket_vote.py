@@ -1,4 +1,4 @@
-"""One bucket's way from gradients to verdict."""
+"""One bucket, from its gradients to Delta."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
-from lightning_commfree.lion.buckets import Bucket
-from lightning_commfree.lion.exchange import (
+from lightning_commfree.lion.ballot_exchange import (
     Ballot,
-    Exchange,
-    NodeExchange,
-    Result,
-    cheaper_exchange,
+    BallotExchange,
+    NodeBallotExchange,
+    VoteResult,
+    cheaper_ballot_exchange,
 )
+from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.header import header_bytes, join_digests
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, Rule
@@ -31,15 +31,15 @@ from lightning_commfree.lion.worker import Member, cast_ballot, hyperparameters
 WAIT_TAG = "vote"
 
 
-class Flight(NamedTuple):
+class BallotInFlight(NamedTuple):
     """A ballot on its way."""
 
     ballot: Ballot
-    pending: Pending[Result]
+    pending: Pending[VoteResult]
     gradients: list[tuple[Tensor | None, int]]  # what was voted with, and how often written to
 
 
-class Poll:
+class BucketVote:
     """The votes on one bucket, one after the other.
 
     Args:
@@ -71,7 +71,7 @@ class Poll:
 
     def launch(
         self, members: list[Member], step: int, wants: int, background: Background
-    ) -> Flight:
+    ) -> BallotInFlight:
         """Cast the ballot and let it go.
 
         Args:
@@ -91,9 +91,9 @@ class Poll:
         job = partial(self._carry, ballot, arrived)
         alone = self._channel.size == 1 and self._node is None  # nothing is sent
         pending = Pending(job) if alone else background.submit(job, WAIT_TAG, arrived)
-        return Flight(ballot, pending, self._gradients())
+        return BallotInFlight(ballot, pending, self._gradients())
 
-    def check_gradients(self, flight: Flight) -> None:
+    def check_gradients(self, flight: BallotInFlight) -> None:
         """See that gradients are still what was voted with.
 
         Raises:
@@ -112,7 +112,7 @@ class Poll:
 
     # -- inside
 
-    def _carry(self, ballot: Ballot, arrived: Callable[[], None]) -> Result:
+    def _carry(self, ballot: Ballot, arrived: Callable[[], None]) -> VoteResult:
         arrived()
         refuse = self._settings.nonfinite == "raise"
         return self._exchange.run(ballot, self._rule, len(self.bucket), refuse)
@@ -126,15 +126,15 @@ class Poll:
             return Average()
         return Majority(self._draw if self._settings.ties == "random" else None)
 
-    def _make_exchange(self) -> Exchange:
+    def _make_exchange(self) -> BallotExchange:
         make = partial(
-            cheaper_exchange, self._channel, parameters=len(self.bucket), rule=self._rule
+            cheaper_ballot_exchange, self._channel, parameters=len(self.bucket), rule=self._rule
         )
         if self._node is None:
             return make(plane_bytes=self.bucket.plane_bytes, valid=self.valid)
         part = self.valid.view(self._node.size, -1)[self._node.rank]
         inner = make(plane_bytes=part.numel(), valid=part)
-        return NodeExchange(inner, self._node, self._channel.size)
+        return NodeBallotExchange(inner, self._node, self._channel.size)
 
     def _draw(self, shard: int, words: int) -> Tensor:
         """Return random words, which depend on nothing but their place and the step.

@@ -1,19 +1,19 @@
-"""How ballots travel and the verdict comes back.
+"""How ballots travel and the result of the vote comes back.
 
-N parameters, n workers, D bits a parameter in the verdict (`vote`):
+N parameters, n workers, D bits a parameter in the result (`vote`):
 
 =========  ==================================================================  =================
 way        what travels                                                        a worker sends
 =========  ==================================================================  =================
 gather     every worker's ballot to every other one; all count all of it       N (n - 1) / 8
 by shards  each worker gets one shard of all ballots, counts it, and sends     N (1 + D)
-           the verdict on it to all                                            (n - 1) / (8 n)
+           the result on it to all                                             (n - 1) / (8 n)
 =========  ==================================================================  =================
 
 The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
 parameter, c > 0. Only if some worker has an exact zero, where they are follows: as a second plane,
 c != 0, or as a list of places while that is shorter. And only if some sum is zero the majority's
-verdict has a second plane. That they follow is said by what came before, so every worker knows
+result has a second plane. That they follow is said by what came before, so every worker knows
 alike. A worker that abstains needs no second plane: the header says it.
 """
 
@@ -30,14 +30,14 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.lion.header import (
     DIGEST_BYTES,
-    Roll,
+    HeaderSummary,
     differing,
     digest_of,
     header_bytes,
-    read_headers,
+    summarize_headers,
 )
-from lightning_commfree.lion.places import gather_places, places_bytes
-from lightning_commfree.lion.vote import Rule, Shard, Verdict
+from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
+from lightning_commfree.lion.zero_indices import gather_zero_indices, zero_indices_bytes
 
 UP_TAG = "vote_up"
 DOWN_TAG = "vote_down"
@@ -54,21 +54,21 @@ class Ballot(NamedTuple):
     nonzero: Tensor  # (B,), uint8: c != 0, padding 0
 
 
-class Result(NamedTuple):
+class VoteResult(NamedTuple):
     """The outcome for one bucket."""
 
-    roll: Roll
-    verdict: Verdict | None  # None: the bucket is refused
+    summary: HeaderSummary
+    delta: PackedDelta | None  # None: the bucket is refused
 
 
-class Exchange(Protocol):
+class BallotExchange(Protocol):
     """A way for buckets of one size; `run` belongs into a background thread."""
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
         """Bytes that this worker sends for a bucket without zeros, by the ledger's formulas."""
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
         """Exchange a bucket; blocks.
 
         It is refused after the first message where the workers' parameters or hyperparameters
@@ -76,9 +76,9 @@ class Exchange(Protocol):
         """
 
 
-def cheaper_exchange(
+def cheaper_ballot_exchange(
     channel: Channel, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
-) -> Exchange:
+) -> BallotExchange:
     """Return the way that sends fewer bytes for buckets of this size.
 
     Args:
@@ -88,14 +88,14 @@ def cheaper_exchange(
         valid: uint8, shape (plane_bytes,): the bits that are no padding.
         rule: what it is for.
     """
-    ways: list[Exchange] = [
-        GatherExchange(channel, plane_bytes, parameters, valid),
-        ShardExchange(channel, plane_bytes, parameters, valid, rule),
+    ways: list[BallotExchange] = [
+        GatheredBallotExchange(channel, plane_bytes, parameters, valid),
+        ShardedBallotExchange(channel, plane_bytes, parameters, valid, rule),
     ]
     return min(ways, key=lambda way: way.bytes_by_tag.total())
 
 
-class GatherExchange:
+class GatheredBallotExchange:
     """Every worker counts all ballots."""
 
     def __init__(self, channel: Channel, plane_bytes: int, parameters: int, valid: Tensor) -> None:
@@ -104,31 +104,33 @@ class GatherExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """See `Exchange`."""
+        """See `BallotExchange`."""
         return Counter({UP_TAG: all_gather_bytes(self._message_bytes, self._channel.size)})
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
-        """See `Exchange`."""
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
+        """See `BallotExchange`."""
         message = torch.cat([ballot.header, ballot.plus])
         received = self._channel.all_gather(message, UP_TAG).wait()
-        roll, plus_WB = _open(received, ballot, parameters)
-        if roll.refuses(refuse_faults):
-            return Result(roll, None)
+        summary, plus_WB = _open(received, ballot, parameters)
+        if summary.refuses(refuse_faults):
+            return VoteResult(summary, None)
         nonzero_WB = None
-        if roll.zeros and places_bytes(roll.zeros) < ballot.nonzero.numel():
-            nonzero_WB = gather_places(
-                ballot.nonzero, self._valid, roll.zeros, self._channel, UP_TAG
+        if summary.zeros and zero_indices_bytes(summary.zeros) < ballot.nonzero.numel():
+            nonzero_WB = gather_zero_indices(
+                ballot.nonzero, self._valid, summary.zeros, self._channel, UP_TAG
             )
-        elif roll.zeros:
+        elif summary.zeros:
             nonzero_WB = self._channel.all_gather(ballot.nonzero, UP_TAG).wait()
-        shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, shard=0)
+        shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, shard=0)
         planes = shard.planes
         if shard.rest is not None:
             planes = torch.cat([planes, shard.rest.unsqueeze(0)])
-        return Result(roll, _verdict(planes, shard.weights, rule.offset(self._channel.size)))
+        return VoteResult(
+            summary, _packed_delta(planes, shard.weights, rule.offset(self._channel.size))
+        )
 
 
-class ShardExchange:
+class ShardedBallotExchange:
     """Every worker counts one shard for all."""
 
     def __init__(
@@ -145,31 +147,33 @@ class ShardExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """See `Exchange`; ties count where they can be."""
+        """See `BallotExchange`; ties count where they can be."""
         size = self._channel.size
         down_bytes = _FLAG_BYTES + self._down_planes * self._shard_bytes
         up, down = all_to_all_bytes(self._up_bytes, size), all_gather_bytes(down_bytes, size)
         return Counter({UP_TAG: up, DOWN_TAG: down})
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
-        """See `Exchange`."""
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
+        """See `BallotExchange`."""
         size = self._channel.size
         headers = ballot.header.expand(size, -1)
         messages = torch.cat([headers, ballot.plus.view(size, -1)], dim=1)
         received = self._channel.all_to_all(messages, UP_TAG).wait()
-        roll, plus_WB = _open(received, ballot, parameters)
-        if roll.refuses(refuse_faults):
-            return Result(roll, None)
+        summary, plus_WB = _open(received, ballot, parameters)
+        if summary.refuses(refuse_faults):
+            return VoteResult(summary, None)
         nonzero_WB = None
-        if roll.zeros and places_bytes(roll.zeros) < self._shard_bytes:
-            whole_WB = gather_places(
-                ballot.nonzero, self._valid_everywhere, roll.zeros, self._channel, UP_TAG
+        if summary.zeros and zero_indices_bytes(summary.zeros) < self._shard_bytes:
+            whole_WB = gather_zero_indices(
+                ballot.nonzero, self._valid_everywhere, summary.zeros, self._channel, UP_TAG
             )
             nonzero_WB = whole_WB.view(size, size, -1)[:, self._channel.rank]
-        elif roll.zeros:
+        elif summary.zeros:
             nonzero_WB = self._channel.all_to_all(ballot.nonzero.view(size, -1), UP_TAG).wait()
-        shard = _count(plus_WB, nonzero_WB, roll, self._valid, rule, self._channel.rank)
-        return Result(roll, _verdict(self._send_back(shard), shard.weights, rule.offset(size)))
+        shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, self._channel.rank)
+        return VoteResult(
+            summary, _packed_delta(self._send_back(shard), shard.weights, rule.offset(size))
+        )
 
     def _send_back(self, shard: Shard) -> Tensor:
         """Return the planes of all shards, int64, (D, B)."""
@@ -184,7 +188,7 @@ class ShardExchange:
         return torch.cat([planes, self._channel.all_gather(rest, DOWN_TAG).wait().view(1, -1)])
 
 
-class NodeExchange:
+class NodeBallotExchange:
     """The ranks of a node hold one ballot; each carries its part of it to the other nodes.
 
     Args:
@@ -193,28 +197,34 @@ class NodeExchange:
         workers: nodes.
     """
 
-    def __init__(self, inner: Exchange, node: Channel, workers: int) -> None:
+    def __init__(self, inner: BallotExchange, node: Channel, workers: int) -> None:
         self._inner, self._node, self._workers = inner, node, workers
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """See `Exchange`; without what stays within the node."""
+        """See `BallotExchange`; without what stays within the node."""
         return self._inner.bytes_by_tag
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> Result:
-        """See `Exchange`."""
+    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
+        """See `BallotExchange`."""
         size, rank = self._node.size, self._node.rank
         parts = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
-        roll, verdict = self._inner.run(
+        summary, packed_delta = self._inner.run(
             Ballot(ballot.header, *parts), rule, parameters, refuse_faults
         )
-        weights = rule.weights(self._workers, bool(roll.zeros or roll.abstaining))
+        weights = rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
         part_bytes = ballot.plus.numel() // size
         planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
-        if verdict is not None:
-            planes[: len(verdict.planes)] = verdict.planes
+        if packed_delta is not None:
+            planes[: len(packed_delta.planes)] = packed_delta.planes
         # what another rank of the node has seen and this one has not
-        seen = [roll.stop, roll.drifted, roll.mistuned, verdict is None, *roll.ends]
+        seen = [
+            summary.stop,
+            summary.drifted,
+            summary.mistuned,
+            packed_delta is None,
+            *summary.ends,
+        ]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
@@ -223,35 +233,35 @@ class NodeExchange:
         anywhere = flags[:, : len(seen)].bool().any(0).tolist()
         stop, drifted, mistuned, refused, *ends = anywhere
         within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
-        roll = roll._replace(
+        summary = summary._replace(
             stop=stop,
             ends=tuple(ends),
             drifted=drifted or within[0],
             mistuned=mistuned or within[1],
         )
-        if refused or roll.refuses(faults=False):
-            return Result(roll, None)
+        if refused or summary.refuses(faults=False):
+            return VoteResult(summary, None)
         planes = planes.reshape(size, len(weights), part_bytes).transpose(0, 1)
         whole = planes.reshape(len(weights), -1)
-        return Result(roll, Verdict(whole, weights, rule.offset(self._workers)))
+        return VoteResult(summary, PackedDelta(whole, weights, rule.offset(self._workers)))
 
 
-def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[Roll, Tensor]:
+def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[HeaderSummary, Tensor]:
     cut = ballot.header.numel()
-    return read_headers(received[:, :cut].cpu(), parameters), received[:, cut:]
+    return summarize_headers(received[:, :cut].cpu(), parameters), received[:, cut:]
 
 
 def _count(
     plus_WB: Tensor,
     nonzero_WB: Tensor | None,
-    roll: Roll,
+    summary: HeaderSummary,
     valid_B: Tensor,
     rule: Rule,
     shard: int,
 ) -> Shard:
-    if roll.abstaining:
+    if summary.abstaining:
         nonzero_WB = valid_B.repeat(len(plus_WB), 1) if nonzero_WB is None else nonzero_WB
-        for worker in roll.abstaining:
+        for worker in summary.abstaining:
             plus_WB[worker] = 0
             nonzero_WB[worker] = 0
     nonzero = None if nonzero_WB is None else _words(nonzero_WB)
@@ -262,6 +272,6 @@ def _words(planes: Tensor) -> Tensor:
     return planes.contiguous().view(torch.int64)
 
 
-def _verdict(planes_DB: Tensor, weights: tuple[int, ...], offset: int) -> Verdict:
+def _packed_delta(planes_DB: Tensor, weights: tuple[int, ...], offset: int) -> PackedDelta:
     with_rest = weights if len(planes_DB) == len(weights) else (*weights, 1)
-    return Verdict(planes_DB.contiguous().view(torch.uint8), with_rest, offset)
+    return PackedDelta(planes_DB.contiguous().view(torch.uint8), with_rest, offset)

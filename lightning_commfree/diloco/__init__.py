@@ -20,10 +20,11 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 ======  ==================  ===============  ===============  =================================
 
 Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travels; `quantize` and
-`fused` make the codes), `outer` (what one replica does with it), `letter` and `exchange` (how the
-mean is formed), `finite` (a replica with NaN), `joining` (what is thawed or moved later), `fleet`
-and `streaming` (the algorithm), `swap` (outer weights in the module for a while), `eager` (the form
-that hides a whole cycle).
+`quantize_numba` make the codes), `outer` (what one replica does with it), `message` and
+`fragment_exchange` (how the mean is formed), `nonfinite` (a replica with NaN), `late_parameters`
+(what is thawed or moved later), `transfers`, `last_round` and `streaming` (the algorithm),
+`weight_swap` (outer weights in the module for a while), `eager` (the form that hides a whole
+cycle).
 
 Departures from the paper:
 

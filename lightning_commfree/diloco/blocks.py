@@ -1,4 +1,4 @@
-"""Values by blocks, each with a scale of its own, and by pieces, which are worked on together."""
+"""Values by blocks, each with a scale of its own, and by chunks, which are worked on together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 256  # values
-_CPU_PIECE = 2**19  # values; 4 MB of scratch: smaller pieces pay more for torch's calls
-_DEVICE_PIECE = 2**25  # few launches; the scratch takes 8 bytes a value
+_CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for torch's calls
+_DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Values that are worked on together: whole blocks, or the last one where it is shorter."""
 
     values: slice
@@ -35,12 +35,12 @@ def num_blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def pieces(numel: int, device: torch.device) -> Iterator[Piece]:
-    """Cut `numel` values into pieces of a size that suits the device, in ascending order."""
-    step = _CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE
+def chunks(numel: int, device: torch.device) -> Iterator[Chunk]:
+    """Cut `numel` values into chunks of a size that suits the device, in ascending order."""
+    step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // BLOCK * BLOCK
     for start in range(0, whole, step):
         stop = min(start + step, whole)
-        yield Piece(slice(start, stop), slice(start // BLOCK, stop // BLOCK))
+        yield Chunk(slice(start, stop), slice(start // BLOCK, stop // BLOCK))
     if whole < numel:
-        yield Piece(slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1))
+        yield Chunk(slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1))

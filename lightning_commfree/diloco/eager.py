@@ -31,8 +31,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.diloco.evaluation import LocalMean
-from lightning_commfree.diloco.exchange import cheaper_exchanges
-from lightning_commfree.diloco.finite import take_global
+from lightning_commfree.diloco.fragment_exchange import cheaper_fragment_exchanges
+from lightning_commfree.diloco.nonfinite import take_global
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
 
@@ -70,7 +70,7 @@ class EagerDiLoCo(StreamingDiLoCo):
             late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
             self.fragments[p].outer_step(late)
             if self.settings.nonfinite == "abstain" and nonfinite:
-                self._begin_anew(p, take_global(self.fragments, p, self._replica))
+                self._restart_from_global(p, take_global(self.fragments, p, self._replica))
             else:
                 self.fragments[p].merge(self.settings.mix, buffers=arrives)
             stops.append(stopped)
@@ -79,7 +79,7 @@ class EagerDiLoCo(StreamingDiLoCo):
     @override
     def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
         fp32 = WIRE_FORMATS["fp32"]
-        exchanges = cheaper_exchanges(self._channel, self._background, fp32, sizes)
+        exchanges = cheaper_fragment_exchanges(self._channel, self._background, fp32, sizes)
         ways = zip(self.fragments, exchanges, strict=True)
         return [LocalMean(fragment, exchange, as_difference=False) for fragment, exchange in ways]
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.diloco.exchange import Exchange
-from lightning_commfree.diloco.finite import is_nonfinite
-from lightning_commfree.diloco.landing import Flight, receive, refuse_landing
-from lightning_commfree.diloco.letter import Header
+from lightning_commfree.diloco.fragment_exchange import FragmentExchange
+from lightning_commfree.diloco.landing import FragmentInFlight, receive, refuse_landing
+from lightning_commfree.diloco.message import Header
+from lightning_commfree.diloco.nonfinite import is_nonfinite
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
 
@@ -36,7 +36,7 @@ class LocalMean:
     """
 
     fragment: OuterFragment
-    exchange: Exchange
+    exchange: FragmentExchange
     as_difference: bool
 
     def values(self) -> Tensor:
@@ -95,13 +95,13 @@ class Evaluation:
                 self._latest = [self._receive(p, flight, step) for p, flight in enumerate(flights)]
         return self._latest
 
-    def _launch(self, mean: LocalMean, step: int) -> Flight:
+    def _launch(self, mean: LocalMean, step: int) -> FragmentInFlight:
         values = mean.values()
         nonfinite = is_nonfinite(mean.fragment, values, self._replica)
         pending = mean.exchange.launch(values, Header(False, step, 0, nonfinite), TAG)
-        return Flight(mean.exchange, pending, time.perf_counter(), step)
+        return FragmentInFlight(mean.exchange, pending, time.perf_counter(), step)
 
-    def _receive(self, p: int, flight: Flight, step: int) -> Tensor:
+    def _receive(self, p: int, flight: FragmentInFlight, step: int) -> Tensor:
         mean = self._means[p]
         arrival = receive(flight, mean.fragment.global_copy.device, self._replica)
         names = mean.fragment.fragment.parameters

@@ -45,13 +45,13 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.comm.staging import Staging
 from lightning_commfree.diloco.blocks import BLOCK
-from lightning_commfree.diloco.letter import (
+from lightning_commfree.diloco.message import (
+    EndNotice,
     Header,
-    Letter,
-    Mark,
-    compare_headers,
-    merge_rolls,
-    others,
+    MessageLayout,
+    counted_messages,
+    merge_summaries,
+    summarize_headers,
 )
 from lightning_commfree.diloco.outer import REPLICA_TAG
 from lightning_commfree.diloco.wire import WireFormat
@@ -100,7 +100,7 @@ class Arrival(NamedTuple):
         return float((cosines_MM.sum() - cosines_MM.trace()) / pairs) if pairs else 1.0
 
 
-class Exchange(Protocol):
+class FragmentExchange(Protocol):
     """A way for fragments of one size: N values in the wire format, E buffer values behind them.
 
     Attributes:
@@ -126,9 +126,9 @@ class Exchange(Protocol):
         """Decode on `device` what arrived."""
 
 
-def cheaper_exchange(
+def cheaper_fragment_exchange(
     channel: Channel, background: Background, wire: WireFormat, numel: int, exact: int = 0
-) -> Exchange:
+) -> FragmentExchange:
     """Return the way that sends fewer bytes.
 
     Args:
@@ -138,14 +138,14 @@ def cheaper_exchange(
         numel: N, how many of them a fragment has.
         exact: E, how many values of buffers.
     """
-    gather = GatherExchange(channel, background, wire, numel, exact)
-    shards = ShardExchange(channel, background, wire, numel, exact)
+    gather = GatheredFragmentExchange(channel, background, wire, numel, exact)
+    shards = ShardedFragmentExchange(channel, background, wire, numel, exact)
     return shards if shards.num_bytes < gather.num_bytes else gather
 
 
-def cheaper_exchanges(
+def cheaper_fragment_exchanges(
     channel: Channel, background: Background, wire: WireFormat, sizes: Sequence[tuple[int, int]]
-) -> list[Exchange]:
+) -> list[FragmentExchange]:
     """Return the cheaper way for each of several fragments, which may be in flight together.
 
     `sizes` are N and E of each. Why a gather may have to go through the thread:
@@ -154,16 +154,16 @@ def cheaper_exchanges(
     2. Fragment 1, which is gathered, is launched meanwhile: before that on one rank, after it on
        another. So the thread launches this one too, in its turn.
     """
-    ways = [cheaper_exchange(channel, background, wire, *size) for size in sizes]
-    thread_sends = any(isinstance(way, ShardExchange) for way in ways)
+    ways = [cheaper_fragment_exchange(channel, background, wire, *size) for size in sizes]
+    thread_sends = any(isinstance(way, ShardedFragmentExchange) for way in ways)
     for way in ways:
-        if isinstance(way, GatherExchange):
+        if isinstance(way, GatheredFragmentExchange):
             way.in_thread = thread_sends
         way.staging = ways[0].staging  # one stream: what one fragment gave back serves the next
     return ways
 
 
-class GatherExchange:
+class GatheredFragmentExchange:
     """Every replica decodes every replica's values.
 
     Attributes:
@@ -179,16 +179,16 @@ class GatherExchange:
         exact: int = 0,
     ) -> None:
         self._channel, self._background, self._numel = channel, background, numel
-        self.staging, self._letter = Staging(), Letter(wire, numel, exact)
+        self.staging, self._layout = Staging(), MessageLayout(wire, numel, exact)
         self.in_thread = False
 
     @property
     def num_bytes(self) -> int:
-        """See `Exchange`."""
-        return all_gather_bytes(self._letter.num_bytes, self._channel.size)
+        """See `FragmentExchange`."""
+        return all_gather_bytes(self._layout.num_bytes, self._channel.size)
 
     def launch(self, values: Tensor, header: Header, tag: str = TAG) -> Pending[Tensor]:
-        """See `Exchange`."""
+        """See `FragmentExchange`."""
         if values.device == self._channel.device and not self.in_thread:
             return self._channel.all_gather(self._write(values, header), tag)
         message = self.staging.stage(lambda: self._write(values, header), header.on_device(values))
@@ -197,22 +197,22 @@ class GatherExchange:
         )
 
     def ended(self, arrived: Tensor) -> tuple[int, ...]:
-        """See `Exchange`."""
-        return compare_headers(self._letter.headers(arrived)).ended
+        """See `FragmentExchange`."""
+        return summarize_headers(self._layout.headers(arrived)).ended
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
-        """See `Exchange`."""
-        roll = compare_headers(self._letter.headers(arrived))
-        on_device = others(arrived, roll.nonfinite).to(device)
-        mean, gram_KK = self._letter.average(on_device)
-        mean = _joined(mean, self._letter.average_exact(on_device))
-        return Arrival(mean, *roll, gram_KK)
+        """See `FragmentExchange`."""
+        summary = summarize_headers(self._layout.headers(arrived))
+        on_device = counted_messages(arrived, summary.nonfinite).to(device)
+        mean, gram_KK = self._layout.average(on_device)
+        mean = _joined(mean, self._layout.average_exact(on_device))
+        return Arrival(mean, *summary, gram_KK)
 
     def _write(self, values: Tensor, header: Header) -> Tensor:
-        return self._letter.write(values[: self._numel], values[self._numel :], header)
+        return self._layout.write(values[: self._numel], values[self._numel :], header)
 
 
-class ShardExchange:
+class ShardedFragmentExchange:
     """Every replica averages one shard for all; shards are whole blocks, the last ones padded."""
 
     def __init__(
@@ -228,19 +228,19 @@ class ShardExchange:
         self.staging = Staging()
         self._shard = -(-numel // (channel.size * BLOCK)) * BLOCK
         self._exact_shard = -(-exact // channel.size)
-        self._up = Letter(wire, self._shard, self._exact_shard)
+        self._up = MessageLayout(wire, self._shard, self._exact_shard)
         extra_floats = channel.size**2
-        self._down = Letter(wire, self._shard, self._exact_shard, extra_floats)
+        self._down = MessageLayout(wire, self._shard, self._exact_shard, extra_floats)
 
     @property
     def num_bytes(self) -> int:
-        """See `Exchange`."""
+        """See `FragmentExchange`."""
         size = self._channel.size
         up_bytes = all_to_all_bytes(size * self._up.num_bytes, size)
         return up_bytes + all_gather_bytes(self._down.num_bytes, size)
 
     def launch(self, values: Tensor, header: Header, tag: str = TAG) -> Pending[Tensor]:
-        """See `Exchange`."""
+        """See `FragmentExchange`."""
 
         def write() -> Tensor:
             values_MS = self._shards(values[: self._numel], self._shard)
@@ -249,42 +249,42 @@ class ShardExchange:
             return torch.stack([self._up.write(*shard, header) for shard in shards])
 
         if values.device == self._channel.device:
-            letters = write()
-            return self._background.submit(self._carry(lambda: letters, tag), tag)
+            messages = write()
+            return self._background.submit(self._carry(lambda: messages, tag), tag)
         staged = self.staging.stage(write, header.on_device(values))
         return self._background.submit(self._carry(staged, tag), tag, staged)
 
     def ended(self, arrived: Tensor) -> tuple[int, ...]:
-        """See `Exchange`."""
-        return merge_rolls(self._down.headers(arrived)).ended
+        """See `FragmentExchange`."""
+        return merge_summaries(self._down.headers(arrived)).ended
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
-        """See `Exchange`."""
-        roll = merge_rolls(self._down.headers(arrived))
+        """See `FragmentExchange`."""
+        summary = merge_summaries(self._down.headers(arrived))
         on_device = arrived.to(device)
         values = self._down.values(on_device).view(-1)[: self._numel]
         exact = self._down.exact(on_device).flatten()[: self._exact]
         mean = _joined(values, exact)
-        size = self._channel.size - len(roll.nonfinite) or self._channel.size
+        size = self._channel.size - len(summary.nonfinite) or self._channel.size
         gram_KK = self._down.extra(on_device).sum(0)[: size**2].view(size, size)
-        return Arrival(mean, *roll, gram_KK)
+        return Arrival(mean, *summary, gram_KK)
 
     def _shards(self, values: Tensor, numel: int) -> Tensor:
         """Return `values` filled up with zeros, a row of `numel` for each replica."""
         size = self._channel.size
         return pad(values, (0, size * numel - len(values))).view(size, numel)
 
-    def _carry(self, letters: Callable[[], Tensor], tag: str) -> Callable[[], Tensor]:
+    def _carry(self, messages: Callable[[], Tensor], tag: str) -> Callable[[], Tensor]:
         def carry() -> Tensor:
-            received = self._channel.all_to_all(letters(), tag).wait()
-            roll = compare_headers(self._up.headers(received))
-            counted = others(received, roll.nonfinite)
+            received = self._channel.all_to_all(messages(), tag).wait()
+            summary = summarize_headers(self._up.headers(received))
+            counted = counted_messages(received, summary.nonfinite)
             mean, gram_KK = self._up.average(counted)
-            own = self._channel.rank in roll.nonfinite
-            differ, rest = int(roll.steps_differ), int(roll.rest_differs)
-            ended = roll.ended[self._channel.rank]
-            mark = None if ended < 0 else Mark.decode(ended)
-            seen = Header(roll.stop, int(roll.drifted), differ, own, rest, mark)
+            own = self._channel.rank in summary.nonfinite
+            differ, rest = int(summary.steps_differ), int(summary.rest_differs)
+            ended = summary.ended[self._channel.rank]
+            mark = None if ended < 0 else EndNotice.decode(ended)
+            seen = Header(summary.stop, int(summary.drifted), differ, own, rest, mark)
             exact = self._up.average_exact(counted)
             extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))
             message = self._down.write(mean, exact, seen, extra=extra)

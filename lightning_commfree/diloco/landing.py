@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.diloco.exchange import Arrival, Exchange
-from lightning_commfree.diloco.finite import refuse_nonfinite
+from lightning_commfree.diloco.fragment_exchange import Arrival, FragmentExchange
+from lightning_commfree.diloco.nonfinite import refuse_nonfinite
 from lightning_commfree.diloco.settings import DiLoCoSettings
 
 
-class Flight(NamedTuple):
+class FragmentInFlight(NamedTuple):
     """A fragment that has been launched and not landed."""
 
-    exchange: Exchange
+    exchange: FragmentExchange
     pending: Pending[Tensor]
     launched_s: float  # on the clock of `time.perf_counter`
     step: int  # after which it was launched
@@ -37,7 +37,12 @@ class Landing(NamedTuple):
 
     @classmethod
     def of(
-        cls, arrival: Arrival, flight: Flight, lr: float, waited_s: float, before: Landing | None
+        cls,
+        arrival: Arrival,
+        flight: FragmentInFlight,
+        lr: float,
+        waited_s: float,
+        before: Landing | None,
     ) -> Landing:
         """Return what to say of a landing now; `before`: the same fragment's latest one."""
         return cls(
@@ -51,7 +56,7 @@ class Landing(NamedTuple):
         )
 
 
-def receive(flight: Flight, device: torch.device, replica: Channel | None) -> Arrival:
+def receive(flight: FragmentInFlight, device: torch.device, replica: Channel | None) -> Arrival:
     """Wait for what is in flight and decode it on `device`; the ranks of a replica share it."""
     arrival = flight.exchange.read(flight.pending.wait(), device)
     if replica is not None and replica.size > 1:

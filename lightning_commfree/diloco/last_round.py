@@ -24,13 +24,13 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commfree.diloco.exchange import Arrival
-from lightning_commfree.diloco.fleet import Fleet
-from lightning_commfree.diloco.landing import Flight
-from lightning_commfree.diloco.letter import Mark
+from lightning_commfree.diloco.fragment_exchange import Arrival
+from lightning_commfree.diloco.landing import FragmentInFlight
+from lightning_commfree.diloco.message import EndNotice
+from lightning_commfree.diloco.transfers import FragmentTransfers
 
 
-class CommonEnd(Fleet):
+class LastRound(FragmentTransfers):
     """The part of `StreamingDiLoCo` that ends a fit.
 
     Attributes:
@@ -44,7 +44,7 @@ class CommonEnd(Fleet):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parted = False
-        self._ended: Mark | None = None
+        self._ended: EndNotice | None = None
         self._common: int | None = None  # after which all do, once a mark has come
 
     @abstractmethod
@@ -69,7 +69,7 @@ class CommonEnd(Fleet):
         """Steps from launch to landing."""
 
     @override
-    def _note(self, flight: Flight, arrival: Arrival) -> None:
+    def _note(self, flight: FragmentInFlight, arrival: Arrival) -> None:
         if any(step >= 0 for step in arrival.ended) and min(arrival.ended) < 0:
             if self._common is None:
                 self._common = flight.step + self._lands_after
@@ -78,7 +78,7 @@ class CommonEnd(Fleet):
     def _finish_rounds(self, stop: bool, goes_on: bool) -> list[bool]:
         settled: list[int] = []
         if self._channel.size > 1:
-            self._ended = Mark(self.step, goes_on)
+            self._ended = EndNotice(self.step, goes_on)
         stops = self._land_in_flight()
         if self._channel.size > 1:
             if self._common is None:
@@ -102,7 +102,7 @@ class CommonEnd(Fleet):
             self._common = flight.step + self._lands_after
             return []
         self.parted = len(set(ended)) > 1
-        marks = [Mark.decode(code) for code in ended]
+        marks = [EndNotice.decode(code) for code in ended]
         if self.means[p].as_difference:
             settled.append(p)
             stop = self._settle_arrived(p)

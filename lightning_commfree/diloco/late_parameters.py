@@ -6,8 +6,7 @@ them join later, each time as a fragment of their own behind those that are ther
 - *Thawed* ones are trained from now on. They join before the step that trains them first, when all
   replicas still hold them alike. Their offset is the step of the next launch: they leave a cycle
   after it. The headers of that launch and of all later ones carry a hash of what has joined
-  (`Outside.word`), so that replicas that have not thawed the same find out before anything of it
-  travels.
+  (`LateParameters.word`): replicas that have not thawed the same find out before any of it travels.
 - *Moved* ones are not trained, but hooks write to them (a teacher in BYOL, DINO, MoCo, a mean
   teacher) and they are no longer the same on all replicas. Whether there are any is told by a hash
   of all frozen parameters in the headers of fragment 0. Where it differs, the replicas compare the
@@ -40,7 +39,7 @@ TAG = "moved"
 _WORD_BYTES = 5
 
 
-class Outside:
+class LateParameters:
     """The parameters that no fragment holds.
 
     Args:

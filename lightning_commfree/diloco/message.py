@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import pieces
+from lightning_commfree.diloco.blocks import chunks
 from lightning_commfree.diloco.wire import WireFormat, decode
 
 _HEADER_BYTES = 3 * 8
@@ -17,7 +17,7 @@ _REST_FROM = 8
 _MARK_FROM = 31  # bits of the second word: above the step, the code of a mark, plus one
 
 
-class Mark(NamedTuple):
+class EndNotice(NamedTuple):
     """What a replica says whose training has ended."""
 
     step: int  # after which
@@ -29,9 +29,9 @@ class Mark(NamedTuple):
         return 2 * self.step + self.goes_on
 
     @staticmethod
-    def decode(code: int) -> Mark:
+    def decode(code: int) -> EndNotice:
         """Take apart what `code` put together."""
-        return Mark(code // 2, bool(code % 2))
+        return EndNotice(code // 2, bool(code % 2))
 
 
 class Header(NamedTuple):
@@ -42,7 +42,7 @@ class Header(NamedTuple):
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values hold NaN or Inf
     rest: Tensor | int = 0  # hash of what stands in no fragment, and of what has joined; 40 bits
-    ended: Mark | None = None  # this replica's training has
+    ended: EndNotice | None = None  # this replica's training has
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
@@ -57,7 +57,7 @@ class Header(NamedTuple):
         return [values, *(word for word in beside if word.device == values.device)]
 
 
-class Roll(NamedTuple):
+class HeaderSummary(NamedTuple):
     """What all headers say together."""
 
     stop: bool  # somebody wants to stop
@@ -68,7 +68,7 @@ class Roll(NamedTuple):
     ended: tuple[int, ...]  # by replica, the code of its mark; -1: it trains on
 
 
-class Letter:
+class MessageLayout:
     """Header, extra floats, payload, exact floats: one message of a fixed size, in 8-byte words.
 
     Args:
@@ -135,19 +135,19 @@ class Letter:
     def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the values' mean, fp32, shape (numel,), and inner products, (M, M).
 
-        Piece by piece: the decoded values of all replicas need not exist at once.
+        Chunk by chunk: the decoded values of all replicas need not exist at once.
         """
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
         room_MV: Tensor | None = None
-        for piece in pieces(self._numel, device):
-            if room_MV is None:  # the first piece is the largest
-                room_MV = torch.empty(size, piece.numel, dtype=torch.float32, device=device)
-            rows_MV = room_MV[:, : piece.numel]
+        for chunk in chunks(self._numel, device):
+            if room_MV is None:  # the first chunk is the largest
+                room_MV = torch.empty(size, chunk.numel, dtype=torch.float32, device=device)
+            rows_MV = room_MV[:, : chunk.numel]
             for message, row in zip(messages, rows_MV, strict=True):
-                self._wire.decode_piece(self._payload(message), self._numel, piece, row)
-            _average(rows_MV, out=mean[piece.values])
+                self._wire.decode_chunk(self._payload(message), self._numel, chunk, row)
+            _average(rows_MV, out=mean[chunk.values])
             for i, row in enumerate(rows_MV):  # not all at once: BLAS is slow at so flat a product
                 gram_MM[i, i:] += rows_MV[i:] @ row
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
@@ -172,17 +172,17 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
     return out.div_(size)
 
 
-def compare_headers(headers_M3: Tensor) -> Roll:
+def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
     """Put the headers of all replicas together; int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
     steps, ended = _steps_and_marks(steps)
     drifted, differ, rest_differs = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _REST_FROM)
     )
-    return Roll(_any_stops(flags), drifted, differ, rest_differs, _nonfinite(flags), ended)
+    return HeaderSummary(_any_stops(flags), drifted, differ, rest_differs, _nonfinite(flags), ended)
 
 
-def merge_rolls(headers_M3: Tensor) -> Roll:
+def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     """Put together what replicas say of the headers that they have seen, in headers of their own.
 
     Their step stands for "drifted", their digest for "steps differ" and their rest for "rest
@@ -191,10 +191,10 @@ def merge_rolls(headers_M3: Tensor) -> Roll:
     flags, drifted, differ = headers_M3.unbind(1)
     drifted, ended = _steps_and_marks(drifted)
     said = bool(drifted.any()), bool(differ.any()), bool((flags >> _REST_FROM).any())
-    return Roll(_any_stops(flags), *said, _nonfinite(flags), ended)
+    return HeaderSummary(_any_stops(flags), *said, _nonfinite(flags), ended)
 
 
-def others(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
+def counted_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
     """Return the messages that count: without those of `nonfinite`; all where there is no other."""
     counted = [m for m in range(len(messages)) if m not in nonfinite]
     return messages[counted] if 0 < len(counted) < len(messages) else messages

@@ -9,7 +9,7 @@ alike whose are not, and with `nonfinite="raise"` all stop. With "abstain":
    every other fragment of which its local copy is not finite then: else its next step would make
    all of them NaN again. Averaged buffers of a fragment count and go with it.
 3. Its inner optimizer forgets the state of those of these parameters for which it is not finite
-   (`forget`).
+   (`reset_nonfinite_state`).
 4. In the last round of a fit the mean of the local weights is over the others, and it takes it.
 
 What no exchange knows stays as it is: buffers that are not part of a checkpoint, other fragments.
@@ -106,7 +106,7 @@ def refuse_to_save(
 
     Args:
         fragments: all of the model.
-        local: the local copy, as `Swap.local` returns it.
+        local: the local copy, as `WeightSwap.local` returns it.
         rule: the setting, "raise" or "abstain".
         step: inner steps done.
         world: channel over all ranks.
@@ -145,14 +145,14 @@ def take_global(fragments: Sequence[OuterFragment], p: int, replica: Channel | N
     return taken
 
 
-def begin_anew(
+def restart_from_global(
     optimizers: Iterable[Optimizer],
     parameters: Iterable[nn.Parameter],
     p: int,
     step: int,
     taken: Sequence[int],
 ) -> None:
-    """Let a replica that has abstained go on: `forget`, and a warning on its ranks.
+    """Let a replica that has abstained go on: `reset_nonfinite_state`, and a warning on its ranks.
 
     Args:
         optimizers: the inner ones.
@@ -161,7 +161,7 @@ def begin_anew(
         step: the inner step after which.
         taken: numbers of the fragments that it has taken.
     """
-    forget(optimizers, parameters)
+    reset_nonfinite_state(optimizers, parameters)
     warnings.warn(
         f"This replica's values of fragment {p} were not finite ({_NAMED}) and did not count when"
         f" it landed, after inner step {step}. It goes on from the global copy of fragments"
@@ -171,7 +171,9 @@ def begin_anew(
     )
 
 
-def forget(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+def reset_nonfinite_state(
+    optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]
+) -> None:
     """Reset the inner optimizers' state of those parameters for which it is not finite.
 
     It is dropped, so that the next step is as a parameter's first one; where the optimizer cannot

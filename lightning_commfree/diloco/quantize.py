@@ -18,11 +18,11 @@ int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and r
 with ties to even; 8.125 bits a value. A block of which the largest magnitude is below 2^-118
 becomes zero, and a NaN or Inf makes its block NaN here too.
 
-On a CPU with numba, `fused` does this in compiled loops. Here it is torch operations, for all
-devices, piece by piece, so that what lies between values and codes stays in a CPU's caches, and
-without comparisons of values: torch makes boolean tensors several times slower than it does
-arithmetic. `python -m recipes.bench.wire` measures the time against a copy, and the error of this
-and of other blocks and scales, from which these were chosen.
+On a CPU with numba, `quantize_numba` does this in compiled loops. Here it is torch operations, for
+all devices. They go chunk by chunk, so that intermediate values stay in a CPU's caches, and without
+comparisons of values: torch makes boolean tensors several times slower than it does arithmetic.
+`python -m recipes.bench.wire` measures the time against a copy. It also measures the error of this
+and of other blocks and scales; block and scale were chosen by it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import Piece, pieces
-from lightning_commfree.diloco.scratch import EXPONENT_OF_NAN, MANTISSA_BITS, Room, scratch_for
+from lightning_commfree.diloco.blocks import Chunk, chunks
+from lightning_commfree.diloco.workspace import (
+    EXPONENT_OF_NAN,
+    MANTISSA_BITS,
+    ChunkWorkspace,
+    workspace_for,
+)
 
 SMALLEST_LARGEST = 2.0**-118  # so that neither 127 / largest overflows nor the scale is subnormal
 
@@ -45,25 +50,25 @@ def encode_e3m0(values: Tensor, scales: Tensor, write_codes: Callable[[int, Tens
         values: what is encoded.
         scales: filled: uint8, shape (num_blocks(N),): E + 127, 0 for a block that becomes zero, 255
             for one that becomes NaN.
-        write_codes: called with the index of a piece's first value and its codes, uint8 in 0..15,
+        write_codes: called with the index of a chunk's first value and its codes, uint8 in 0..15,
             shape (n,), good during the call: bit 3 is the sign, bits 0 to 2 are 0 for zero and m
             for 2^(E - 7 + m). In a block that becomes NaN they mean nothing.
     """
-    scratch = scratch_for(values.numel(), values.device)
-    for piece in pieces(values.numel(), values.device):
-        room = scratch.room(piece.shape)
-        values_BV = values[piece.values].view(piece.shape)
+    workspace = workspace_for(values.numel(), values.device)
+    for chunk in chunks(values.numel(), values.device):
+        room = workspace.room(chunk.shape)
+        values_BV = values[chunk.values].view(chunk.shape)
         # a NaN counts as an Inf
         top_B = _largest_bits(values_BV, room).clamp_(max=EXPONENT_OF_NAN << MANTISSA_BITS)
         # adding half of the mantissa's range carries into the exponent where 1.5 * 2^k is reached:
         # the exponent of the nearest power of two
         top_B.add_(1 << (MANTISSA_BITS - 1)).bitwise_right_shift_(MANTISSA_BITS)
-        torch.index_select(scratch.scales, 0, top_B, out=scales[piece.blocks])
-        torch.index_select(scratch.factors, 0, top_B, out=room.factor)
-        write_codes(piece.values.start, _e3m0_codes(values_BV, room))
+        torch.index_select(workspace.scales, 0, top_B, out=scales[chunk.blocks])
+        torch.index_select(workspace.factors, 0, top_B, out=room.factor)
+        write_codes(chunk.values.start, _e3m0_codes(values_BV, room))
 
 
-def _e3m0_codes(values_BV: Tensor, room: Room) -> Tensor:
+def _e3m0_codes(values_BV: Tensor, room: ChunkWorkspace) -> Tensor:
     """Let fp16 do the rounding: 2^(E-6) becomes its least normal number, 2^-14.
 
     With the sign in bit 15, exponents in bits 10 to 14 and below 2^-14 a linear range, the code m
@@ -82,25 +87,25 @@ def _e3m0_codes(values_BV: Tensor, room: Room) -> Tensor:
 
 
 def decode_e3m0(
-    read_codes: Callable[[int, Tensor], None], scales: Tensor, piece: Piece, out: Tensor
+    read_codes: Callable[[int, Tensor], None], scales: Tensor, chunk: Chunk, out: Tensor
 ) -> None:
-    """Decode one piece of what `encode_e3m0` made codes and scales of.
+    """Decode one chunk of what `encode_e3m0` made codes and scales of.
 
     Args:
         read_codes: called with the index of a value and an int16 tensor of shape (n,); writes the
             codes of n values from that one on into its bits 12 to 15, and anything below.
         scales: uint8, shape (num_blocks(N),), of all N values.
-        piece: which of them.
+        chunk: which of them.
         out: filled: fp32, shape (n,).
     """
-    scratch = scratch_for(piece.numel, out.device)
-    room = scratch.room(piece.shape)
-    read_codes(piece.values.start, room.half_bits.view(-1))
+    workspace = workspace_for(chunk.numel, out.device)
+    room = workspace.room(chunk.shape)
+    read_codes(chunk.values.start, room.half_bits.view(-1))
     # s and mmm to bits 15 and 12 to 10: fp16 then reads 0 or 2^(m-15)
     room.half_bits.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
-    room.top.copy_(scales[piece.blocks])
-    torch.index_select(scratch.powers, 0, room.top, out=room.factor)
-    out.view(piece.shape).copy_(room.half).mul_(room.factor)
+    room.top.copy_(scales[chunk.blocks])
+    torch.index_select(workspace.powers, 0, room.top, out=room.factor)
+    out.view(chunk.shape).copy_(room.half).mul_(room.factor)
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
@@ -112,27 +117,27 @@ def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
             nothing.
         scales: filled: fp32, shape (num_blocks(N),); NaN for a block with a NaN or an Inf.
     """
-    scratch = scratch_for(values.numel(), values.device)
+    workspace = workspace_for(values.numel(), values.device)
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
     limit = torch.full((), 127.0, dtype=torch.float32, device=values.device)
-    for piece in pieces(values.numel(), values.device):
-        room = scratch.room(piece.shape)
-        values_BV = values[piece.values].view(piece.shape)
+    for chunk in chunks(values.numel(), values.device):
+        room = workspace.room(chunk.shape)
+        values_BV = values[chunk.values].view(chunk.shape)
         largest_B = _largest_bits(values_BV, room).view(torch.float32)
         largest_B.masked_fill_(largest_B < SMALLEST_LARGEST, 0.0)
         factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
-        scales[piece.blocks] = (largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan)
+        scales[chunk.blocks] = (largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan)
         torch.mul(values_BV, factor_B.unsqueeze(1), out=room.fp32)
-        codes[piece.values].view(piece.shape).copy_(room.fp32.round_())
+        codes[chunk.values].view(chunk.shape).copy_(room.fp32.round_())
 
 
-def decode_int8(codes: Tensor, scales: Tensor, piece: Piece, out: Tensor) -> None:
-    """Decode one piece of what `encode_int8` made codes and scales of, into fp32 `out`, (n,)."""
-    out_BV = out.view(piece.shape).copy_(codes[piece.values].view(piece.shape))
-    out_BV.mul_(scales[piece.blocks].unsqueeze(1))
+def decode_int8(codes: Tensor, scales: Tensor, chunk: Chunk, out: Tensor) -> None:
+    """Decode one chunk of what `encode_int8` made codes and scales of, into fp32 `out`, (n,)."""
+    out_BV = out.view(chunk.shape).copy_(codes[chunk.values].view(chunk.shape))
+    out_BV.mul_(scales[chunk.blocks].unsqueeze(1))
 
 
-def _largest_bits(values_BV: Tensor, room: Room) -> Tensor:
+def _largest_bits(values_BV: Tensor, room: ChunkWorkspace) -> Tensor:
     """Return every block's largest magnitude as fp32 writes it: int32, shape (B,).
 
     The bits of magnitudes are in the order of their values, with Inf and then NaN above them.

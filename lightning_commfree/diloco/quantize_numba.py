@@ -8,7 +8,7 @@ replicas with numba and without it may train together.
 Importing this needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second, and the
 first call of a loop another one, unless numba finds it in its cache: beside this file if that can
 be written to, else in the user's cache folder. `wire` imports it where it is of use. The cache
-knows when this file changes, but not when others do: what `blocks` and `scratch` decide comes to
+knows when this file changes, but not when others do: what `blocks` and `workspace` decide comes to
 the loops as arguments, and only what IEEE 754 decides is compiled into them.
 
 The loops let go of the GIL, take one thread and have fixed types: every operation is wrapped in
@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import BLOCK, Piece
+from lightning_commfree.diloco.blocks import BLOCK, Chunk
 from lightning_commfree.diloco.quantize import SMALLEST_LARGEST
-from lightning_commfree.diloco.scratch import HIGHEST_TOP, LOWEST_TOP
+from lightning_commfree.diloco.workspace import HIGHEST_TOP, LOWEST_TOP
 
 i32, u8, f32 = np.int32, np.uint8, np.float32
 _SHIFT = i32(23)  # bits of an fp32's mantissa
@@ -51,10 +51,10 @@ def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor) -> None:
     _encode_e3m0(bits, packed.numpy(), scales.numpy(), BLOCK, LOWEST_TOP, HIGHEST_TOP)
 
 
-def decode_e3m0(packed: Tensor, scales: Tensor, piece: Piece, out: Tensor) -> None:
-    """Decode one piece of what `encode_e3m0` made of N values into fp32 `out`, shape (n,)."""
-    tops, bits = scales[piece.blocks].numpy(), out.view(torch.int32).numpy()
-    start = piece.values.start
+def decode_e3m0(packed: Tensor, scales: Tensor, chunk: Chunk, out: Tensor) -> None:
+    """Decode one chunk of what `encode_e3m0` made of N values into fp32 `out`, shape (n,)."""
+    tops, bits = scales[chunk.blocks].numpy(), out.view(torch.int32).numpy()
+    start = chunk.values.start
     _decode_e3m0(packed.numpy(), start, tops, bits, BLOCK, LOWEST_TOP, HIGHEST_TOP)
 
 
@@ -75,7 +75,7 @@ def try_out() -> None:
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
     value, word = torch.zeros(1, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
     encode_e3m0(value, word, word[:1].clone())
-    decode_e3m0(word, word[:1], Piece(slice(0, 1), slice(0, 1)), value)
+    decode_e3m0(word, word[:1], Chunk(slice(0, 1), slice(0, 1)), value)
     encode_int8(value, word[:1].view(torch.int8), value.clone())
 
 

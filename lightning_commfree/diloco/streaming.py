@@ -24,17 +24,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.diloco.ending import CommonEnd
 from lightning_commfree.diloco.evaluation import Evaluation
-from lightning_commfree.diloco.finite import begin_anew, refuse_to_save, take_global
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.landing import Flight
-from lightning_commfree.diloco.letter import Header
+from lightning_commfree.diloco.landing import FragmentInFlight
+from lightning_commfree.diloco.last_round import LastRound
+from lightning_commfree.diloco.message import Header
+from lightning_commfree.diloco.nonfinite import refuse_to_save, restart_from_global, take_global
 from lightning_commfree.diloco.settings import DiLoCoSettings
-from lightning_commfree.diloco.swap import Swap
+from lightning_commfree.diloco.weight_swap import WeightSwap
 
 
-class StreamingDiLoCo(CommonEnd):
+class StreamingDiLoCo(LastRound):
     """One replica's part of the algorithm.
 
     Args:
@@ -54,7 +54,7 @@ class StreamingDiLoCo(CommonEnd):
         schedule: when they launch and land.
         landings: the latest `Landing` by fragment.
         optimizers: the inner ones, whose state is reset where a replica abstains.
-        swap: puts the outer weights into the module for a while.
+        weight_swap: puts the outer weights into the module for a while.
         means: how the mean of the local copies is formed, by fragment.
         evaluation: exchanges it for a validation.
         settings: as above.
@@ -70,7 +70,7 @@ class StreamingDiLoCo(CommonEnd):
     ) -> None:
         super().__init__(module, fragments, settings, channel, replica)
         self.optimizers: Sequence[Optimizer] = ()
-        self.swap = Swap(self.fragments)
+        self.weight_swap = WeightSwap(self.fragments)
         self.evaluation = Evaluation(self.means, settings, channel, replica)
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class StreamingDiLoCo(CommonEnd):
 
         What thaws in the middle of a step is not seen in time, and refused after it.
         """
-        if thawed := self._outside.thawed():
+        if thawed := self._late_parameters.thawed():
             if self.settings.replica_size > 1:
                 self._refuse_late()
             self._join(Fragment(tuple(thawed)), self.schedule.next_launch(self.step))
@@ -95,11 +95,11 @@ class StreamingDiLoCo(CommonEnd):
             Whether any replica wanted to stop when it launched what landed now: the same on all
             replicas.
         """
-        assert not self.swap.is_in, "an inner step has trained the outer weights"
+        assert not self.weight_swap.is_in, "an inner step has trained the outer weights"
         self.step += 1
         self.evaluation.forget()
         launches = self.schedule.launched_at(self.step)
-        if launches or self._outside.thawed():
+        if launches or self._late_parameters.thawed():
             self._refuse_late()
         return any(self._exchange(launches, stop))
 
@@ -127,11 +127,11 @@ class StreamingDiLoCo(CommonEnd):
             Whether any replica wants to stop, as `after_inner_step` does.
         """
         self._refuse_late()
-        swapped = self.swap.is_in
-        self.swap.put_back()
+        swapped = self.weight_swap.is_in
+        self.weight_swap.put_back()
         stops = self._finish_rounds(stop, goes_on)
         if swapped:
-            self.swap.put_in()
+            self.weight_swap.put_in()
         return any(stops)
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class StreamingDiLoCo(CommonEnd):
         A teacher follows its student when the last optimizer step is done.
         """
         for fragment in self.fragments:
-            if not (fragment.fragment.parameters or self.swap.is_in):
+            if not (fragment.fragment.parameters or self.weight_swap.is_in):
                 fragment.take_local()
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class StreamingDiLoCo(CommonEnd):
         """See that a checkpoint would hold finite weights; see `finite.refuse_to_save`."""
         self.wait_in_flight()
         rule = self.settings.nonfinite
-        refuse_to_save(self.fragments, self.swap.local, rule, self.step, world)
+        refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
     @torch.no_grad()
     def differs_from_outer(self, buffers: bool = True) -> bool:
@@ -177,7 +177,7 @@ class StreamingDiLoCo(CommonEnd):
                     self.fragments[self.schedule.num_fragments :], self.schedule.joined, strict=True
                 )
             ],
-            "local": self.swap.local,
+            "local": self.weight_swap.local,
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "in_flight": {p: flight.pending.wait() for p, flight in self._in_flight.items()},
         }
@@ -186,7 +186,7 @@ class StreamingDiLoCo(CommonEnd):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: same fragments, same settings, same replicas."""
         assert not self._in_flight, "a state is loaded before the first step"
-        assert not self.swap.is_in, "a state is loaded into the local copy"
+        assert not self.weight_swap.is_in, "a state is loaded into the local copy"
         self.step = state["step"]
         # in earlier versions nothing joined
         for parameters, buffers, offset in state.get("joined", ()):
@@ -195,10 +195,10 @@ class StreamingDiLoCo(CommonEnd):
                 self._module.get_parameter(name).requires_grad_(True)
         for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(fragment_state)
-        for tensor, saved in zip(self.swap.local, state["local"], strict=True):
+        for tensor, saved in zip(self.weight_swap.local, state["local"], strict=True):
             tensor.copy_(saved)
         self._in_flight = {
-            p: Flight(
+            p: FragmentInFlight(
                 self._exchanges[p],
                 Pending.here(arrived),
                 time.perf_counter(),
@@ -240,7 +240,7 @@ class StreamingDiLoCo(CommonEnd):
         self.fragments[p].settle(None if self._channel.size == 1 else mean.of(arrival.mean))
         self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
         if self._channel.rank in arrival.nonfinite:
-            self._begin_anew(p, [p])
+            self._restart_from_global(p, [p])
         return arrival.stop
 
     @override
@@ -254,20 +254,20 @@ class StreamingDiLoCo(CommonEnd):
         self.fragments[p].outer_step(arrival.mean)
         self.fragments[p].average_buffers(arrival.mean)
         if self._channel.rank in arrival.nonfinite:
-            self._begin_anew(p, take_global(self.fragments, p, self._replica))
+            self._restart_from_global(p, take_global(self.fragments, p, self._replica))
         else:
             self.fragments[p].merge(mix)
         return arrival.stop
 
-    def _begin_anew(self, p: int, taken: Sequence[int]) -> None:
+    def _restart_from_global(self, p: int, taken: Sequence[int]) -> None:
         names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         parameters = map(self._module.get_parameter, names)
-        begin_anew(self.optimizers, parameters, p, self.step, taken)
+        restart_from_global(self.optimizers, parameters, p, self.step, taken)
 
     @override
     def _average_moved(self) -> None:
         """Let what hooks have moved join, and average it at once."""
-        if moved := self._outside.moved(self._channel, self._background, self._replica):
+        if moved := self._late_parameters.moved(self._channel, self._background, self._replica):
             p = self._join(Fragment((), tuple(moved)), self.step)
             self.fragments[p].global_copy.zero_()  # what it holds is this replica's own
             values = self.fragments[p].outer_gradient()

@@ -15,19 +15,23 @@ from torch import Tensor, nn
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.diloco.evaluation import LocalMean
-from lightning_commfree.diloco.exchange import Arrival, Exchange, cheaper_exchanges
-from lightning_commfree.diloco.finite import is_nonfinite
+from lightning_commfree.diloco.fragment_exchange import (
+    Arrival,
+    FragmentExchange,
+    cheaper_fragment_exchanges,
+)
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.joining import Outside, refuse_late
-from lightning_commfree.diloco.landing import Flight, Landing, receive, refuse_landing
-from lightning_commfree.diloco.letter import Header
+from lightning_commfree.diloco.landing import FragmentInFlight, Landing, receive, refuse_landing
+from lightning_commfree.diloco.late_parameters import LateParameters, refuse_late
+from lightning_commfree.diloco.message import Header
+from lightning_commfree.diloco.nonfinite import is_nonfinite
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
 
 
-class Fleet(ABC):
+class FragmentTransfers(ABC):
     """Base of `StreamingDiLoCo`, with its arguments.
 
     Attributes:
@@ -56,7 +60,7 @@ class Fleet(ABC):
         self.schedule = Schedule(settings.sync_every, len(fragments), overlap_steps)
         self.step = 0
         self._module = module
-        self._outside = Outside(module, fragments)
+        self._late_parameters = LateParameters(module, fragments)
         self.landings: dict[int, Landing] = {}
         self._channel = channel
         self._wire = WIRE_FORMATS[settings.wire_dtype]
@@ -68,7 +72,7 @@ class Fleet(ABC):
         self._background = Background(channel.ledger)
         self.means: list[LocalMean] = []
         self._open_exchanges()
-        self._in_flight: dict[int, Flight] = {}  # by fragment, in the order of launch
+        self._in_flight: dict[int, FragmentInFlight] = {}  # by fragment, in the order of launch
 
     def close(self) -> None:
         """End the thread of the exchanges; what is in flight is given up."""
@@ -103,18 +107,18 @@ class Fleet(ABC):
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
-        """Return `means`; `sizes` as `cheaper_exchanges` takes them."""
+        """Return `means`; `sizes` as `cheaper_fragment_exchanges` takes them."""
         assert len(sizes) == len(self.fragments), "one for each"
         ways = zip(self.fragments, self._exchanges, strict=True)
         return [LocalMean(fragment, exchange, as_difference=True) for fragment, exchange in ways]
 
-    def _send(self, p: int, exchange: Exchange, values: Tensor, header: Header) -> Tensor:
+    def _send(self, p: int, exchange: FragmentExchange, values: Tensor, header: Header) -> Tensor:
         """Launch the values; return whether they hold NaN or Inf: bool, no dimension."""
         assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._replica)
-        rest = self._outside.word(values=p == 0 and self._channel.size > 1)
+        rest = self._late_parameters.word(values=p == 0 and self._channel.size > 1)
         pending = exchange.launch(values, header._replace(nonfinite=nonfinite, rest=rest))
-        self._in_flight[p] = Flight(exchange, pending, time.perf_counter(), self.step)
+        self._in_flight[p] = FragmentInFlight(exchange, pending, time.perf_counter(), self.step)
         return nonfinite
 
     def _receive(self, p: int) -> Arrival:
@@ -133,7 +137,7 @@ class Fleet(ABC):
         return arrival
 
     @abstractmethod
-    def _note(self, flight: Flight, arrival: Arrival) -> None:
+    def _note(self, flight: FragmentInFlight, arrival: Arrival) -> None:
         """Learn from what lands which replicas have ended."""
 
     @abstractmethod
@@ -147,13 +151,15 @@ class Fleet(ABC):
         self.fragments.append(joined)
         self.schedule = replace(self.schedule, joined=(*self.schedule.joined, offset))
         p = len(self.fragments) - 1
-        self._outside.join(p, fragment, offset)
+        self._late_parameters.join(p, fragment, offset)
         self._open_exchanges()
         return p
 
     def _open_exchanges(self) -> None:
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        self._exchanges = cheaper_exchanges(self._channel, self._background, self._wire, sizes)
+        self._exchanges = cheaper_fragment_exchanges(
+            self._channel, self._background, self._wire, sizes
+        )
         self.means[:] = self._make_means(sizes)
 
     def _digest(self, p: int) -> Tensor | int:

@@ -18,7 +18,7 @@ ADVICE = (
 )
 
 
-class Swap:
+class WeightSwap:
     """Puts the global copies into the module and the local copy aside.
 
     Args:

@@ -14,8 +14,9 @@ fp4         4.03          to nearest of zero and seven powers of two with either
 ==========  ============  =====================================================================
 
 `quantize` says what the blocks of int8 and fp4 are, and what becomes of zeros, NaN and Inf there.
-Where numba is installed, a CPU encodes them, and decodes fp4, in the compiled loops of `fused`: the
-same values (a NaN block may hold other codes), two to four times sooner, one thread against one.
+Where numba is installed, a CPU encodes them, and decodes fp4, in the compiled loops of
+`quantize_numba`: the same values (a NaN block may hold other codes), two to four times as fast, one
+thread against one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from lightning_commfree.comm.bits import (
     packed_nibbles_size,
 )
 from lightning_commfree.diloco import quantize
-from lightning_commfree.diloco.blocks import Piece, num_blocks, pieces
+from lightning_commfree.diloco.blocks import Chunk, chunks, num_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class WireFormat(Protocol):
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write fp32 `values`, shape (N,), into `out`: uint8, shape (num_bytes(N),)."""
 
-    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
-        """Write one piece of the `numel` values of a payload into `out`: fp32, shape (n,)."""
+    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
+        """Write one chunk of the `numel` values of a payload into `out`: fp32, shape (n,)."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class CastFormat:
         """See `WireFormat`."""
         out.view(self.dtype).copy_(values)
 
-    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
+    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
         """See `WireFormat`."""
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
-        out.copy_(payload.view(self.dtype)[piece.values])
+        out.copy_(payload.view(self.dtype)[chunk.values])
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Int8Format:
     """The blocks' scales in fp32, then an int8 per value.
 
     Args:
-        compiled: False: never `fused`, whatever is installed.
+        compiled: False: never `quantize_numba`, whatever is installed.
     """
 
     compiled: bool = True
@@ -95,12 +96,12 @@ class Int8Format:
         loops = self.compiled and _loops(values.device)
         (loops or quantize).encode_int8(values, codes, scales)
 
-    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
+    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
         """See `WireFormat`."""
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
         split = self._scale_bytes(numel)
         scales, codes = payload[:split].view(torch.float32), payload[split:].view(torch.int8)
-        quantize.decode_int8(codes, scales, piece, out)
+        quantize.decode_int8(codes, scales, chunk, out)
 
     def _scale_bytes(self, numel: int) -> int:
         return 4 * num_blocks(numel)
@@ -111,7 +112,7 @@ class Fp4Format:
     """Two E3M0 codes a byte, then the blocks' scales, a byte each.
 
     Args:
-        compiled: False: never `fused`, whatever is installed.
+        compiled: False: never `quantize_numba`, whatever is installed.
     """
 
     compiled: bool = True
@@ -133,21 +134,21 @@ class Fp4Format:
 
         quantize.encode_e3m0(values, scales, pack)
 
-    def decode_piece(self, payload: Tensor, numel: int, piece: Piece, out: Tensor) -> None:
+    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
         """See `WireFormat`."""
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
         split = packed_nibbles_size(numel)
         packed, scales = payload[:split], payload[split:]
         if loops := self.compiled and _loops(payload.device):
-            loops.decode_e3m0(packed, scales, piece, out)
+            loops.decode_e3m0(packed, scales, chunk, out)
             return
-        quantize.decode_e3m0(partial(lift_nibbles_part, packed), scales, piece, out)
+        quantize.decode_e3m0(partial(lift_nibbles_part, packed), scales, chunk, out)
 
 
 def decode(wire: WireFormat, payload: Tensor, out: Tensor) -> Tensor:
     """Write all values of a payload into `out`, fp32, shape (N,), and return it."""
-    for piece in pieces(out.numel(), out.device):
-        wire.decode_piece(payload, out.numel(), piece, out[piece.values])
+    for chunk in chunks(out.numel(), out.device):
+        wire.decode_chunk(payload, out.numel(), chunk, out[chunk.values])
     return out
 
 
@@ -160,17 +161,17 @@ def warm_up(wire: WireFormat, device: torch.device) -> None:
 
 
 def _loops(device: torch.device) -> ModuleType | None:
-    """Return `fused` where it is of use; None where torch operations have to do."""
-    return _fused() if device.type == "cpu" else None
+    """Return `quantize_numba` where it is of use; None where torch operations have to do."""
+    return _numba_loops() if device.type == "cpu" else None
 
 
 @cache
-def _fused() -> ModuleType | None:
+def _numba_loops() -> ModuleType | None:
     slower = "int8 and fp4 take torch operations on a CPU: slower, with the same result"
     try:
-        from lightning_commfree.diloco import fused
+        from lightning_commfree.diloco import quantize_numba
 
-        fused.try_out()
+        quantize_numba.try_out()
     except Exception as error:  # noqa: BLE001 - what only makes things faster must not end a fit
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
             how = "pip install 'lightning-commfree[numba]'"
@@ -180,7 +181,7 @@ def _fused() -> ModuleType | None:
             folder = Path(__file__).with_name("__pycache__")
             _log.warning(text, type(error).__name__, error, slower, folder)
         return None
-    return fused
+    return quantize_numba
 
 
 WIRE_FORMATS: dict[str, WireFormat] = {

@@ -1,4 +1,4 @@
-"""Room for what lies between the values and the codes of a piece, and tables for E3M0."""
+"""ChunkWorkspace for what lies between the values and the codes of a chunk, and tables for E3M0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import pieces
+from lightning_commfree.diloco.blocks import chunks
 
 MANTISSA_BITS = 23
 EXPONENT_OF_NAN = 255
@@ -17,16 +17,16 @@ HIGHEST_TOP = 246  # of 2^119: above it 2^(E+8) is more than fp32 holds
 _EXPONENT_BIAS = 127
 
 
-class Room:
-    """What lies between the values and the codes of one piece; shape (B, V): blocks, their values.
+class ChunkWorkspace:
+    """What lies between the values and the codes of one chunk; shape (B, V): blocks, their values.
 
     Args:
-        scratch: from which it is cut.
-        shape: of the piece.
+        workspace: from which it is cut.
+        shape: of the chunk.
     """
 
-    def __init__(self, scratch: Scratch, shape: tuple[int, int]) -> None:
-        self._scratch, self.shape = scratch, shape
+    def __init__(self, workspace: Workspace, shape: tuple[int, int]) -> None:
+        self._workspace, self.shape = workspace, shape
 
     @cached_property
     def fp32(self) -> Tensor:
@@ -61,20 +61,20 @@ class Room:
     @cached_property
     def top(self) -> Tensor:
         """Int32, shape (B,)."""
-        return self._scratch.new(self.shape[0], torch.int32)
+        return self._workspace.new(self.shape[0], torch.int32)
 
     @cached_property
     def factor(self) -> Tensor:
         """Fp32, shape (B, 1)."""
-        return self._scratch.new(self.shape[0], torch.float32).unsqueeze(1)
+        return self._workspace.new(self.shape[0], torch.float32).unsqueeze(1)
 
     def _cut(self, dtype: torch.dtype, place: int = 0) -> Tensor:
         num_blocks, block = self.shape
-        return self._scratch.flat(dtype, place)[: num_blocks * block].view(self.shape)
+        return self._workspace.flat(dtype, place)[: num_blocks * block].view(self.shape)
 
 
-class Scratch:
-    """Room for pieces of any shape up to a size, and what E3M0 looks up by a biased exponent.
+class Workspace:
+    """Buffers for chunks of any shape up to a size, and the tables of E3M0 by biased exponent.
 
     All of it is made when it is asked for.
     """
@@ -82,12 +82,12 @@ class Scratch:
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
         self._flat: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._room: Room | None = None
+        self._room: ChunkWorkspace | None = None
 
-    def room(self, shape: tuple[int, int]) -> Room:
-        """Return what a piece of this shape is worked on in; good until another shape comes."""
+    def room(self, shape: tuple[int, int]) -> ChunkWorkspace:
+        """Return what a chunk of this shape is worked on in; good until another shape comes."""
         if self._room is None or self._room.shape != shape:
-            self._room = Room(self, shape)
+            self._room = ChunkWorkspace(self, shape)
         return self._room
 
     def flat(self, dtype: torch.dtype, place: int) -> Tensor:
@@ -129,18 +129,18 @@ class Scratch:
 
 
 # A CPU's memory comes page by page, slower than the work that is done in it: a thread keeps its
-# scratch, which means nothing between two calls. A device's allocator keeps memory by itself.
+# workspace, which means nothing between two calls. A device's allocator keeps memory by itself.
 _of_thread = threading.local()
 
 
-def scratch_for(numel: int, device: torch.device) -> Scratch:
-    """Return room for the pieces of `numel` values; on a CPU the thread's own, kept for all."""
-    size = max((piece.numel for piece in pieces(numel, device)), default=0)
+def workspace_for(numel: int, device: torch.device) -> Workspace:
+    """Return room for the chunks of `numel` values; on a CPU the thread's own, kept for all."""
+    size = max((chunk.numel for chunk in chunks(numel, device)), default=0)
     if device.type != "cpu":
-        return Scratch(size, device)
-    kept: Scratch | None = getattr(_of_thread, "scratch", None)
+        return Workspace(size, device)
+    kept: Workspace | None = getattr(_of_thread, "workspace", None)
     if kept is None or kept.numel < size:
-        kept = _of_thread.scratch = Scratch(size, device)
+        kept = _of_thread.workspace = Workspace(size, device)
     return kept
 
 

@@ -85,4 +85,4 @@ class _Outer:
 
     @cached_property
     def _values(self) -> dict[str, Tensor]:
-        return self._diloco.swap.outer_tensors()
+        return self._diloco.weight_swap.outer_tensors()

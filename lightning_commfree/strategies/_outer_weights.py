@@ -8,7 +8,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_commfree.diloco import StreamingDiLoCo
-from lightning_commfree.diloco.swap import ADVICE
+from lightning_commfree.diloco.weight_swap import ADVICE
 
 
 def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
     What is frozen stays what it is: it may be large. Hyperparameters are of the user's own classes,
     which need not bear to be taken apart.
     """
-    exchanged = {tensor.untyped_storage().data_ptr() for tensor in diloco.swap.in_module}
+    exchanged = {tensor.untyped_storage().data_ptr() for tensor in diloco.weight_swap.in_module}
 
     def copied(value: Any) -> Any:
         found = []

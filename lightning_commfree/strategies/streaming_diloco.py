@@ -24,7 +24,7 @@ from lightning_commfree.diloco import (
     default_outer_optimizer,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import TAG
+from lightning_commfree.diloco.fragment_exchange import TAG
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._averages import average_outer_weights
 from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
@@ -85,7 +85,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         nonfinite: what happens when a replica's weights hold NaN or Inf as a fragment of them
             leaves. "raise": all ranks stop and name it, and no checkpoint with such weights is
             written. "abstain": it does not count in that fragment's mean and goes on from the
-            global copy; see `lightning_commfree.diloco.finite`.
+            global copy; see `lightning_commfree.diloco.nonfinite`.
         evaluate: what a validation, and the checkpoints written for it, hold. "outer": the outer
             weights, which until a fragment's first landing are the initial ones, and later up to
             `sync_every` steps old. "mean": the plain mean of the replicas' local weights, exchanged
@@ -185,7 +185,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if self._diloco is None:
             yield
         else:
-            with self._diloco.swap.outer_weights():
+            with self._diloco.weight_swap.outer_weights():
                 yield
 
     # -- the life of a fit
@@ -300,12 +300,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
                 self._report_unlanded("validation")
             if self._finished_at == self._diloco.step:
                 refuse_written(self._diloco)
-            self._diloco.swap.put_in(self._shown())
+            self._diloco.weight_swap.put_in(self._shown())
 
     @override
     def on_validation_end(self) -> None:
         if self._diloco is not None:
-            self._diloco.swap.put_back()
+            self._diloco.weight_swap.put_back()
             self._meeting.stands = False
         super().on_validation_end()
 
@@ -323,7 +323,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def teardown(self) -> None:
         if self._diloco is not None:
             # an exception may have come in the middle of a validation
-            self._diloco.swap.put_back(check=False)
+            self._diloco.weight_swap.put_back(check=False)
             self._end_without_training()
             self._diloco.close()
             self._fragments += self._joined
@@ -415,15 +415,15 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         if not scores_its_saves(self._module.trainer):  # else the scored weights are saved first
             self._finish_if_ending()
         self._diloco.wait_in_flight()
-        stay = self._diloco.swap.is_in
-        with self._diloco.swap.outer_weights(self._shown()):
+        stay = self._diloco.weight_swap.is_in
+        with self._diloco.weight_swap.outer_weights(self._shown()):
             yield stay
 
     def _shown(self) -> list[Tensor] | None:
         """Return what the module holds in place of the outer weights; None: these."""
         diloco, sanity = self._running, self._module.trainer.sanity_checking
         finished = self._finished_at == diloco.step
-        if self.settings.evaluate == "outer" or finished or sanity or diloco.swap.is_in:
+        if self.settings.evaluate == "outer" or finished or sanity or diloco.weight_swap.is_in:
             return None
         return diloco.evaluation.weights(diloco.step)
 
@@ -442,7 +442,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         """Leave outer weights in the module where a resumed fit had nothing left to train."""
         status = self._module.trainer.state.status
         if self._finished_at is None and status != TrainerStatus.INTERRUPTED:
-            self._running.swap.put_in()
+            self._running.weight_swap.put_in()
 
     def _finish(self, stop: bool, why: int) -> bool:
         """Finish once per last step; return whether the ranks agreed to stop.

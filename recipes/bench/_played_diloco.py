@@ -2,7 +2,7 @@
 
 What the replicas send one another is a function of their weights alone, so nothing has to travel to
 learn what a last round does to a loss. Fragments, schedule, global copies and wire formats are the
-library's own; the mean is formed here, as `lightning_commfree.diloco.exchange` forms it.
+library's own; the mean is formed here, as `lightning_commfree.diloco.fragment_exchange` forms it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,11 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import GatherExchange, ShardExchange, cheaper_exchange
+from lightning_commfree.diloco.fragment_exchange import (
+    GatheredFragmentExchange,
+    ShardedFragmentExchange,
+    cheaper_fragment_exchange,
+)
 from tests.diloco.training import DEFAULTS, NESTEROV, alone, world
 from tests.world import run_ranks
 
@@ -64,7 +68,7 @@ def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> An
             module.wide.weight.add_(torch.randn_like(module.wide.weight), alpha=0.01 * (1 + rank))
             module.norm.running_var.copy_(variances(rank, step))
         diloco.after_inner_step()
-        with diloco.swap.outer_weights():
+        with diloco.weight_swap.outer_weights():
             seen.append(module.norm.running_var.clone())
         local = module.norm.running_var.clone()
         seen[-1] = seen[-1], local
@@ -76,7 +80,9 @@ def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> An
     return way, seen
 
 
-@pytest.mark.parametrize(("size", "way"), [(2, GatherExchange), (3, ShardExchange)])
+@pytest.mark.parametrize(
+    ("size", "way"), [(2, GatheredFragmentExchange), (3, ShardedFragmentExchange)]
+)
 @pytest.mark.parametrize("wire_dtype", ["fp4", "int8", "fp32"])
 def test_the_outer_statistics_are_the_replicas_mean(
     wire_dtype: str, size: int, way: type, tmp_path: Path
@@ -135,7 +141,10 @@ def test_buffers_cost_four_bytes_each_and_models_without_them_nothing() -> None:
         channel.size = size  # the formulas ask for nothing else
         for name, wire in WIRE_FORMATS.items():
             place = channel, Background(Ledger()), wire, 100_000
-            without, with_some = cheaper_exchange(*place), cheaper_exchange(*place, 2 * 512)
+            without, with_some = (
+                cheaper_fragment_exchange(*place),
+                cheaper_fragment_exchange(*place, 2 * 512),
+            )
             assert with_some.num_bytes - without.num_bytes == pytest.approx(
                 (4 * 1024 * (1 if size == 2 else 2 * 7 / 8)), abs=16 * size
             ), (size, name)

@@ -54,7 +54,7 @@ def train(rank: int, size: int, evaluate: bool, wire_dtype: str, overlap_steps: 
             before, flying = all_bits(module), diloco.in_flight
             shown = diloco.evaluation.weights(diloco.step)
             assert diloco.evaluation.weights(diloco.step) is shown, "one exchange for a step"
-            with diloco.swap.outer_weights(shown):
+            with diloco.weight_swap.outer_weights(shown):
                 inside = {**state_of(module), "mean": module.mean.clone()}
             assert_equal_states(all_bits(module), before)
             assert diloco.in_flight == flying
@@ -105,7 +105,7 @@ def test_one_replica_alone_shows_its_local_weights() -> None:
         optimizer.step()
         diloco.after_inner_step()
     before = all_bits(module)
-    with diloco.swap.outer_weights(diloco.evaluation.weights(3)):
+    with diloco.weight_swap.outer_weights(diloco.evaluation.weights(3)):
         assert_equal_states(all_bits(module), before)
-    with diloco.swap.outer_weights():
+    with diloco.weight_swap.outer_weights():
         assert not torch.equal(all_bits(module)["head.weight"], before["head.weight"])

@@ -15,14 +15,14 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import blocks
 from lightning_commfree.diloco.blocks import BLOCK
-from lightning_commfree.diloco.exchange import (
-    GatherExchange,
-    ShardExchange,
-    cheaper_exchange,
-    cheaper_exchanges,
+from lightning_commfree.diloco.fragment_exchange import (
+    GatheredFragmentExchange,
+    ShardedFragmentExchange,
+    cheaper_fragment_exchange,
+    cheaper_fragment_exchanges,
 )
 from lightning_commfree.diloco.fragments import split_into_fragments
-from lightning_commfree.diloco.letter import Header
+from lightning_commfree.diloco.message import Header
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 from tests.diloco.training import (
@@ -52,8 +52,8 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
     outcomes = {}
     for name, wire in WIRE_FORMATS.items():
         ways = (
-            GatherExchange(channel, background, wire, NUMEL),
-            ShardExchange(channel, background, wire, NUMEL),
+            GatheredFragmentExchange(channel, background, wire, NUMEL),
+            ShardedFragmentExchange(channel, background, wire, NUMEL),
         )
         for way in ways:
             before = channel.ledger.bytes_sent
@@ -62,7 +62,7 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
             sent = channel.ledger.bytes_sent - before
             arrival = way.read(arrived, torch.device("cpu"))
             outcomes[name, type(way)] = arrival, arrival.cosine, arrival.norm, sent, way.num_bytes
-    outcomes["cheaper"] = type(cheaper_exchange(channel, background, wire, NUMEL))
+    outcomes["cheaper"] = type(cheaper_fragment_exchange(channel, background, wire, NUMEL))
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
         read = other_step.read(late, torch.device("cpu"))
@@ -84,7 +84,7 @@ def test_means_flags_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if piece is not None:
-        monkeypatch.setattr(blocks, "_CPU_PIECE", piece)  # the ranks are forked
+        monkeypatch.setattr(blocks, "_CPU_CHUNK", piece)  # the ranks are forked
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in WIRE_FORMATS:
         sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])
@@ -94,7 +94,10 @@ def test_means_flags_and_bytes(
         mean /= size
         units = sent / sent.norm(dim=1, keepdim=True)
         similar = ((units @ units.T).sum() - size) / (size * (size - 1))
-        for way, expected in ((GatherExchange, mean), (ShardExchange, through(name)(mean))):
+        for way, expected in (
+            (GatheredFragmentExchange, mean),
+            (ShardedFragmentExchange, through(name)(mean)),
+        ):
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
                 assert torch.equal(arrival.mean, expected), (name, way)
@@ -105,17 +108,21 @@ def test_means_flags_and_bytes(
                 assert norm == pytest.approx(float(mean.norm()), rel=1e-5)
                 assert num_bytes == foretold
     for outcomes in ranks:
-        for way in (GatherExchange, ShardExchange):
+        for way in (GatheredFragmentExchange, ShardedFragmentExchange):
             assert outcomes["late", way] == (False, False, True)
-        assert outcomes["cheaper"] is (GatherExchange if size == 2 else ShardExchange)
+        assert outcomes["cheaper"] is (
+            GatheredFragmentExchange if size == 2 else ShardedFragmentExchange
+        )
 
 
 def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
     channel = world(rank, size)
     background = Background(channel.ledger)
     sizes = (NUMEL, 100)
-    ways = cheaper_exchanges(channel, background, WIRE_FORMATS["fp32"], [(n, 0) for n in sizes])
-    assert [type(way) for way in ways] == [ShardExchange, GatherExchange]
+    ways = cheaper_fragment_exchanges(
+        channel, background, WIRE_FORMATS["fp32"], [(n, 0) for n in sizes]
+    )
+    assert [type(way) for way in ways] == [ShardedFragmentExchange, GatheredFragmentExchange]
     if rank == late:
         background.submit(lambda: time.sleep(0.3), "late")
     sent = [gradient(rank)[:n] for n in sizes]
@@ -143,9 +150,9 @@ def test_small_fragments_are_gathered() -> None:
     """A shard is at least a block, so that padding would cost more than it saves."""
     channel = alone()
     channel.size = 8  # the formulas ask for nothing else
-    choose = partial(cheaper_exchange, channel, Background(Ledger()), WIRE_FORMATS["fp4"])
-    assert type(choose(100)) is GatherExchange
-    assert type(choose(100_000)) is ShardExchange
+    choose = partial(cheaper_fragment_exchange, channel, Background(Ledger()), WIRE_FORMATS["fp4"])
+    assert type(choose(100)) is GatheredFragmentExchange
+    assert type(choose(100_000)) is ShardedFragmentExchange
 
 
 def drifting(rank: int, size: int, every: int) -> str:

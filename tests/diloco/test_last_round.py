@@ -18,7 +18,10 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import GatherExchange, ShardExchange
+from lightning_commfree.diloco.fragment_exchange import (
+    GatheredFragmentExchange,
+    ShardedFragmentExchange,
+)
 from tests.diloco.training import DEFAULTS, assert_equal_states, state_of
 from tests.world import run_ranks
 
@@ -149,7 +152,9 @@ def test_those_that_go_on_end_where_they_learn_of_it(
     check(ranks)
 
 
-@pytest.mark.parametrize(("size", "width", "way"), [(2, 5, GatherExchange), (3, 64, ShardExchange)])
+@pytest.mark.parametrize(
+    ("size", "width", "way"), [(2, 5, GatheredFragmentExchange), (3, 64, ShardedFragmentExchange)]
+)
 def test_both_ways_of_an_exchange(size: int, width: int, way: type, tmp_path: Path) -> None:
     ends = [5, *[20] * (size - 1)]
     ranks = run_ranks(train, size, tmp_path, ends, {"num_fragments": 2}, width)

@@ -20,7 +20,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import ShardExchange
+from lightning_commfree.diloco.fragment_exchange import ShardedFragmentExchange
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import ADAMW, DEFAULTS, NESTEROV, Net, backward, bits, state_of, world
 from tests.world import run_ranks
@@ -225,7 +225,7 @@ def move(
         module.follow()
         local.append(state_of(module))
         sent.append(channel.ledger.bytes_sent)
-        with diloco.swap.outer_weights():
+        with diloco.weight_swap.outer_weights():
             shown.append(state_of(module))
         if step == resume_at:
             state, kept = diloco.state_dict(), copy.deepcopy(module)
@@ -347,7 +347,7 @@ def move_by_shards(rank: int, size: int) -> tuple[list[type], Tensor]:
 def test_a_teacher_goes_by_shards_too(tmp_path: Path) -> None:
     ranks = run_ranks(move_by_shards, 3, tmp_path)
     for ways, teacher in ranks:
-        assert ways == [ShardExchange] * 3
+        assert ways == [ShardedFragmentExchange] * 3
         assert torch.equal(teacher, ranks[0][1])
 
 

@@ -19,8 +19,8 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import ShardExchange
-from lightning_commfree.diloco.finite import forget, is_nonfinite
+from lightning_commfree.diloco.fragment_exchange import ShardedFragmentExchange
+from lightning_commfree.diloco.nonfinite import is_nonfinite, reset_nonfinite_state
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import (
     ADAMW,
@@ -230,7 +230,7 @@ def average(rank: int, size: int, wire_dtype: str) -> Any:
 def test_by_shards_too_the_mean_is_over_the_others(tmp_path: Path) -> None:
     ranks = run_ranks(average, 3, tmp_path, "fp4")
     for rank, (way, weights, buffers, landing, moved) in enumerate(ranks):
-        assert way is ShardExchange
+        assert way is ShardedFragmentExchange
         assert landing.abstentions == 1
         assert landing.cosine == pytest.approx(1.0)
         # a half, where rank 2 would have made it 5/3; the first Nesterov step of lr 0.7
@@ -276,7 +276,7 @@ def test_a_state_that_is_not_finite_begins_anew(make: Any) -> None:
         sick.grad, untouched.grad = torch.full((3,), value), torch.ones(3)
         optimizer.step()
     kept = {k: v.clone() for k, v in optimizer.state[untouched].items()}
-    forget([optimizer], [sick, untouched])
+    reset_nonfinite_state([optimizer], [sick, untouched])
     with torch.no_grad():
         sick.fill_(1.0)
     for name, tensor in kept.items():

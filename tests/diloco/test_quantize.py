@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.diloco import blocks
-from lightning_commfree.diloco.blocks import BLOCK, num_blocks, pieces
+from lightning_commfree.diloco.blocks import BLOCK, chunks, num_blocks
 from lightning_commfree.diloco.quantize import (
     decode_e3m0,
     decode_int8,
@@ -48,17 +48,17 @@ def read_codes(codes: Tensor, start: int, out: Tensor) -> None:
 def through_e3m0(values: Tensor) -> Tensor:
     codes, scales = e3m0_of(values)
     decoded = torch.full_like(values, math.pi)
-    for piece in pieces(values.numel(), values.device):
-        out = decoded[piece.values]
-        decode_e3m0(partial(read_codes, codes), scales, piece, out)
+    for chunk in chunks(values.numel(), values.device):
+        out = decoded[chunk.values]
+        decode_e3m0(partial(read_codes, codes), scales, chunk, out)
     return decoded
 
 
 def through_int8(values: Tensor) -> Tensor:
     codes, scales = int8_of(values)
     decoded = torch.full_like(values, math.pi)
-    for piece in pieces(values.numel(), values.device):
-        decode_int8(codes, scales, piece, decoded[piece.values])
+    for chunk in chunks(values.numel(), values.device):
+        decode_int8(codes, scales, chunk, decoded[chunk.values])
     return decoded
 
 
@@ -126,14 +126,14 @@ def test_ties_and_their_neighbours_at_every_scale(
     assert_same_bits(through_e3m0(values), reference(values))
 
 
-@pytest.mark.parametrize("piece", [BLOCK, 2 * BLOCK, None])
+@pytest.mark.parametrize("chunk", [BLOCK, 2 * BLOCK, None])
 @pytest.mark.parametrize("numel", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
 def test_every_block_has_its_own_scale(
-    numel: int, piece: int | None, monkeypatch: pytest.MonkeyPatch
+    numel: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the pieces are in which the blocks are worked on."""
-    if piece is not None:
-        monkeypatch.setattr(blocks, "_CPU_PIECE", piece)
+    """Whatever the chunks are in which the blocks are worked on."""
+    if chunk is not None:
+        monkeypatch.setattr(blocks, "_CPU_CHUNK", chunk)
     values = torch.randn(numel) * 10.0 ** torch.arange(numel).div(BLOCK, rounding_mode="floor")
     expected = torch.cat([reference(block) for block in values.split(BLOCK)])
     assert_same_bits(through_e3m0(values), expected)

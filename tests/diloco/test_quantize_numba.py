@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import fleet, fused, wire
-from lightning_commfree.diloco.blocks import BLOCK, Piece, num_blocks
-from lightning_commfree.diloco.letter import Header, Letter
+from lightning_commfree.diloco import quantize_numba, transfers, wire
+from lightning_commfree.diloco.blocks import BLOCK, Chunk, num_blocks
+from lightning_commfree.diloco.message import Header, MessageLayout
 from lightning_commfree.diloco.wire import Fp4Format, Int8Format, decode
 from recipes.bench._sync_job import start
 
@@ -121,7 +121,7 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
     """Or the comparisons below would compare the torch operations with themselves."""
     called = []
     for name in ("encode_e3m0", "decode_e3m0", "encode_int8"):
-        monkeypatch.setattr(fused, name, lambda *_, name=name: called.append(name))
+        monkeypatch.setattr(quantize_numba, name, lambda *_, name=name: called.append(name))
     for compiled, plain in PAIRS.values():
         wire.warm_up(compiled, CPU)
         wire.warm_up(plain, CPU)
@@ -131,19 +131,23 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
 def test_every_loop_is_compiled_once() -> None:
     """For one type of arrays, whole and aligned: another one would be compiled in a landing."""
     for name, (compiled, _) in PAIRS.items():
-        letter = Letter(compiled, numel=3 * BLOCK + 5, exact_floats=3)
+        layout = MessageLayout(compiled, numel=3 * BLOCK + 5, exact_floats=3)
         values, header = torch.randn(3 * BLOCK + 5), Header(stop=False, step=1, digest=0)
-        messages = [letter.write(values, torch.ones(3), header) for _ in range(2)]
-        mean, _ = letter.average(torch.stack(messages))
+        messages = [layout.write(values, torch.ones(3), header) for _ in range(2)]
+        mean, _ = layout.average(torch.stack(messages))
         assert torch.equal(mean, through(name, values))
-    for loop in (fused._encode_e3m0, fused._decode_e3m0, fused._encode_int8):
+    for loop in (
+        quantize_numba._encode_e3m0,
+        quantize_numba._decode_e3m0,
+        quantize_numba._encode_int8,
+    ):
         assert len(loop.signatures) == 1
 
 
 def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the first launch would wait for the compiler."""
     warm: list[tuple[object, torch.device]] = []
-    monkeypatch.setattr(fleet, "warm_up", lambda *args: warm.append(args))
+    monkeypatch.setattr(transfers, "warm_up", lambda *args: warm.append(args))
     start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
     assert warm == [(Fp4Format(), CPU)]
 
@@ -192,7 +196,7 @@ def test_they_agree_on_what_hypothesis_finds(numbers: list[float]) -> None:
         check(name, torch.tensor(numbers, dtype=torch.float32))
 
 
-def test_a_piece_may_begin_at_any_block() -> None:
+def test_a_chunk_may_begin_at_any_block() -> None:
     """Also where it holds the end of the one row of codes and the beginning of the other."""
     numel = 9 * BLOCK + 5
     values = torch.ldexp(torch.randn(numel), torch.arange(numel) // BLOCK)
@@ -202,17 +206,17 @@ def test_a_piece_may_begin_at_any_block() -> None:
         for last in range(first + 1, num_blocks(numel) + 1):
             part = slice(first * BLOCK, min(last * BLOCK, numel))
             out = torch.full((part.stop - part.start + 2,), math.pi)
-            piece = Piece(part, slice(first, last))
-            PAIRS["fp4"][0].decode_piece(payload, numel, piece, out[1:-1])
+            chunk = Chunk(part, slice(first, last))
+            PAIRS["fp4"][0].decode_chunk(payload, numel, chunk, out[1:-1])
             assert torch.equal(out[1:-1], whole[part])
             assert (out[[0, -1]] == torch.tensor(math.pi)).all()
 
 
 @pytest.fixture
 def not_asked_yet() -> Iterator[None]:
-    wire._fused.cache_clear()
+    wire._numba_loops.cache_clear()
     yield
-    wire._fused.cache_clear()
+    wire._numba_loops.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -256,8 +260,8 @@ def test_without_numba_torch_operations_do_and_a_log_says_so(
         return true_import(name, *args, **kwargs)
 
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
-        patch.delitem(sys.modules, fused.__name__)
-        patch.delattr("lightning_commfree.diloco.fused")
+        patch.delitem(sys.modules, quantize_numba.__name__)
+        patch.delattr("lightning_commfree.diloco.quantize_numba")
         patch.setattr(builtins, "__import__", refusing)
         values = torch.randn(1000)
         assert torch.equal(through("fp4", values), through("fp4", values))
@@ -271,7 +275,7 @@ def test_a_damaged_cache_is_warned_of_and_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As numba meets it: at the first call of a loop, not at the import."""
-    monkeypatch.setattr(fused, "_decode_e3m0", lambda *_: pickle.loads(b""))
+    monkeypatch.setattr(quantize_numba, "_decode_e3m0", lambda *_: pickle.loads(b""))
     check("fp4", torch.randn(1000))
     [record] = caplog.records
     assert record.message.startswith("numba cannot be used (EOFError: Ran out of input)")
@@ -302,7 +306,7 @@ def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.Monke
     def double(number: int) -> int:
         return 2 * number
 
-    assert fused._compiled(double)(21) == 42
+    assert quantize_numba._compiled(double)(21) == 42
 
 
 def test_another_device_takes_torch_operations() -> None:

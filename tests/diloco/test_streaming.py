@@ -174,7 +174,7 @@ def test_the_default_outer_optimizer_equals_the_twin(tmp_path: Path) -> None:
 
 
 def look_at_outer_weights(diloco: StreamingDiLoCo) -> None:
-    with diloco.swap.outer_weights():
+    with diloco.weight_swap.outer_weights():
         pass
 
 
@@ -197,11 +197,11 @@ def test_outer_weights_nest_and_come_off_bit_for_bit() -> None:
     with torch.no_grad():  # values that arithmetic would not keep
         module.head.weight[0, :3] = torch.tensor([-0.0, math.nan, 1e-42])
     local = all_bits(module)
-    with diloco.swap.outer_weights():
+    with diloco.weight_swap.outer_weights():
         outer = all_bits(module)
         flat = torch.cat([p.detach().flatten() for p in module.parameters()])
         assert torch.equal(flat, diloco.fragments[0].global_copy)
-        with diloco.swap.outer_weights():
+        with diloco.weight_swap.outer_weights():
             assert_equal_states(all_bits(module), outer)
         assert_equal_states(all_bits(module), outer)
     assert_equal_states(all_bits(module), local)
@@ -211,10 +211,10 @@ def test_outer_weights_nest_and_come_off_bit_for_bit() -> None:
 def test_outer_weights_come_off_after_an_exception_too() -> None:
     module, diloco = after_some_steps(6)
     local = all_bits(module)
-    with pytest.raises(KeyError, match="validation"), diloco.swap.outer_weights():
+    with pytest.raises(KeyError, match="validation"), diloco.weight_swap.outer_weights():
         raise KeyError("validation")
     assert_equal_states(all_bits(module), local)
-    with diloco.swap.outer_weights():  # and can be put on again
+    with diloco.weight_swap.outer_weights():  # and can be put on again
         assert not torch.equal(bits(module.embed.weight), local["embed.weight"])
     assert_equal_states(all_bits(module), local)
 
@@ -225,15 +225,15 @@ def test_a_parameter_written_to_in_between_is_refused_and_the_local_copy_is_back
     local = all_bits(module)
     with (
         pytest.raises(RuntimeError, match=r"\['head.weight'\] were written to while the module"),
-        diloco.swap.outer_weights(),
+        diloco.weight_swap.outer_weights(),
         torch.no_grad(),
     ):
         module.head.weight.add_(1.0)
     assert_equal_states(all_bits(module), local)
-    diloco.swap.put_in()
+    diloco.weight_swap.put_in()
     with torch.no_grad():
         module.head.weight.add_(1.0)
-    diloco.swap.put_back(check=False)
+    diloco.weight_swap.put_back(check=False)
     assert_equal_states(all_bits(module), local)
 
 
@@ -243,7 +243,7 @@ def test_a_buffer_written_to_in_between_keeps_what_was_written() -> None:
     module.register_buffer("best", torch.zeros(2))
     diloco = start(module, alone(), num_fragments=1)
     weight = module.head.weight.detach().clone()
-    with diloco.swap.outer_weights():
+    with diloco.weight_swap.outer_weights():
         module.best += 3.0
     assert module.best.tolist() == [3.0, 3.0]
     assert torch.equal(module.head.weight, weight)
@@ -252,12 +252,12 @@ def test_a_buffer_written_to_in_between_keeps_what_was_written() -> None:
 def test_swapping_twice_in_one_direction_does_nothing_more() -> None:
     module, diloco = after_some_steps(6)
     local = all_bits(module)
-    diloco.swap.put_back()
+    diloco.weight_swap.put_back()
     assert_equal_states(all_bits(module), local)
-    diloco.swap.put_in()
+    diloco.weight_swap.put_in()
     outer = all_bits(module)
-    diloco.swap.put_in()
+    diloco.weight_swap.put_in()
     assert_equal_states(all_bits(module), outer)
-    diloco.swap.put_back()
-    diloco.swap.put_back()
+    diloco.weight_swap.put_back()
+    diloco.weight_swap.put_back()
     assert_equal_states(all_bits(module), local)

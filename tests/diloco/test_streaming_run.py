@@ -45,7 +45,7 @@ def train_normed(rank: int, size: int) -> list[State]:
             module(batch(rank, 4)[0])
         before = {name: b.clone() for name, b in module.named_buffers()}
         diloco.after_inner_step()
-    with diloco.swap.outer_weights():
+    with diloco.weight_swap.outer_weights():
         outer = {name: b.clone() for name, b in module.named_buffers()}
     return [before, {name: b.clone() for name, b in module.named_buffers()}, outer]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
 from lightning_commfree.diloco import blocks
-from lightning_commfree.diloco.blocks import BLOCK, Piece, num_blocks
-from lightning_commfree.diloco.letter import Header, Letter
+from lightning_commfree.diloco.blocks import BLOCK, Chunk, num_blocks
+from lightning_commfree.diloco.message import Header, MessageLayout
 from lightning_commfree.diloco.quantize import encode_e3m0
 from lightning_commfree.diloco.wire import (
     WIRE_FORMATS,
@@ -126,14 +126,14 @@ def test_bf16_ties_and_what_is_not_finite() -> None:
     assert decoded[4].isnan()
 
 
-@pytest.mark.parametrize("piece", [BLOCK, None])
+@pytest.mark.parametrize("chunk", [BLOCK, None])
 @pytest.mark.parametrize("numel", ODD_NUMELS)
 def test_an_fp4_payload_is_packed_codes_then_scales(
-    numel: int, piece: int | None, monkeypatch: pytest.MonkeyPatch
+    numel: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece as in one go: where a row of the packed codes ends, a piece is cut in two."""
-    if piece is not None:
-        monkeypatch.setattr(blocks, "_CPU_PIECE", piece)
+    """Chunk by chunk as in one go: where a row of the packed codes ends, a chunk is cut in two."""
+    if chunk is not None:
+        monkeypatch.setattr(blocks, "_CPU_CHUNK", chunk)
     values = torch.randn(numel)
     scales = torch.empty(num_blocks(numel), dtype=torch.uint8)
     parts = [torch.empty(0, dtype=torch.uint8)]
@@ -145,15 +145,15 @@ def test_an_fp4_payload_is_packed_codes_then_scales(
     assert torch.equal(unpack_nibbles(payload[:split], numel), codes)
 
 
-@pytest.mark.parametrize("piece", [BLOCK, None])
+@pytest.mark.parametrize("chunk", [BLOCK, None])
 @pytest.mark.parametrize("numel", ODD_NUMELS)
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_on_the_wire_are_what_each_would_be_alone(
-    name: str, numel: int, piece: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, numel: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks differ in magnitude, so that a scale or a code at the wrong block would be seen."""
-    if piece is not None:
-        monkeypatch.setattr(blocks, "_CPU_PIECE", piece)
+    if chunk is not None:
+        monkeypatch.setattr(blocks, "_CPU_CHUNK", chunk)
     values = torch.randn(numel) * 10.0 ** (torch.arange(numel) // BLOCK)
     alone = [through_the_wire(name, block) for block in values.split(BLOCK)]
     assert torch.equal(through_the_wire(name, values), torch.cat(alone))
@@ -161,7 +161,7 @@ def test_blocks_on_the_wire_are_what_each_would_be_alone(
 
 @pytest.mark.parametrize("numel", ODD_NUMELS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_piece_is_that_part_of_the_whole_and_nothing_else(name: str, numel: int) -> None:
+def test_a_chunk_is_that_part_of_the_whole_and_nothing_else(name: str, numel: int) -> None:
     """Of one block or more, and with neighbours that have to stay."""
     values = torch.randn(numel) * 10.0 ** (torch.arange(numel) // BLOCK)
     payload, whole = payload_of(name, values), through_the_wire(name, values)
@@ -172,7 +172,7 @@ def test_a_piece_is_that_part_of_the_whole_and_nothing_else(name: str, numel: in
             continue
         blocks = slice(part.start // BLOCK, num_blocks(part.stop))
         out = torch.full((3 + part.stop - part.start + 3,), math.pi)
-        FORMATS[name].decode_piece(payload, numel, Piece(part, blocks), out[3:-3])
+        FORMATS[name].decode_chunk(payload, numel, Chunk(part, blocks), out[3:-3])
         assert torch.equal(out[3:-3], whole[part])
         assert (torch.cat([out[:3], out[-3:]]) == torch.tensor(math.pi)).all()
 
@@ -208,16 +208,16 @@ def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
 ) -> None:
     """Lightning's bf16-true does so around every training step, while a thread decodes."""
     wire, values = FORMATS[name], torch.randn(3 * BLOCK + 5)
-    letter = Letter(wire, values.numel(), exact_floats=2)
+    layout = MessageLayout(wire, values.numel(), exact_floats=2)
     exact, header = torch.tensor([1.0, 3.0000002]), Header(stop=False, step=1, digest=0)
 
     def played() -> list[Tensor]:
-        messages = torch.stack([letter.write(v, exact, header) for v in (values, 2.3 * values)])
-        mean, gram = letter.average(messages)
-        return [messages, letter.values(messages), mean, gram, letter.average_exact(messages)]
+        messages = torch.stack([layout.write(v, exact, header) for v in (values, 2.3 * values)])
+        mean, gram = layout.average(messages)
+        return [messages, layout.values(messages), mean, gram, layout.average_exact(messages)]
 
     expected = played()
-    with ThreadPoolExecutor(1) as thread:  # which has no scratch yet
+    with ThreadPoolExecutor(1) as thread:  # which has no workspace yet
         torch.set_default_dtype(default)
         try:
             found = thread.submit(played).result()
@@ -258,10 +258,10 @@ def test_a_gpu_makes_the_same_payload_and_values_and_never_waits(name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_forms_the_same_mean(name: str) -> None:
     rows = [torch.randn(1000 * BLOCK + 7) for _ in range(3)]
-    letter = Letter(FORMATS[name], rows[0].numel(), exact_floats=1)
+    layout = MessageLayout(FORMATS[name], rows[0].numel(), exact_floats=1)
     exact, header = torch.ones(1), Header(stop=False, step=1, digest=0)
-    messages = torch.stack([letter.write(row, exact, header) for row in rows])
-    (mean, gram), (mean_there, gram_there) = map(letter.average, (messages, messages.cuda()))
+    messages = torch.stack([layout.write(row, exact, header) for row in rows])
+    (mean, gram), (mean_there, gram_there) = map(layout.average, (messages, messages.cuda()))
     assert torch.equal(mean_there.cpu(), mean)
     torch.testing.assert_close(gram_there.cpu(), gram)
 

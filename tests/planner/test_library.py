@@ -14,7 +14,7 @@ from torch import nn
 from lightning_commfree import planner
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
-from lightning_commfree.diloco.exchange import cheaper_exchange
+from lightning_commfree.diloco.fragment_exchange import cheaper_fragment_exchange
 from lightning_commfree.planner import (
     Exchange,
     Model,
@@ -36,7 +36,7 @@ def test_what_is_sent_is_what_the_ledger_counts(num_replicas) -> None:
     assert math.floor(reduced) == ring_all_reduce_bytes(1_000_000, num_replicas)
     channel = SimpleNamespace(size=num_replicas)
     for wire, wire_format in WIRE_FORMATS.items():
-        real = cheaper_exchange(channel, None, wire_format, 4_000_000).num_bytes
+        real = cheaper_fragment_exchange(channel, None, wire_format, 4_000_000).num_bytes
         foretold = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
         # headers and padding; the other way of exchanging would send half as much more at least
         assert foretold <= real <= 1.005 * foretold

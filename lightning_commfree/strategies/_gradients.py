@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -33,31 +32,6 @@ def why_gradients_change(
     for callback in callbacks:
         reasons += _overridden(callback, pl.Callback, _HOOKS)
     return reasons
-
-
-def half_accumulated(module: pl.LightningModule) -> dict[str, Tensor]:
-    """Return the gradients of batches whose optimizer step is still to come, by parameter.
-
-    Those that are there, not copies; empty between two accumulations.
-    """
-    trainer = module.trainer
-    loop = trainer.fit_loop.epoch_loop
-    batch = cast(_ProcessedTracker, loop.batch_progress.current)
-    stepped = batch.processed == batch.ready and not loop._should_accumulate()
-    if stepped or batch.processed % trainer.accumulate_grad_batches == 0:
-        return {}  # what is there has been stepped with
-    return {
-        name: parameter.grad
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def accumulate_further(module: pl.LightningModule, gradients: Mapping[str, Tensor]) -> None:
-    """Put back what `half_accumulated` returned, ahead of a resumed fit's first batch."""
-    for name, gradient in gradients.items():
-        parameter = module.get_parameter(name)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
 def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:

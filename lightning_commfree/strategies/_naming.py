@@ -142,7 +142,7 @@ class NamingStrategy(DDPStrategy):
         Raises:
             RuntimeError: it cannot be written; on all ranks.
         """
-        with self._failing_as_one():
+        with self.failing_as_one():
             if self.is_global_zero and writes_later(self.checkpoint_io):
                 # Lightning before 2.6 writes what the tensors have become meanwhile
                 checkpoint = copied(checkpoint)
@@ -166,19 +166,19 @@ class NamingStrategy(DDPStrategy):
         return checkpoint
 
     @contextmanager
-    def _failing_as_one(self) -> Iterator[None]:
+    def failing_as_one(self) -> Iterator[None]:
         """If the body fails on some rank, let all ranks raise: their own error, or that one's."""
         failure = None
         try:
             yield
         except Exception as error:  # noqa: BLE001 - it is raised below
             failure = error
-        failed = self._all_flags(failure is not None)
+        failed = self.all_flags(failure is not None)
         if any(failed):
             text = self.broadcast(str(failure), failed.index(True))
             raise failure or RuntimeError(text)
 
-    def _all_flags(self, mine: bool) -> list[bool]:
+    def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank."""
         flags = torch.zeros(self.world_size, device=self.root_device)
         flags[self.global_rank] = float(mine)

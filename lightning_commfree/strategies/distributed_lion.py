@@ -20,14 +20,14 @@ from lightning_commfree.lion import (
     Voting,
     mean_momenta,
 )
-from lightning_commfree.resume.rank_files import SavedParts
+from lightning_commfree.resume.exact import REPLICA, Adopted, Saved
 from lightning_commfree.strategies._common_end import CommonEnd
 from lightning_commfree.strategies._gradients import (
     agree_on_overflow,
     averaged_buffers,
     why_gradients_change,
 )
-from lightning_commfree.strategies._resumable import Adopted, ResumableStrategy
+from lightning_commfree.strategies._resumable import ResumableStrategy
 
 BUFFERS_TAG = "buffers"
 
@@ -248,25 +248,24 @@ class DistributedLionStrategy(ResumableStrategy):
         return {}
 
     @override
-    def _adopt(self, parts: SavedParts) -> Adopted | None:
+    def _adopt(self, saved: Saved) -> Adopted:
         """Give every worker its momentum where it was there, a new one the mean of all."""
-        entry = parts.entry
-        size = int(entry["fingerprint"].get("node_size", "1"))
-        workers = max(entry["ranks"] // size, 1)
+        size = int(saved.entry.get("fingerprint", {}).get("node_size", "1"))
+        workers = max(saved.entry.get("ranks", 0) // size, 1)
         mine = self.global_rank // self._group_size
         wanted = [mine] if mine < workers else range(workers)
-        saved = self._load_parts(parts, [worker * size for worker in wanted])
-        found = [part for part in saved if part is not None]
-        if not all(self._all_flags(len(found) == len(saved))):
-            return None
-        own = found[0]
-        if len(found) > 1:
-            states = [part["optimizers"][0] for part in found]
-            own["optimizers"][0] = mean_momenta(states)
+
+        parts = saved.load_all(worker * size for worker in wanted) if saved.entry else []
+        if not parts:
+            return super()._adopt(saved)
+        own = {name: parts[0][name] for name in REPLICA}
+        if len(parts) > 1:
+            own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]
+
         said = "every worker takes up the momentum that it had"
         if self.world_size // self._group_size > workers:
             said += f", workers from {workers} on the mean of all"
-        return Adopted({**own, "random": None}, said)
+        return Adopted(own, said)
 
     # -- inside
 

@@ -246,7 +246,9 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def on_train_start(self) -> None:
-        if self._own is None:  # else the local weights differ from the outer ones for good reason
+        if (
+            not self._resume.pending
+        ):  # else the local weights differ from the outer ones for good reason
             self._take_changed_weights()
         super().on_train_start()
         assert self._world_channel is not None, "it is open while a fit runs"
@@ -433,7 +435,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         DDP would train them. Here the outer weights must be the same, and the same on all ranks:
         rank 0's.
         """
-        if any(self._all_flags(self._running.differs_from_outer())):
+        if any(self.all_flags(self._running.differs_from_outer())):
             assert self._world_channel is not None, "it is open while a fit runs"
             common_start(self._world_channel, self._module, self._fingerprint())
             self._running.take_local()

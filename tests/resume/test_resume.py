@@ -183,7 +183,7 @@ def other_worlds(rank: int, size: int, folder: Path) -> Any:
         again.callbacks.append(begun := Begun())
         with pytest.MonkeyPatch.context() as patch:
             said: list[str] = []
-            patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+            patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
             again.fit(module, data, ckpt_path=path)
         texts[name] = said, recorder.local[-1], begun.with_outer_weights_of(path)
     return texts
@@ -215,7 +215,7 @@ def alone(rank: int, size: int, folder: Path) -> Any:
     again.callbacks.append(begun := Begun())
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+        patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
         again.fit(module, data, ckpt_path=path)
     state = torch.load(path, weights_only=True)
     plain = quiet_trainer(strategy=DDPStrategy(), devices=size)

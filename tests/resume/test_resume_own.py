@@ -21,7 +21,7 @@ from tests.strategies.saved import part_of, sets_of
 from tests.world import run_ranks
 
 STEPS, EPOCH_STEPS = 8, 4
-SAID = "lightning_commfree.strategies._resumable.rank_zero_warn"
+SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Moved(Noisy):

@@ -116,7 +116,7 @@ def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
     outcomes["saved early"] = recorded.local, saved.local
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("lightning_commfree.strategies._resumable.rank_zero_warn", said.append)
+        patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
         path = folder / "step=3.ckpt"
         slower = {"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}
         fit(size, Tiny(), ckpt_path=path, settings=slower)

@@ -22,7 +22,7 @@ EPOCH_STEPS = 5
 STEPS = 2 * EPOCH_STEPS
 SIZE = 4  # even: there are ties to be drawn
 SETTINGS: dict[str, Any] = {"ties": "random", "momentum_sync_every": 4}
-SAID = "lightning_commfree.strategies._resumable.rank_zero_warn"
+SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Voter(Noisy):

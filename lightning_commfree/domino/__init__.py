@@ -13,27 +13,27 @@ B1, B2     `split="weight"`              outputs of a row    --           sectio
 --         `split="token"`               tokens              --           not in the paper: for a
                                                                           batch of one
 --         `num_micro_batches`           parts               2            section 3
-A, M       `Half`                        half-blocks         2 a layer    attention, MLP
+A, M       `Sublayer`                    sublayers           2 a layer    attention, MLP
 =========  ============================  ==================  ===========  ==========================
 
-Read in this order: `layers` (the sharded modules), `halves` (what lies between two all-reduces),
-`micro` (how a batch is divided), `schedule` (who computes while whose sum flies), `cut` and `model`
-(how a transformers model is divided), `plan` (one that has a plan of its own), `fill` (one that has
-no values yet), `loss` (cross entropy without whole logits), `finite` (NaN and Inf end a
-fit), `forecast` (what a step sends), `parallel` (all of it put into the model).
+Read in this order: `layers` (the sharded modules), `sublayers` (what lies between two all-reduces),
+`micro_sublayer` (one of them, for one part of a batch), `splits` and `choose_split` (how a batch is
+split), `schedule` (who computes while whose sum flies), `shard_spec` and `sharding` (how a
+transformers model is divided), `plan` (one that has a plan of its own), `materialize` (one that has
+no values yet), `loss` (cross entropy without whole logits), `finite` (NaN and Inf end a fit),
+`forecast` (what a step sends), `parallel` (all of it put into the model).
 
 Departures from the paper:
 
-- Forward is wider: a sum is landed right before its consumer, so it flies behind a whole half-block
+- Forward is wider: a sum is landed right before its consumer, so it flies behind a whole sublayer
   of the other micro-batch. The released code lands it earlier.
-- Backward is not autograd's mirror of forward. Each piece has a graph of its own and is played in
-  the order in which sums fly longest, without private hooks of torch (`schedule`).
+- Backward is not autograd's mirror of forward. Each sublayer of each micro-batch has graphs of its
+  own, and they run in the order in which sums fly longest, without private hooks of torch
+  (`schedule`).
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
 from lightning_commfree.domino.channels import Channels
-from lightning_commfree.domino.cut import Cut
-from lightning_commfree.domino.fill import on_meta
 from lightning_commfree.domino.finite import (
     looks_finite,
     refuse_nonfinite,
@@ -42,14 +42,16 @@ from lightning_commfree.domino.finite import (
 from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
-from lightning_commfree.domino.model import whole_tensor
+from lightning_commfree.domino.materialize import on_meta
 from lightning_commfree.domino.parallel import FAMILIES, ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
+from lightning_commfree.domino.shard_spec import ShardSpec
+from lightning_commfree.domino.sharding import whole_tensor
 
 __all__ = [
     "FAMILIES",
     "Channels",
-    "Cut",
+    "ShardSpec",
     "DominoSettings",
     "GradientAverage",
     "ParallelModel",

@@ -3,8 +3,8 @@
 ==================  ==================================================================
 tag                 bytes of a payload
 ==================  ==================================================================
-`tensor_forward`    tokens x width, a half-block and the embedding
-`tensor_backward`   tokens x width, a half-block and the head
+`tensor_forward`    tokens x width, a sublayer and the embedding
+`tensor_backward`   tokens x width, a sublayer and the head
 `tensor_loss`       3 numbers a token
 `tensor_shared`     gradients of what several ranks of a tensor group hold
 `tensor_norm`       one number, if gradients are clipped by their norm
@@ -42,12 +42,12 @@ def bytes_per_token(model: ParallelModel, autocast: torch.dtype | None = None) -
     def add(tag: str, width: int, itemsize: int) -> None:
         found[tag] += ring_all_reduce_bytes(width * itemsize, size)
 
-    for module in model.sharded.model.modules():
+    for module in model.sharding.model.modules():
         if isinstance(module, RowLinear):
             weight = module.weight
             width = weight.shape[1 if module.transposed else 0]
             add(FORWARD_TAG, width, (autocast or weight.dtype).itemsize)
-            if model.scheduled:  # by half-blocks; else every column linear sends its own
+            if model.scheduled:  # by sublayers; else every column linear sends its own
                 add(BACKWARD_TAG, width, weight.itemsize)
         elif isinstance(module, ColumnLinear) and not model.scheduled:
             width = module.weight.shape[0 if module.transposed else 1]
@@ -103,9 +103,9 @@ def bytes_of_gradients(
     own = sum(p.nbytes for p in parameters if p.requires_grad)
     found = Counter({AVERAGE_TAG: ring_all_reduce_bytes(own, data_size)})
     for model in models:
-        for p, cut in model.sharded.cuts.items():
-            if cut.overlapping and p.requires_grad:
-                whole = p.nbytes // p.shape[cut.dim] * cut.size
+        for p, spec in model.sharding.specs.items():
+            if spec.overlapping and p.requires_grad:
+                whole = p.nbytes // p.shape[spec.dim] * spec.size
                 found[SHARED_TAG] += ring_all_reduce_bytes(whole, model.group.size)
     if clips:
         size = models[0].group.size

@@ -1,6 +1,6 @@
 """What is done to gradients across ranks after, and during, backward.
 
-- Over the data axis they are averaged, half-block by half-block while backward goes on.
+- Over the data axis they are averaged, sublayer by sublayer while backward goes on.
 - A key head that several ranks of a tensor group hold gets the sum of what they found.
 - The norm of the whole gradient counts every number once, wherever it lies.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.domino.cut import Cut
 from lightning_commfree.domino.group import TensorGroup
-from lightning_commfree.domino.halves import Half
+from lightning_commfree.domino.shard_spec import ShardSpec
+from lightning_commfree.domino.sublayers import Sublayer
 
 AVERAGE_TAG = "data_gradient"
 SHARED_TAG = "tensor_shared"
@@ -40,17 +40,17 @@ class GradientAverage:
         self._flying: list[Flying] = []
         self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient as it left
 
-    def half_is_done(self, half: Half) -> None:
-        """Launch the gradients of a half-block's parameters; they do not change any more."""
+    def sublayer_is_done(self, sublayer: Sublayer) -> None:
+        """Launch the gradients of a sublayer's parameters; they do not change any more."""
         if self.active and self._channel.size > 1:
-            self._launch([p for module in half.modules for p in module.parameters()])
+            self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
         """Launch what has not been launched of `parameters`, and put all means into place."""
         if self._channel.size == 1:
             return
         parameters = list(parameters)
-        # Two forwards, one backward: the first stack's half-block is done, its gradients leave,
+        # Two forwards, one backward: the first stack's sublayer is done, its gradients leave,
         # and the second stack adds to them. Those leave again, whole.
         late = {
             p
@@ -87,34 +87,34 @@ class GradientAverage:
             self._flying.append((members, flying))
 
 
-def sum_shared(cuts: Mapping[nn.Parameter, Cut], group: TensorGroup) -> None:
+def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
     """Add up the gradients of what several ranks of a tensor group hold."""
-    for parameter, cut in cuts.items():
-        if cut.overlapping and parameter.grad is not None:
+    for parameter, spec in specs.items():
+        if spec.overlapping and parameter.grad is not None:
             shape = list(parameter.shape)
-            shape[cut.dim] = cut.size
-            start, stop = cut.ranges[group.rank]
+            shape[spec.dim] = spec.size
+            start, stop = spec.ranges[group.rank]
             whole = parameter.grad.new_zeros(shape)
-            whole.narrow(cut.dim, start, stop - start).copy_(parameter.grad)
+            whole.narrow(spec.dim, start, stop - start).copy_(parameter.grad)
             group.all_reduce(whole, SHARED_TAG).wait()
-            parameter.grad.copy_(whole.narrow(cut.dim, start, stop - start))
+            parameter.grad.copy_(whole.narrow(spec.dim, start, stop - start))
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter], cuts: Mapping[nn.Parameter, Cut], group: TensorGroup
+    parameters: Iterable[nn.Parameter], specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup
 ) -> Tensor:
     """Return the Euclidean norm of the whole model's gradient, fp32, the same on all ranks."""
     total: dict[bool, Tensor] = {}
     for p in parameters:
         if p.grad is None:
             continue
-        cut = cuts.get(p)
-        holders = 1 if cut is None else cut.ranges.count(cut.ranges[group.rank])
+        spec = specs.get(p)
+        holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
         square = (
             p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
             / holders
         )
-        key = cut is not None
+        key = spec is not None
         total[key] = total[key] + square if key in total else square
     if not total:
         return torch.zeros(())

@@ -1,4 +1,4 @@
-"""What the sharded modules of one model share: their group, and whether a schedule plays them."""
+"""What the sharded modules of one model share: their group, and whether a schedule runs them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_commfree.comm.channel import Channel, Pending
 FORWARD_TAG = "tensor_forward"
 BACKWARD_TAG = "tensor_backward"
 
-Trace = Callable[[str, str, int], None]  # what happens, to which half-block, of which micro-batch
+Trace = Callable[[str, str, int], None]  # what happens, to which sublayer, of which micro-batch
 
 
 class TensorGroup:
@@ -57,8 +57,8 @@ class TensorGroup:
         return self.channel.all_reduce(tensor.contiguous(), tag)
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
-        """In the body a schedule plays the modules."""
+    def under_schedule(self) -> Iterator[None]:
+        """In the body a schedule runs the modules."""
         before, self.scheduled = self.scheduled, True
         try:
             yield

@@ -1,7 +1,7 @@
 """Putting the schedule into a transformers model: its own code goes on calling it.
 
 A causal language model of transformers loops over its blocks. While a schedule is wanted, the list
-of blocks yields a single one, which plays all of them. Everything around the loop stays
+of blocks yields a single one, which runs all of them. Everything around the loop stays
 transformers': masks, positions, the last norm, head and outputs. Where a schedule does not apply,
 in evaluation, generation or when hidden states of single blocks are asked for, the loop runs as
 ever, and the sharded modules do their own all-reduces.
@@ -18,35 +18,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino.fill import Filler
+from lightning_commfree.domino.choose_split import choose_split
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
-from lightning_commfree.domino.micro import (
-    BatchSplit,
-    Split,
-    TokenSplit,
-    WeightSplit,
-    Whole,
-    is_causal,
-    is_packed,
-)
-from lightning_commfree.domino.model import (
-    Sharded,
+from lightning_commfree.domino.materialize import Materializer
+from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
+from lightning_commfree.domino.schedule import Done, ScheduleRun, run_schedule
+from lightning_commfree.domino.settings import DominoSettings
+from lightning_commfree.domino.sharding import (
+    Sharding,
     check_gpt2,
     check_llama,
     shard_gpt2,
     shard_llama,
 )
-from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
-from lightning_commfree.domino.schedule import Done, Play, play
-from lightning_commfree.domino.settings import DominoSettings
 
 
 class Family(NamedTuple):
     """How models of one build are divided."""
 
     check: Callable[[nn.Module, int], None]  # among so many ranks; changes nothing
-    divide: Callable[[Sharded], None]
+    divide: Callable[[Sharding], None]
 
 
 _LLAMA = Family(check_llama, shard_llama)
@@ -86,17 +78,17 @@ class ParallelModel:
 
     Args:
         model: on every rank the same, with the same weights; of `FAMILIES` also on the `meta`
-            device: it gets fresh values, a layer at a time (`fill`).
+            device: it gets fresh values, a layer at a time (`materialize`).
         channel: to the ranks of the tensor group.
         settings: split and micro-batches.
         seed: of the random numbers that differ from rank to rank.
-        fill_seed: of the values of a model on `meta`, the same on all ranks.
+        init_seed: of the values of a model on `meta`, the same on all ranks.
 
     Attributes:
-        sharded: what was cut, and how.
-        trace: if set, told of every event of the schedule: what, which half-block, micro-batch.
-        done: if set, told of a half-block whose gradients are there, in backward.
-        scheduled: its blocks are played; else they do their own all-reduces.
+        sharding: what was sharded, and how.
+        trace: if set, told of every event of the schedule: what, which sublayer, micro-batch.
+        done: if set, told of a sublayer whose gradients are there, in backward.
+        scheduled: the schedule runs its blocks; else they do their own all-reduces.
         divides_loss: its own loss is computed of this rank's logits.
         fell_back: told, once, why a batch was split in another way than asked for.
 
@@ -110,12 +102,12 @@ class ParallelModel:
         channel: Channel,
         settings: DominoSettings,
         seed: int = 0,
-        fill_seed: int = 0,
+        init_seed: int = 0,
     ) -> None:
         check_divisible(model, channel.size)
         self.settings = settings
         self.group = TensorGroup(channel, seed)
-        self.sharded = Sharded(model, self.group, Filler(model, fill_seed))
+        self.sharding = Sharding(model, self.group, Materializer(model, init_seed))
         self.trace: Trace | None = None
         self.done: Done | None = None
         self.fell_back: Callable[[str], None] = lambda _: None
@@ -123,14 +115,14 @@ class ParallelModel:
         self._handles: list[Any] = []
         name = type(model).__name__
         if name in FAMILIES:
-            FAMILIES[name].divide(self.sharded)
-            self.sharded.filler.fill_rest()
+            FAMILIES[name].divide(self.sharding)
+            self.sharding.materializer.materialize_rest()
             self._schedule(model)
         else:
-            apply_plan(self.sharded)
+            apply_plan(self.sharding)
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
-            self.sharded.restore.append(lambda: vars(model).pop("save_pretrained"))
+            self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
     def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
         """Make the model transformers' own again.
@@ -143,7 +135,7 @@ class ParallelModel:
         for parameter, whole in wholes.items():
             parameter.data = whole
             parameter.grad = None
-        for undo in reversed(self.sharded.restore):
+        for undo in reversed(self.sharding.restore):
             undo()
 
     # -- inside
@@ -154,7 +146,7 @@ class ParallelModel:
         kinds = getattr(model.config, "layer_types", None) or ["same"]
         if len(set(kinds)) == 1:  # else each kind of block has a mask of its own
             self.scheduled = True
-            _become_played(blocks, self._stack(blocks[0]), self.sharded)
+            _become_scheduled(blocks, self._stack(blocks[0]), self.sharding)
             self._handles += [
                 base.register_forward_pre_hook(self._begin, with_kwargs=True),
                 base.register_forward_hook(self._end, always_call=True),
@@ -166,7 +158,7 @@ class ParallelModel:
             own = "_loss_function" in vars(model)
             before = vars(model).get("_loss_function")
             model.loss_function = causal_lm_loss(self.group, first, head.words)
-            self.sharded.restore.append(
+            self.sharding.restore.append(
                 lambda: (
                     setattr(model, "_loss_function", before)
                     if own
@@ -192,42 +184,21 @@ class ParallelModel:
             assert unsummed is None or hidden is unsummed, (
                 "the model has changed its embedding before the first block"
             )
-            run = Play(
-                self.sharded.halves,
+            sublayers = self.sharding.sublayers
+            config = getattr(sublayers[0].attention, "config", None)
+            run = ScheduleRun(
+                sublayers,
                 self.group,
-                self._split(hidden, block, arguments),
+                choose_split(self.settings, hidden, arguments, config, self.fell_back),
                 _checkpointed(block),
                 self.trace,
                 self.done,
                 unsummed is not None,
             )
-            output = play(run, hidden, arguments)
+            output = run_schedule(run, hidden, arguments)
             return output if returns_tensor else (output,)
 
         return stack
-
-    def _split(self, hidden: Tensor, block: Any, arguments: dict[str, Any]) -> Split:
-        rows, tokens = hidden.shape[:2]
-        parts, split = self.settings.num_micro_batches, self.settings.split
-        config: Any = getattr(self.sharded.halves[0].attention, "config", None)
-        if split == "batch" and rows < 2:
-            split = "token" if tokens >= 2 and is_causal(arguments, config) else "none"
-            self.fell_back(
-                f"A batch of {rows} cannot be split by rows (`split='batch'`); it is split by"
-                f" {'tokens' if split == 'token' else 'nothing'} instead."
-            )
-        if split == "batch":
-            return BatchSplit(min(parts, rows))
-        flash = "flash" in str(getattr(config, "_attn_implementation", ""))
-        if split == "token" and flash and is_packed(arguments):
-            split = "none"
-            self.fell_back(
-                "Flash attention is told where the examples of a packed row begin, for queries and"
-                " keys alike, and a piece has fewer queries: the row is split by nothing instead."
-            )
-        if split == "token" and tokens >= 2:
-            return TokenSplit(min(parts, tokens), flash)
-        return WeightSplit(parts) if split == "weight" else Whole()
 
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
@@ -239,7 +210,7 @@ class ParallelModel:
         cached = cache is not None or kwargs.get("use_cache") is True
         active = torch.is_grad_enabled() and not asked and not cached
         _blocks(base).active = active
-        self.group.sums_flow = active and self.sharded.embedding_is_stream
+        self.group.sums_flow = active and self.sharding.embedding_is_stream
 
     def _end(self, base: Any, args: Any, output: Any) -> None:
         _blocks(base).active = False
@@ -266,8 +237,8 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     )
 
 
-class _Played(nn.ModuleList):
-    """A list of blocks that yields one which plays all of them, while `active`."""
+class _ScheduledBlocks(nn.ModuleList):
+    """A list of blocks that yields one which runs all of them, while `active`."""
 
     active = False
     stack: Callable[..., Any]
@@ -281,9 +252,9 @@ class _Played(nn.ModuleList):
         return super().__getitem__(index)
 
 
-def _become_played(blocks: Any, stack: Callable[..., Any], sharded: Sharded) -> None:
+def _become_scheduled(blocks: Any, stack: Callable[..., Any], sharded: Sharding) -> None:
     before = type(blocks)
-    blocks.__class__ = _Played
+    blocks.__class__ = _ScheduledBlocks
     blocks.stack = stack
 
     def undo() -> None:

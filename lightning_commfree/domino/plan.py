@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_commfree.domino.cut import Cut
-from lightning_commfree.domino.model import Sharded, check_heads, column, row, shared_by_heads
+from lightning_commfree.domino.shard_spec import ShardSpec
+from lightning_commfree.domino.sharding import Sharding, check_heads, column, row, shared_by_heads
 
 _LINEAR_STYLES = ("colwise", "rowwise")
 _SHARED_STYLE = "replicated_with_grad_allreduce"
@@ -61,7 +61,7 @@ def check_plan(model: Any, ranks: int) -> None:
         )
 
 
-def apply_plan(sharded: Sharded) -> None:
+def apply_plan(sharded: Sharding) -> None:
     """Divide a model by its plan, which `check_plan` has seen."""
     base, ranks = _base(sharded.model), sharded.group.size
     for path, style, module in _styled(sharded.model):
@@ -75,7 +75,7 @@ def apply_plan(sharded: Sharded) -> None:
         parent = base.get_submodule(parent_path)
         assert isinstance(module, nn.Linear), "another one is refused"
         if style == "colwise":
-            column(sharded, parent, child, Cut.even(0, module.weight.shape[0], ranks))
+            column(sharded, parent, child, ShardSpec.even(0, module.weight.shape[0], ranks))
         else:
             row(sharded, parent, child)
 

@@ -82,7 +82,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[Parameter]) -> N
         )
 
 
-def check_states(optimizers: Iterable[Optimizer], cut: Set[Parameter]) -> None:
+def check_states(optimizers: Iterable[Optimizer], parts: Set[Parameter]) -> None:
     """See that optimizers keep numbers for single elements, after their first step.
 
     What is made of a whole row or column of a parameter would be made of a part of it here, and
@@ -90,14 +90,14 @@ def check_states(optimizers: Iterable[Optimizer], cut: Set[Parameter]) -> None:
 
     Args:
         optimizers: of the fit.
-        cut: parameters of which this rank holds a part.
+        parts: parameters of which this rank holds a part.
 
     Raises:
-        ValueError: the state of a parameter that is cut has another shape than the parameter.
+        ValueError: the state of a part has another shape than the parameter.
     """
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            for key, value in state.items() if parameter in cut else ():
+            for key, value in state.items() if parameter in parts else ():
                 other = isinstance(value, Tensor) and value.numel() > 1
                 if other and value.shape != parameter.shape:
                     raise ValueError(

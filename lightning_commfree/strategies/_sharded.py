@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import (
     FAMILIES,
-    Cut,
     DominoSettings,
     ParallelModel,
+    ShardSpec,
     check_divisible,
     on_meta,
     whole_tensor,
@@ -31,11 +31,11 @@ class OptimizerParts:
     much, few ask for it, and it stays where it is.
 
     Args:
-        cuts: how each parameter is cut that is, in the fit.
+        specs: how each sharded parameter is divided, in the fit.
     """
 
-    def __init__(self, cuts: Mapping[nn.Parameter, Cut]) -> None:
-        self._cuts = {parameter: (cut, parameter.shape) for parameter, cut in cuts.items()}
+    def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
+        self._specs = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def whole_state(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
         """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
@@ -58,10 +58,10 @@ class OptimizerParts:
         return {**saved, "state": result} if keep else {}
 
     def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel) -> Any:
-        cut, part_shape = self._cuts.get(parameter, (None, None))
-        if cut is None or not isinstance(value, Tensor) or value.shape != part_shape:
+        spec, part_shape = self._specs.get(parameter, (None, None))
+        if spec is None or not isinstance(value, Tensor) or value.shape != part_shape:
             return value
-        return whole_tensor(value, cut, channel, TAG)
+        return whole_tensor(value, spec, channel, TAG)
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:
@@ -134,7 +134,7 @@ class ShardedModule:
         channel: to the tensor group.
         settings: split and micro-batches.
         seed: see `ParallelModel`.
-        fill_seed: see `ParallelModel`.
+        init_seed: see `ParallelModel`.
 
     Attributes:
         models: the divided models.
@@ -150,19 +150,19 @@ class ShardedModule:
         channel: Channel,
         settings: DominoSettings,
         seed: int,
-        fill_seed: int = 0,
+        init_seed: int = 0,
     ) -> None:
         self._module, self._channel = module, channel
         found = find_models(module)
         for model in found:
             check_divisible(model, channel.size)
-        self.models = [ParallelModel(model, channel, settings, seed, fill_seed) for model in found]
-        self.optimizer_parts = OptimizerParts(self.cuts)
+        self.models = [ParallelModel(model, channel, settings, seed, init_seed) for model in found]
+        self.optimizer_parts = OptimizerParts(self.specs)
 
     @property
-    def cuts(self) -> dict[nn.Parameter, Cut]:
-        """How each parameter was cut that was."""
-        return {p: cut for model in self.models for p, cut in model.sharded.cuts.items()}
+    def specs(self) -> dict[nn.Parameter, ShardSpec]:
+        """How each sharded parameter is divided."""
+        return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
     def state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's whole state, tensors of divided parameters in CPU memory.
@@ -172,14 +172,14 @@ class ShardedModule:
         Args:
             keep: whether this rank wants it; else the result is empty.
         """
-        cuts = {p.data_ptr(): cut for p, cut in self.cuts.items()}
+        specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         known: dict[int, Tensor] = {}  # tied parameters are gathered once
         state = self._module.state_dict()
         for name, value in list(state.items()):
-            if isinstance(value, Tensor) and value.data_ptr() in cuts:
+            if isinstance(value, Tensor) and value.data_ptr() in specs:
                 place = value.data_ptr()
                 if place not in known:
-                    whole = whole_tensor(value, cuts[place], self._channel, TAG)
+                    whole = whole_tensor(value, specs[place], self._channel, TAG)
                     known[place] = whole.cpu() if keep else whole.new_empty(0)
                 state[name] = known[place]
         return state if keep else {}
@@ -187,21 +187,21 @@ class ShardedModule:
     def parts_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a whole module's state."""
         own = self._module.state_dict(keep_vars=True)
-        cuts, rank = self.cuts, self._channel.rank
+        specs, rank = self.specs, self._channel.rank
         return {
-            name: cuts[own[name]].part(value, rank) if own.get(name) in cuts else value
+            name: specs[own[name]].part(value, rank) if own.get(name) in specs else value
             for name, value in state.items()
         }
 
     def optimizer_parts_of(self, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a whole optimizer state."""
-        cuts, rank, parts = self.cuts, self._channel.rank, {}
+        specs, rank, parts = self.specs, self._channel.rank, {}
         for index, parameter in enumerate(_parameters(optimizer)):
-            cut = cuts.get(parameter)
+            spec = specs.get(parameter)
             own = dict(state["state"].get(index, {}))
             for key, value in own.items():
-                if cut is not None and isinstance(value, Tensor) and value.dim() > cut.dim:
-                    own[key] = cut.part(value, rank)
+                if spec is not None and isinstance(value, Tensor) and value.dim() > spec.dim:
+                    own[key] = spec.part(value, rank)
             if own:
                 parts[index] = own
         return {**state, "state": parts}
@@ -210,9 +210,9 @@ class ShardedModule:
         """Make the models transformers' own again, whole on every rank; optimizers stay as is."""
         for model in self.models:
             wholes = {}
-            for parameter, cut in model.sharded.cuts.items():
+            for parameter, spec in model.sharding.specs.items():
                 # to CPU memory, where Lightning puts a module after a fit: it may be too big
-                wholes[parameter] = whole_tensor(parameter.detach(), cut, self._channel, TAG).cpu()
+                wholes[parameter] = whole_tensor(parameter.detach(), spec, self._channel, TAG).cpu()
             model.join(wholes)
 
 

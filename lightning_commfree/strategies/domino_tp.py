@@ -194,12 +194,12 @@ class DominoTPStrategy(ShardedStrategy):
         meta = {"a model on the meta device": str(self._filled)}
         common_start(world, self._module, {**self.settings.fingerprint(), **meta})
         seed = torch.initial_seed() % 2**31
-        fill_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
-        self._sharded = ShardedModule(self._module, tensor, self.settings, seed, fill_seed)
+        init_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
+        self._sharded = ShardedModule(self._module, tensor, self.settings, seed, init_seed)
         self._module.to(self.root_device)
         self._average = GradientAverage(data)
         for model in self._sharded.models:
-            model.done = self._average.half_is_done
+            model.done = self._average.sublayer_is_done
             model.fell_back = warn_once()
 
     @override
@@ -248,7 +248,7 @@ class DominoTPStrategy(ShardedStrategy):
         if self._average.active:
             self._average.land(self._module.parameters())
             for model in self.sharded.models:
-                sum_shared(model.sharded.cuts, model.group)
+                sum_shared(model.sharding.specs, model.group)
 
     @override
     def optimizer_step(
@@ -262,7 +262,7 @@ class DominoTPStrategy(ShardedStrategy):
         if "states" not in self._checked:
             self._checked.add("states")
             if self.tensor_parallel_size > 1:
-                check_states(self.optimizers, self.sharded.cuts.keys())
+                check_states(self.optimizers, self.sharded.specs.keys())
         assert self._fit_log is not None, "a fit has begun"
         self._fit_log.after_step()
         return output
@@ -309,7 +309,9 @@ class DominoTPStrategy(ShardedStrategy):
 
     def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the whole model's gradient, every number counted once."""
-        cuts = {p: cut for model in self.sharded.models for p, cut in model.sharded.cuts.items()}
+        specs = {
+            p: spec for model in self.sharded.models for p, spec in model.sharding.specs.items()
+        }
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = gradient_norm(parameters, cuts, self.sharded.models[0].group)
+        norm = gradient_norm(parameters, specs, self.sharded.models[0].group)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

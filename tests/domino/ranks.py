@@ -21,14 +21,14 @@ def divide(model: nn.Module, channel: Any, case: Case, seed: int = 0) -> Paralle
 
 def whole(parallel: ParallelModel, parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return a whole gradient; collective. What several ranks hold of a head is added up."""
-    cut = parallel.sharded.cuts.get(parameter)
+    spec = parallel.sharding.specs.get(parameter)
     channel = parallel.group.channel
-    if cut is None:
+    if spec is None:
         return value.clone()
-    if not cut.overlapping:
-        return cut.join(list(channel.all_gather(value.contiguous(), "test").wait()))
-    total = value.new_zeros(cut.size, *value.shape[1:])
-    start, stop = cut.ranges[channel.rank]
+    if not spec.overlapping:
+        return spec.join(list(channel.all_gather(value.contiguous(), "test").wait()))
+    total = value.new_zeros(spec.size, *value.shape[1:])
+    start, stop = spec.ranges[channel.rank]
     total[start:stop] = value
     return channel.all_reduce(total, "test").wait()
 
@@ -37,12 +37,12 @@ def whole_gradients(parallel: ParallelModel) -> dict[str, Tensor | None]:
     """Return the gradients of the whole model, by name; collective."""
     return {
         name: None if p.grad is None else whole(parallel, p, p.grad)
-        for name, p in parallel.sharded.model.named_parameters()
+        for name, p in parallel.sharding.model.named_parameters()
     }
 
 
 def play(channel: Any, case: Case, gather: Any = None) -> Outcome:
-    """Play one step of the case.
+    """Run one step of the case.
 
     Args:
         channel: for the model.
@@ -51,7 +51,7 @@ def play(channel: Any, case: Case, gather: Any = None) -> Outcome:
     """
     model = make_for(case)
     parallel = divide(model, channel, case)
-    if not parallel.sharded.halves:  # the loss is transformers' own, which is in float32
+    if not parallel.sharding.sublayers:  # the loss is transformers' own, which is in float32
         model.loss_function = exact_loss
     batch = batch_for(case)
     loss, logits = step(model, case, batch)
@@ -73,5 +73,5 @@ def with_channel(
 
 
 def play_all(channel: Any, cases: Sequence[Case]) -> list[Outcome]:
-    """Play one case after the other."""
+    """Run one case after the other."""
     return [play(channel, case) for case in cases]

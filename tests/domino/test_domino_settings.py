@@ -164,7 +164,7 @@ def test_key_heads_that_a_plan_cannot_share() -> None:
 def test_what_is_supported_is_scheduled_and_names_stay(kind: str) -> None:
     model, plain = make(kind), make(kind)
     parallel = divided(model, 4)
-    assert len(parallel.sharded.halves) == 4
+    assert len(parallel.sharding.sublayers) == 4
     assert [name for name, _ in model.named_parameters()] == [
         n for n, _ in plain.named_parameters()
     ]

@@ -53,7 +53,7 @@ def average(tensor: Channel, data: Channel, case: Case, way: str, replica: int) 
     model = weights_of(case)
     parallel = divide(model, tensor, case)
     mean = GradientAverage(data)
-    parallel.done = mean.half_is_done
+    parallel.done = mean.sublayer_is_done
     if way == "accumulated":
         mean.active = False
         extra = replace(case, seed=20 + replica)
@@ -63,9 +63,9 @@ def average(tensor: Channel, data: Channel, case: Case, way: str, replica: int) 
     losses(model, case, replica, way)
     early = data.ledger.collectives_by_tag[AVERAGE_TAG]
     mean.land(model.parameters())
-    sum_shared(parallel.sharded.cuts, parallel.group)
+    sum_shared(parallel.sharding.specs, parallel.group)
     parts = {
-        name: (p.grad, parallel.sharded.cuts.get(p), p.requires_grad)
+        name: (p.grad, parallel.sharding.specs.get(p), p.requires_grad)
         for name, p in model.named_parameters()
     }
     return {
@@ -76,7 +76,7 @@ def average(tensor: Channel, data: Channel, case: Case, way: str, replica: int) 
         "foretold": bytes_of_gradients([parallel], model.parameters(), data.size, False)[
             AVERAGE_TAG
         ],
-        "norm": gradient_norm(model.parameters(), parallel.sharded.cuts, parallel.group),
+        "norm": gradient_norm(model.parameters(), parallel.sharding.specs, parallel.group),
         "rank": tensor.rank,
     }
 
@@ -130,7 +130,7 @@ def played(
 
 @pytest.mark.parametrize("call", range(len(CALLS)), ids=lambda i: f"{CALLS[i][0]} {CALLS[i][1]}")
 def test_mean_and_norm(played: Any, call: int) -> None:
-    """Of two replicas with other batches; also if half-blocks are done twice before it lands.
+    """Of two replicas with other batches; also if sublayers are done twice before it lands.
 
     Each rank has its part of the mean; a key head that several ranks hold is whole on all of them.
     The norm counts every number once.
@@ -141,11 +141,11 @@ def test_mean_and_norm(played: Any, call: int) -> None:
     norm = torch.stack([g.norm() for g in expected.values() if g is not None]).norm()
     for found in (results[call] for results in by_rank):
         assert found["parts"].keys() == expected.keys()
-        for name, (gradient, cut, wanted) in found["parts"].items():
+        for name, (gradient, spec, wanted) in found["parts"].items():
             whole = expected[name]
             assert (gradient is None) == (whole is None) == (not wanted), name
             if gradient is not None and whole is not None:
-                part = whole if cut is None else cut.part(whole, found["rank"])
+                part = whole if spec is None else spec.part(whole, found["rank"])
                 torch.testing.assert_close(
                     gradient, part, **EXACT, msg=lambda m, n=name: f"{n}: {m}"
                 )
@@ -154,15 +154,15 @@ def test_mean_and_norm(played: Any, call: int) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_leave_during_backward(played: Any, case: Case) -> None:
-    """One message per half-block that learns, one behind backward: embedding, head, last norm."""
+    """One message per sublayer that learns, one behind backward: embedding, head, last norm."""
     replicas, by_rank = played
     for found in (results[CALLS.index((case, "one"))] for results in by_rank):
-        halves = 2 * (LAYERS - (case.frozen == "layers"))
+        sublayers = 2 * (LAYERS - (case.frozen == "layers"))
         if replicas == 1:
             assert found["early"] == found["all"] == found["bytes"] == found["foretold"] == 0
             continue
-        assert found["early"] == halves
-        assert found["all"] == halves + 1
+        assert found["early"] == sublayers
+        assert found["all"] == sublayers + 1
         numel = sum(g.numel() for g, _, _ in found["parts"].values() if g is not None)
         assert found["foretold"] == ring_all_reduce_bytes(8 * numel, 2)  # float64
         assert found["bytes"] == found["foretold"]
@@ -173,13 +173,13 @@ def naive_norms(channel: Any) -> list[Tensor]:
     case = Case("llama one key head", 2)
     model = make_for(case)
     parallel = divide(model, channel, case)
-    nothing = gradient_norm(model.parameters(), parallel.sharded.cuts, parallel.group)
+    nothing = gradient_norm(model.parameters(), parallel.sharding.specs, parallel.group)
     step(model, case, batch_for(case))
-    sum_shared(parallel.sharded.cuts, parallel.group)
-    cuts, gradients = parallel.sharded.cuts, [p.grad for p in model.parameters()]
+    sum_shared(parallel.sharding.specs, parallel.group)
+    specs, gradients = parallel.sharding.specs, [p.grad for p in model.parameters()]
     everywhere = channel.all_reduce(sum(g.square().sum() for g in gradients).reshape(1), "t").wait()
     channel.ledger.collectives_by_tag.clear()
-    norm = gradient_norm(model.parameters(), cuts, parallel.group)
+    norm = gradient_norm(model.parameters(), specs, parallel.group)
     assert channel.ledger.collectives_by_tag == {NORM_TAG: 1}
     own = torch.stack([g.norm() for g in gradients]).norm()
     return [norm, own, everywhere.sqrt().squeeze(), nothing]

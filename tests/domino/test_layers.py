@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_commfree.comm.channel import Pending
-from lightning_commfree.domino import Cut, TensorGroup
+from lightning_commfree.domino import ShardSpec, TensorGroup
 from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.domino.layers import (
     ColumnLinear,
@@ -72,16 +72,19 @@ def run(layer: Any, x: Tensor, pick: Any = None) -> Run:
     return Run(output.detach(), x.grad, layer.weight.grad, d_bias)
 
 
-def parameter(cut: Cut | None, value: Tensor | None, rank: int) -> Any:
+def parameter(spec: ShardSpec | None, value: Tensor | None, rank: int) -> Any:
     if value is None:
         return None
-    return nn.Parameter(value.detach().clone() if cut is None else cut.part(value.detach(), rank))
+    return nn.Parameter(value.detach().clone() if spec is None else spec.part(value.detach(), rank))
 
 
 def play_columns(channel: Any, transposed: bool, bias: bool) -> Run:
     group, rank, plain = TensorGroup(channel), channel.rank, linear(transposed, bias)
-    cut, flat = Cut.even(int(transposed), OUT, channel.size), Cut.even(0, OUT, channel.size)
-    weight, own_bias = parameter(cut, plain.weight, rank), parameter(flat, plain.bias, rank)
+    spec, flat = (
+        ShardSpec.even(int(transposed), OUT, channel.size),
+        ShardSpec.even(0, OUT, channel.size),
+    )
+    weight, own_bias = parameter(spec, plain.weight, rank), parameter(flat, plain.bias, rank)
     layer = ColumnLinear(weight, own_bias, group, transposed)
     x = inputs().requires_grad_()
     output = layer(x)
@@ -93,28 +96,28 @@ def play_columns(channel: Any, transposed: bool, bias: bool) -> Run:
 
 def play_rows(channel: Any, transposed: bool, bias: bool) -> Run:
     group, rank, plain = TensorGroup(channel), channel.rank, linear(transposed, bias)
-    cut = Cut.even(int(not transposed), WIDTH, channel.size)
-    weight = parameter(cut, plain.weight, rank)
+    spec = ShardSpec.even(int(not transposed), WIDTH, channel.size)
+    weight = parameter(spec, plain.weight, rank)
     layer = RowLinear(weight, parameter(None, plain.bias, rank), group, transposed)
     return run(layer, inputs(), lambda x: x.chunk(channel.size, -1)[rank])
 
 
 def play_words(channel: Any, padding: int | None) -> Run:
-    cut = Cut.even(0, WORDS, channel.size)
-    weight = parameter(cut, embedding(padding).weight, channel.rank)
-    first = cut.ranges[channel.rank][0]
+    spec = ShardSpec.even(0, WORDS, channel.size)
+    weight = parameter(spec, embedding(padding).weight, channel.rank)
+    first = spec.ranges[channel.rank][0]
     layer = VocabEmbedding(weight, first, TensorGroup(channel), padding)
     assert layer.embedding_dim == WIDTH
     return run(layer, words())
 
 
-def head_of(channel: Any, bias: bool) -> tuple[VocabHead, Cut]:
+def head_of(channel: Any, bias: bool) -> tuple[VocabHead, ShardSpec]:
     torch.manual_seed(7)
     plain = nn.Linear(WIDTH, WORDS, bias).double()
-    cut = Cut.even(0, WORDS, channel.size)
-    weight = parameter(cut, plain.weight, channel.rank)
-    own = parameter(cut, plain.bias, channel.rank)
-    return VocabHead(weight, own, WORDS, TensorGroup(channel)), cut
+    spec = ShardSpec.even(0, WORDS, channel.size)
+    weight = parameter(spec, plain.weight, channel.rank)
+    own = parameter(spec, plain.bias, channel.rank)
+    return VocabHead(weight, own, WORDS, TensorGroup(channel)), spec
 
 
 def play_head(channel: Any, bias: bool) -> Run:
@@ -182,12 +185,12 @@ def test_words(played: Any, padding: int | None) -> None:
     """A padding word gets no gradient, on whichever rank it lies."""
     runs = played(play_words, padding)
     expected = run(embedding(padding), words())
-    cut = Cut.even(0, WORDS, len(runs))
+    spec = ShardSpec.even(0, WORDS, len(runs))
     for rank, found in enumerate(runs):
         torch.testing.assert_close(
             found.output, expected.output, rtol=0, atol=0
         )  # only zeros added
-        torch.testing.assert_close(found.d_weight, cut.part(expected.d_weight, rank), **EXACT)
+        torch.testing.assert_close(found.d_weight, spec.part(expected.d_weight, rank), **EXACT)
     assert padding is None or expected.d_weight[padding].abs().max() == 0
 
 
@@ -197,22 +200,22 @@ def test_head(played: Any, bias: bool) -> None:
     runs = played(play_head, bias)
     torch.manual_seed(7)
     expected = run(nn.Linear(WIDTH, WORDS, bias).double(), inputs())
-    cut = Cut.even(0, WORDS, len(runs))
+    spec = ShardSpec.even(0, WORDS, len(runs))
     for rank, found in enumerate(runs):
         torch.testing.assert_close(found.output, expected.output, **EXACT)
         torch.testing.assert_close(found.d_input, expected.d_input, **EXACT)
-        torch.testing.assert_close(found.d_weight, cut.part(expected.d_weight, rank), **EXACT)
+        torch.testing.assert_close(found.d_weight, spec.part(expected.d_weight, rank), **EXACT)
         if bias:
-            torch.testing.assert_close(found.d_bias, cut.part(expected.d_bias, rank), **EXACT)
+            torch.testing.assert_close(found.d_bias, spec.part(expected.d_bias, rank), **EXACT)
 
 
 def test_head_with_local_logits_sends_nothing(played: Any) -> None:
     torch.manual_seed(7)
     expected = nn.Linear(WIDTH, WORDS).double()(inputs()).detach()
     runs = played(play_local_head)
-    cut = Cut.even(2, WORDS, len(runs))
+    spec = ShardSpec.even(2, WORDS, len(runs))
     for rank, (local, sent) in enumerate(runs):
-        torch.testing.assert_close(local, cut.part(expected, rank), **EXACT)
+        torch.testing.assert_close(local, spec.part(expected, rank), **EXACT)
         assert sent == {}
 
 
@@ -237,7 +240,7 @@ def test_under_a_schedule_linears_leave_sums_to_it() -> None:
     row = RowLinear(plain.weight, plain.bias, group)
     dropout = DropoutAfterSum(1.0, group)
     x = inputs()
-    with group.playing():
+    with group.under_schedule():
         run(column, x)
         partial = row(x)
         torch.testing.assert_close(partial, x @ plain.weight.T, **EXACT)

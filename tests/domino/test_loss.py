@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from lightning_commfree.domino import Cut, TensorGroup
+from lightning_commfree.domino import ShardSpec, TensorGroup
 from lightning_commfree.domino.loss import LOSS_TAG, causal_lm_loss, vocab_cross_entropy
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
@@ -37,9 +37,9 @@ def labels_of(words: int, ignored: str) -> Tensor:
 
 def own_part(channel: Any, logits: Tensor) -> tuple[Tensor, int]:
     """This rank's logits; what a head makes of padding words is large, so that it would show."""
-    cut = Cut.even(logits.dim() - 1, logits.shape[-1], channel.size)
-    part = cut.part(logits, channel.rank)
-    first = cut.ranges[channel.rank][0]
+    spec = ShardSpec.even(logits.dim() - 1, logits.shape[-1], channel.size)
+    part = spec.part(logits, channel.rank)
+    first = spec.ranges[channel.rank][0]
     part[..., max(logits.shape[-1] - first, 0) :] = 50.0
     return part.requires_grad_(), first
 
@@ -102,9 +102,9 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def assert_parts(gradients: list[Tensor], whole: Tensor) -> None:
     """Each rank's gradient is its part of the whole one; padding words get zeros."""
-    cut = Cut.even(whole.dim() - 1, whole.shape[-1], len(gradients))
+    spec = ShardSpec.even(whole.dim() - 1, whole.shape[-1], len(gradients))
     for rank, gradient in enumerate(gradients):
-        torch.testing.assert_close(gradient, cut.part(whole, rank), **EXACT)
+        torch.testing.assert_close(gradient, spec.part(whole, rank), **EXACT)
 
 
 @pytest.mark.parametrize("words", SIZES)
@@ -147,11 +147,11 @@ def test_bf16_logits_are_scored_in_float32(played: list[Any]) -> None:
     labels = labels_of(37, "some")
     expected = cross_entropy(logits.float()[:, :-1].reshape(-1, 37), labels[:, 1:].reshape(-1))
     expected.backward()
-    cut = Cut.even(2, 37, len(played))
+    spec = ShardSpec.even(2, 37, len(played))
     for rank, found in enumerate(played):
         ((loss, gradient, sent),) = found["low"]
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
-        torch.testing.assert_close(gradient, cut.part(logits.grad, rank), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(gradient, spec.part(logits.grad, rank), rtol=2**-7, atol=1e-6)
         assert sent == ({LOSS_TAG: 1} if len(played) > 1 else {})
 
 

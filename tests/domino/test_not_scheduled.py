@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.domino import DominoSettings, ParallelModel
+from lightning_commfree.domino.choose_split import choose_split
 from tests.domino.ranks import with_channel
 from tests.strategies.causal_lm import LENGTH, make, words
 from tests.world import run_ranks
 
-PREFIX = 7  # tokens that see each other in both directions; more than a piece of the row
+PREFIX = 7  # tokens that see each other in both directions; more than a chunk of the row
 
 
 def masks() -> dict[str, Tensor]:
@@ -38,8 +39,8 @@ def logits_of(model: Any, rows: Tensor) -> dict[str, Any]:
 
 
 def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
-    """Play flash attention, which takes a GPU, as far as the choice of the split."""
-    config = parallel.sharded.halves[0].attention.config
+    """Ask for flash attention, which takes a GPU, as far as the choice of the split."""
+    config = parallel.sharding.sublayers[0].attention.config
     before, config._attn_implementation = config._attn_implementation, "flash_attention_2"
     row = torch.arange(LENGTH)[None]
     cases: dict[str, dict[str, Any]] = {
@@ -49,7 +50,11 @@ def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
         "packed by lengths": {"position_ids": row, "cu_seq_lens_q": torch.tensor([0, 3, LENGTH])},
     }
     hidden = torch.zeros(1, LENGTH, 8)
-    found = {name: type(parallel._split(hidden, None, a)).__name__ for name, a in cases.items()}
+    args = parallel.settings, hidden
+    found = {
+        name: type(choose_split(*args, case, config, parallel.fell_back)).__name__
+        for name, case in cases.items()
+    }
     config._attn_implementation = before
     return found
 
@@ -105,13 +110,13 @@ def test_the_fallbacks_are_said(found: list[Any]) -> None:
 
 
 def test_packed_rows_are_not_split_under_flash_attention(found: list[Any]) -> None:
-    """It would take the queries' borders of a piece for those of all keys."""
+    """It would take the queries' borders of a chunk for those of all keys."""
     for outcomes, _ in found:
         assert outcomes["flash"] == {
             "plain": "TokenSplit",
             "no positions": "TokenSplit",
-            "packed": "Whole",
-            "packed by lengths": "Whole",
+            "packed": "NoSplit",
+            "packed by lengths": "NoSplit",
         }
 
 

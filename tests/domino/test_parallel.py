@@ -113,7 +113,7 @@ def on_a_divided_one(
     case = replace(case_of(kind), **more)
     model = make_for(case)
     parallel = divide(model, channel, case)
-    if not parallel.sharded.halves:
+    if not parallel.sharding.sublayers:
         model.loss_function = exact_loss
     events: list[Any] = []
     parallel.trace = lambda *event: events.append(event)
@@ -134,7 +134,7 @@ def on_a_plain_one(kind: str, function: Any, **more: Any) -> tuple[Outcome, Any]
 def evaluate_divided(channel: Any, kind: str) -> Evaluation:
     model = make(kind)
     parallel = divide(model, channel, case_of(kind))
-    if not parallel.sharded.halves:
+    if not parallel.sharding.sublayers:
         model.loss_function = exact_loss
     return evaluate(model, case_of(kind), parallel)
 
@@ -148,8 +148,10 @@ def give_back(channel: Any, kind: str, again: bool) -> Given:
         batch = batch_for(case)
         model(**batch).loss.backward()
         during = [type(module).__name__ for module in model.modules()]
-        cuts = parallel.sharded.cuts
-        parallel.join({p: whole_tensor(p.detach(), cut, channel, "t") for p, cut in cuts.items()})
+        specs = parallel.sharding.specs
+        parallel.join(
+            {p: whole_tensor(p.detach(), spec, channel, "t") for p, spec in specs.items()}
+        )
     del batch["labels"]
     with torch.no_grad():
         logits = model(**batch).logits

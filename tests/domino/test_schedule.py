@@ -15,9 +15,9 @@ from tests.domino.models import LAYERS, Case, batch_for, make_for, step
 from tests.domino.ranks import divide, with_channel
 from tests.world import run_ranks
 
-Event = tuple[str, str, int]  # what, half-block, micro-batch
+Event = tuple[str, str, int]  # what, sublayer, micro-batch
 Found = dict[Case, list[tuple[list[Event], Counter[str]]]]  # by rank
-HALVES = [f"layer {i} {name}" for i in range(LAYERS) for name in ("attention", "mlp")]
+SUBLAYERS = [f"layer {i} {name}" for i in range(LAYERS) for name in ("attention", "mlp")]
 CASES = [
     Case(kind, 3, split, parts, checkpoint)
     for kind in ("gpt2", "llama")
@@ -62,37 +62,37 @@ def expected_order(case: Case) -> list[Event]:
     if case.kind != "gpt2":  # which adds positions to the embedding
         before = EMBEDDING
         events += [("launch forward", EMBEDDING, i) for i in range(parts)]
-    for half in HALVES:
+    for sublayer in SUBLAYERS:
         for i in range(parts):
             events += [("land forward", before, i)] if before else []
-            events += [("enter forward", half, i), ("body forward", half, i)]
-            events += [("launch forward", half, i)] * slices
-        before = half
-    events += [("land forward", HALVES[-1], i) for i in range(parts)]
+            events += [("enter forward", sublayer, i), ("body forward", sublayer, i)]
+            events += [("launch forward", sublayer, i)] * slices
+        before = sublayer
+    events += [("land forward", SUBLAYERS[-1], i) for i in range(parts)]
     backwards = list(reversed(range(parts)))
-    for k in reversed(range(len(HALVES))):
+    for k in reversed(range(len(SUBLAYERS))):
         if case.checkpoint:
             for i in range(parts):
-                events += [("enter again", HALVES[k], i), ("body again", HALVES[k], i)]
+                events += [("enter again", SUBLAYERS[k], i), ("body again", SUBLAYERS[k], i)]
         for i in backwards:
-            if k + 1 < len(HALVES):
-                after = HALVES[k + 1]
+            if k + 1 < len(SUBLAYERS):
+                after = SUBLAYERS[k + 1]
                 events += [("land backward", after, i), ("enter backward", after, i)]
-            events += [("body backward", HALVES[k], i), ("launch backward", HALVES[k], i)]
+            events += [("body backward", SUBLAYERS[k], i), ("launch backward", SUBLAYERS[k], i)]
     for i in backwards:
-        events += [("land backward", HALVES[0], i), ("enter backward", HALVES[0], i)]
+        events += [("land backward", SUBLAYERS[0], i), ("enter backward", SUBLAYERS[0], i)]
     return events
 
 
 def idle_flights(events: list[Event], direction: str) -> list[tuple[str, int]]:
     """The sums behind whose flight no body of another micro-batch computes."""
     idle = []
-    for start, (what, half, i) in enumerate(events):
+    for start, (what, sublayer, i) in enumerate(events):
         if what == f"launch {direction}":
-            stop = events.index((f"land {direction}", half, i), start)
+            stop = events.index((f"land {direction}", sublayer, i), start)
             meanwhile = events[start + 1 : stop]
             if not any(w == f"body {direction}" and other != i for w, _, other in meanwhile):
-                idle.append((half, i))
+                idle.append((sublayer, i))
     return idle
 
 
@@ -129,8 +129,8 @@ def test_every_sum_flies_while_another_micro_batch_computes(found: Found, case: 
     """
     first = [] if case.kind == "gpt2" else [(EMBEDDING, 0)]
     for events, _ in found[case]:
-        assert idle_flights(events, "backward") == [(HALVES[0], 0)]
-        assert idle_flights(events, "forward") == [*first, (HALVES[-1], case.parts - 1)]
+        assert idle_flights(events, "backward") == [(SUBLAYERS[0], 0)]
+        assert idle_flights(events, "forward") == [*first, (SUBLAYERS[-1], case.parts - 1)]
 
 
 def test_without_a_split_every_flight_is_idle(
@@ -138,5 +138,7 @@ def test_without_a_split_every_flight_is_idle(
 ) -> None:
     """The test above can fail."""
     for events, _ in found[Case("gpt2", 3, "none", 2)]:
-        assert idle_flights(events, "backward") == [(half, 0) for half in reversed(HALVES)]
-        assert idle_flights(events, "forward") == [(half, 0) for half in HALVES]
+        assert idle_flights(events, "backward") == [
+            (sublayer, 0) for sublayer in reversed(SUBLAYERS)
+        ]
+        assert idle_flights(events, "forward") == [(sublayer, 0) for sublayer in SUBLAYERS]

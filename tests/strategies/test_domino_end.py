@@ -27,7 +27,7 @@ class Weighed(CausalLM):
     """Keeps the bytes of a rank's parts of what is divided."""
 
     def on_train_start(self) -> None:
-        self.parts = {p: p.shape for p in self.trainer.strategy.sharded.cuts}
+        self.parts = {p: p.shape for p in self.trainer.strategy.sharded.specs}
         self.part_bytes = sum(p.nbytes for p in self.parts)
 
 

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_commfree import DominoTPStrategy
-from lightning_commfree.domino.schedule import Play
+from lightning_commfree.domino.schedule import ScheduleRun
 from tests.mortal import End, run_mortals
 from tests.strategies.causal_lm import CausalLM, loader
 from tests.strategies.models import quiet_trainer
@@ -52,7 +52,7 @@ def train_and_die(rank: int, size: int, folder: Path, phase: str) -> None:
             trainer.callbacks.append(DieBeforeValidation(folder))
         elif rank == VICTIM:
             name = phase.removeprefix("in ")
-            played = getattr(Play, name)
+            played = getattr(ScheduleRun, name)
 
             def mortal(play: Any, *args: Any) -> Any:
                 result = played(play, *args)
@@ -60,7 +60,7 @@ def train_and_die(rank: int, size: int, folder: Path, phase: str) -> None:
                     die(folder)
                 return result
 
-            patch.setattr(Play, name, mortal)
+            patch.setattr(ScheduleRun, name, mortal)
         trainer.fit(CausalLM(), loader(48, 2), loader(8, 2))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.domino import Cut
+from lightning_commfree.domino import ShardSpec
 
 
 def counting(*shape: int) -> Tensor:
@@ -29,11 +29,11 @@ def test_even_parts_join_to_the_whole(
 ) -> None:
     """Sizes that the ranks do not divide, too, and ranks that hold padding only."""
     whole = counting(*others[:dim], size, *others[dim:])
-    cut = Cut.even(dim, size, ranks)
-    parts = [cut.part(whole, rank) for rank in range(ranks)]
+    spec = ShardSpec.even(dim, size, ranks)
+    parts = [spec.part(whole, rank) for rank in range(ranks)]
     assert len({part.shape for part in parts}) == 1
     assert torch.cat(parts, dim).sum() == whole.sum()  # the padding is zeros
-    assert torch.equal(cut.join(parts), whole)
+    assert torch.equal(spec.join(parts), whole)
     assert torch.equal(torch.cat(parts, dim).narrow(dim, 0, size), whole)
 
 
@@ -46,12 +46,12 @@ def test_even_parts_join_to_the_whole(
 def test_packed_blocks_are_cut_one_by_one(dim: int, block: int, blocks: int, ranks: int) -> None:
     size = block * blocks * ranks
     whole = counting(2, size) if dim else counting(size, 2)
-    cut = Cut.even(dim, size, ranks, blocks)
-    parts = [cut.part(whole, rank) for rank in range(ranks)]
+    spec = ShardSpec.even(dim, size, ranks, blocks)
+    parts = [spec.part(whole, rank) for rank in range(ranks)]
     for rank, part in enumerate(parts):
         packed = [b.chunk(ranks, dim)[rank] for b in whole.chunk(blocks, dim)]
         assert torch.equal(part, torch.cat(packed, dim))
-    assert torch.equal(cut.join(parts), whole)
+    assert torch.equal(spec.join(parts), whole)
     if ranks > 1 and blocks > 1:  # the likely mistake: the packed tensor cut as if it were one
         assert not torch.equal(parts[0], whole.chunk(ranks, dim)[0])
 
@@ -59,10 +59,10 @@ def test_packed_blocks_are_cut_one_by_one(dim: int, block: int, blocks: int, ran
 def test_packed_thirds() -> None:
     """Query, key and value of four heads of width 1, by hand."""
     packed = torch.tensor([[1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23, 24]])
-    cut = Cut.even(1, 12, 2, blocks=3)
-    assert cut.part(packed, 0).tolist() == [[1, 2, 11, 12, 21, 22]]
-    assert cut.part(packed, 1).tolist() == [[3, 4, 13, 14, 23, 24]]
-    assert not cut.overlapping
+    spec = ShardSpec.even(1, 12, 2, blocks=3)
+    assert spec.part(packed, 0).tolist() == [[1, 2, 11, 12, 21, 22]]
+    assert spec.part(packed, 1).tolist() == [[3, 4, 13, 14, 23, 24]]
+    assert not spec.overlapping
 
 
 @given(
@@ -74,11 +74,11 @@ def test_a_part_that_several_ranks_hold(key_heads: int, ranks_per_head: int, hea
     ranks = key_heads * ranks_per_head
     firsts = [rank // ranks_per_head * head_dim for rank in range(ranks)]
     size = key_heads * head_dim
-    cut = Cut(0, tuple((first, first + head_dim) for first in firsts), size)
+    spec = ShardSpec(0, tuple((first, first + head_dim) for first in firsts), size)
     whole = counting(size, 2)
-    parts = [cut.part(whole, rank) for rank in range(ranks)]
-    assert cut.overlapping == (ranks_per_head > 1)
-    assert torch.equal(cut.join(parts), whole)
+    parts = [spec.part(whole, rank) for rank in range(ranks)]
+    assert spec.overlapping == (ranks_per_head > 1)
+    assert torch.equal(spec.join(parts), whole)
     for rank, part in enumerate(parts):
         assert torch.equal(part, whole.split(head_dim)[rank // ranks_per_head])
 
@@ -86,20 +86,24 @@ def test_a_part_that_several_ranks_hold(key_heads: int, ranks_per_head: int, hea
 def test_a_part_shares_no_memory_with_the_whole() -> None:
     """Else a rank would keep the whole tensor alive for its share of it."""
     whole = counting(4, 2)
-    for cut in (Cut.even(0, 4, 2), Cut.even(0, 4, 1), Cut.even(0, 4, 2, blocks=2)):
-        cut.part(whole, 0).zero_()
-        assert torch.equal(whole, counting(4, 2)), cut
+    for spec in (
+        ShardSpec.even(0, 4, 2),
+        ShardSpec.even(0, 4, 1),
+        ShardSpec.even(0, 4, 2, blocks=2),
+    ):
+        spec.part(whole, 0).zero_()
+        assert torch.equal(whole, counting(4, 2)), spec
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.int64, torch.bool])
 def test_the_dtype_stays(kind: Any) -> None:
     whole = counting(5, 2).to(kind)
-    cut = Cut.even(0, 5, 3)
-    joined = cut.join([cut.part(whole, rank) for rank in range(3)])
+    spec = ShardSpec.even(0, 5, 3)
+    joined = spec.join([spec.part(whole, rank) for rank in range(3)])
     assert joined.dtype == kind
     assert torch.equal(joined, whole)
 
 
 def test_blocks_are_not_padded() -> None:
     with pytest.raises(AssertionError, match="only a single block is padded"):
-        Cut.even(0, 9, 2, blocks=3)
+        ShardSpec.even(0, 9, 2, blocks=3)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_commfree.domino import DominoSettings, ParallelModel
-from lightning_commfree.domino.fill import Filler
+from lightning_commfree.domino.materialize import Materializer
 from tests.domino.models import KINDS, make
 
 BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 512}
@@ -28,19 +28,19 @@ def on_meta(kind: str, **more: Any) -> Any:
 def part_of(model: nn.Module, ranks: int, rank: int) -> ParallelModel:
     """What a rank makes of it; nothing is sent for that."""
     channel: Any = SimpleNamespace(size=ranks, rank=rank)
-    return ParallelModel(model, channel, DominoSettings(), fill_seed=5)
+    return ParallelModel(model, channel, DominoSettings(), init_seed=5)
 
 
 def whole(kind: str, ranks: int) -> dict[str, torch.Tensor]:
     parts = [part_of(on_meta(kind), ranks, rank) for rank in range(ranks)]
-    named = [dict(part.sharded.model.named_parameters()) for part in parts]
+    named = [dict(part.sharding.model.named_parameters()) for part in parts]
     joined = {}
     for name, first in named[0].items():
         pieces = [own[name].detach() for own in named]
-        cut = parts[0].sharded.cuts.get(first)
-        assert cut is not None or all(torch.equal(pieces[0], piece) for piece in pieces)
-        joined[name] = pieces[0] if cut is None else cut.join(pieces)
-    for name, buffer in parts[0].sharded.model.named_buffers():
+        spec = parts[0].sharding.specs.get(first)
+        assert spec is not None or all(torch.equal(pieces[0], piece) for piece in pieces)
+        joined[name] = pieces[0] if spec is None else spec.join(pieces)
+    for name, buffer in parts[0].sharding.model.named_buffers():
         joined[name] = buffer
     return joined
 
@@ -110,10 +110,12 @@ def test_a_rank_does_not_keep_the_whole_of_a_model_with_values(kind: str) -> Non
     model = make(kind)
     wholes = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
     part = part_of(model, 2, 0)
-    cut = {name for name, parameter in model.named_parameters() if parameter in part.sharded.cuts}
-    assert len(cut) > 10
+    sharded = {
+        name for name, parameter in model.named_parameters() if parameter in part.sharding.specs
+    }
+    assert len(sharded) > 10
     gc.collect()
-    assert not [name for name in cut if wholes[name]() is not None]
+    assert not [name for name in sharded if wholes[name]() is not None]
 
 
 class Reticent(nn.Module):
@@ -127,9 +129,9 @@ def test_what_gets_no_values_is_refused() -> None:
     with torch.device("meta"):
         model.linear = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="`_init_weights` gives no values to all of `Linear`"):
-        Filler(model, 0).fill(model)
+        Materializer(model, 0).materialize(model)
     with torch.device("meta"):
         model.linear = nn.Linear(2, 2, bias=False)
         model.linear.register_buffer("mask", torch.ones(2, dtype=torch.bool))
     with pytest.raises(ValueError, match="The buffer 'mask' of `Linear` is on the meta device"):
-        Filler(model, 0).fill(model)
+        Materializer(model, 0).materialize(model)

@@ -1,9 +1,9 @@
-"""A transformer block as two half-blocks, from the modules that transformers made.
+"""A transformer block as two sublayers, from the modules that transformers made.
 
-A half-block is what lies between two all-reduces: the residual stream h comes in with the sum y of
-the half before, and a partial sum goes out.
+A sublayer is what lies between two all-reduces: the residual stream h comes in with the sum y of
+the sublayer before, and a partial sum goes out.
 
-    h <- h + finish(y)        finish of the half before: bias and dropout, which want the whole sum
+    h <- h + finish(y)        of the sublayer before: bias and dropout want the whole sum
     x <- norm(h)
     partial <- body(x)        column linears, attention or activation, row linear
 
@@ -24,8 +24,8 @@ Body = Callable[[Tensor, dict[str, Any]], Tensor]
 
 
 @dataclass(frozen=True)
-class Half:
-    """One half-block; `body` takes what transformers passes to a block besides the hidden state."""
+class Sublayer:
+    """One sublayer; `body` takes what transformers passes to a block besides the hidden state."""
 
     name: str
     norm: nn.Module
@@ -36,7 +36,7 @@ class Half:
     modules: tuple[nn.Module, ...]  # whose parameters are used in it
 
     def finish(self, total: Tensor) -> Tensor:
-        """Make the half-block's output of the sum of all ranks' partial ones."""
+        """Make the sublayer's output of the sum of all ranks' partial ones."""
         total = self.row.finish(total)
         return total if self.dropout is None else self.dropout.finish(total)
 
@@ -49,13 +49,13 @@ class Half:
         return any(float(getattr(p, "p", p)) > 0 for p in found)
 
 
-def llama_halves(layers: Sequence[Any]) -> list[Half]:
-    """Return the half-blocks of Llama-like decoder layers: RMS norms, SwiGLU, no dropout."""
-    halves = []
+def llama_sublayers(layers: Sequence[Any]) -> list[Sublayer]:
+    """Return the sublayers of Llama-like decoder layers: RMS norms, SwiGLU, no dropout."""
+    sublayers = []
     for i, layer in enumerate(layers):
         attention, mlp = layer.self_attn, layer.mlp
-        halves.append(
-            Half(
+        sublayers.append(
+            Sublayer(
                 f"layer {i} attention",
                 layer.input_layernorm,
                 _attention(attention),
@@ -65,8 +65,8 @@ def llama_halves(layers: Sequence[Any]) -> list[Half]:
                 (layer.input_layernorm, attention),
             )
         )
-        halves.append(
-            Half(
+        sublayers.append(
+            Sublayer(
                 f"layer {i} mlp",
                 layer.post_attention_layernorm,
                 _mlp(mlp),
@@ -76,16 +76,16 @@ def llama_halves(layers: Sequence[Any]) -> list[Half]:
                 (layer.post_attention_layernorm, mlp),
             )
         )
-    return halves
+    return sublayers
 
 
-def gpt2_halves(layers: Sequence[Any]) -> list[Half]:
-    """Return the half-blocks of GPT-2's blocks: layer norms, one hidden layer, dropout behind."""
-    halves = []
+def gpt2_sublayers(layers: Sequence[Any]) -> list[Sublayer]:
+    """Return the sublayers of GPT-2's blocks: layer norms, one hidden layer, dropout behind."""
+    sublayers = []
     for i, layer in enumerate(layers):
         attention, mlp = layer.attn, layer.mlp
-        halves.append(
-            Half(
+        sublayers.append(
+            Sublayer(
                 f"layer {i} attention",
                 layer.ln_1,
                 _attention(attention),
@@ -95,8 +95,8 @@ def gpt2_halves(layers: Sequence[Any]) -> list[Half]:
                 (layer.ln_1, attention),
             )
         )
-        halves.append(
-            Half(
+        sublayers.append(
+            Sublayer(
                 f"layer {i} mlp",
                 layer.ln_2,
                 _mlp(mlp),
@@ -106,7 +106,7 @@ def gpt2_halves(layers: Sequence[Any]) -> list[Half]:
                 (layer.ln_2, mlp),
             )
         )
-    return halves
+    return sublayers
 
 
 def _attention(module: nn.Module) -> Body:

@@ -25,7 +25,7 @@ def on_meta(module: nn.Module) -> list[str]:
     return [name for name, tensor in named if tensor.is_meta]
 
 
-class Filler:
+class Materializer:
     """Fills one model, layer by layer, in the order of its calls.
 
     Args:
@@ -37,22 +37,22 @@ class Filler:
         self._model: Any = model
         self._random = torch.Generator().manual_seed(seed).get_state()
 
-    def fill(self, layer: nn.Module) -> None:
+    def materialize(self, layer: nn.Module) -> None:
         """Give all tensors of `layer` and below values, in CPU memory, if they have none.
 
         Raises:
             ValueError: the model's `_init_weights` leaves some out.
         """
-        self._fill(list(_children_first(layer)))
+        self._give_values(list(_children_first(layer)))
 
-    def fill_rest(self) -> None:
+    def materialize_rest(self) -> None:
         """Give what is left of the model its values."""
         for module in _children_first(self._model):
-            self._fill([module])
+            self._give_values([module])
 
     @torch.no_grad()
-    def _fill(self, modules: list[nn.Module]) -> None:
-        made = [(module, tensor) for module in modules for tensor in _materialize(module)]
+    def _give_values(self, modules: list[nn.Module]) -> None:
+        made = [(module, tensor) for module in modules for tensor in _make_room(module)]
         if not made:
             return
         with torch.random.fork_rng(devices=[]):
@@ -74,7 +74,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _materialize(module: nn.Module) -> list[Tensor]:
+def _make_room(module: nn.Module) -> list[Tensor]:
     """Put NaN into a module's own tensors that have no values; return them."""
     made: list[Tensor] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Each rank holds a range of one dimension, out of every one of several equal blocks.
 
     A packed q, k, v weight has three blocks and each rank a part of each. Ranges may overlap: a key
     head that several ranks need is held by all of them.
 
     Attributes:
-        dim: the dimension that is cut.
+        dim: the dimension that is sharded.
         ranges: first and behind-last index within a block, for every rank.
         size: length of the whole dimension.
         blocks: equal parts of it.
-        padded: length to which a whole tensor is padded with zeros before it is cut.
+        padded: length to which a whole tensor is padded with zeros before it is sharded.
     """
 
     dim: int
@@ -31,8 +31,8 @@ class Cut:
     padded: int | None = None
 
     @classmethod
-    def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> Cut:
-        """Cut each block of a dimension into equal parts, padding a single block if it must be."""
+    def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
+        """Divide each block of a dimension evenly; a single block may be padded."""
         block = size // blocks
         part = -(-block // ranks)
         ranges = tuple((rank * part, (rank + 1) * part) for rank in range(ranks))

@@ -1,7 +1,7 @@
 """Dividing an unmodified transformers model among the ranks of a tensor group, in place.
 
-Parameter names stay what they are. `Sharded` remembers how each tensor was cut, so that whole ones
-can be made again.
+Parameter names stay what they are. `Sharding` remembers how each tensor was divided, so that whole
+ones can be made again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino.cut import Cut
-from lightning_commfree.domino.fill import Filler
 from lightning_commfree.domino.group import TensorGroup
-from lightning_commfree.domino.halves import Half, gpt2_halves, llama_halves
 from lightning_commfree.domino.layers import (
     ColumnLinear,
     DropoutAfterSum,
@@ -24,29 +21,32 @@ from lightning_commfree.domino.layers import (
     VocabEmbedding,
     VocabHead,
 )
+from lightning_commfree.domino.materialize import Materializer
+from lightning_commfree.domino.shard_spec import ShardSpec
+from lightning_commfree.domino.sublayers import Sublayer, gpt2_sublayers, llama_sublayers
 
-Parts = dict[int, Cut]  # by the id of a parameter
+Parts = dict[int, ShardSpec]  # by the id of a parameter
 
 
 @dataclass
-class Sharded:
+class Sharding:
     """A divided model.
 
     Attributes:
         model: the transformers model, changed in place.
         group: the tensor group.
-        filler: gives layers values that have none.
-        cuts: of the parameters that are divided; the others are whole on every rank.
-        halves: of the stack, in order; empty if no schedule is known for the model.
+        materializer: gives layers values that have none.
+        specs: of the parameters that are divided; the others are whole on every rank.
+        sublayers: of the stack, in order; empty if no schedule is known for the model.
         embedding_is_stream: the first block gets the embedding as it is.
         restore: puts the original modules back, for parameters that are whole again.
     """
 
     model: nn.Module
     group: TensorGroup
-    filler: Filler
-    cuts: dict[nn.Parameter, Cut] = field(default_factory=dict)
-    halves: list[Half] = field(default_factory=list)
+    materializer: Materializer
+    specs: dict[nn.Parameter, ShardSpec] = field(default_factory=dict)
+    sublayers: list[Sublayer] = field(default_factory=list)
     embedding_is_stream: bool = False
     restore: list[Callable[[], None]] = field(default_factory=list)
 
@@ -65,11 +65,11 @@ class Sharded:
         setattr(owner, name, value)
         self.restore.append(lambda: setattr(owner, name, old))
 
-    def part(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-        """Return this rank's part as a new parameter, and remember the cut."""
-        values = cut.part(parameter.detach(), self.group.rank)
+    def part(self, parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
+        """Return this rank's part as a new parameter, and remember the spec."""
+        values = spec.part(parameter.detach(), self.group.rank)
         mine = nn.Parameter(values.clone(), requires_grad=parameter.requires_grad)
-        self.cuts[mine] = cut
+        self.specs[mine] = spec
         return mine
 
 
@@ -99,56 +99,56 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
         )
 
 
-def column(sharded: Sharded, parent: nn.Module, name: str, cut: Cut) -> None:
+def column(sharded: Sharding, parent: nn.Module, name: str, spec: ShardSpec) -> None:
     """Divide a linear layer's outputs; `cut` is of the output dimension."""
     old = getattr(parent, name)
-    weight = sharded.part(old.weight, cut)
+    weight = sharded.part(old.weight, spec)
     bias = None
     if old.bias is not None:
-        flat = Cut(0, cut.ranges, cut.size, cut.blocks, cut.padded)
+        flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
         bias = sharded.part(old.bias, flat)
     new = ColumnLinear(weight, bias, sharded.group, transposed=not isinstance(old, nn.Linear))
     sharded.replace(parent, name, new)
 
 
-def row(sharded: Sharded, parent: nn.Module, name: str) -> None:
+def row(sharded: Sharding, parent: nn.Module, name: str) -> None:
     """Divide a linear layer's inputs; the bias stays whole."""
     old = getattr(parent, name)
     transposed = not isinstance(old, nn.Linear)
     dim = 0 if transposed else 1
-    cut = Cut.even(dim, old.weight.shape[dim], sharded.group.size)
-    new = RowLinear(sharded.part(old.weight, cut), old.bias, sharded.group, transposed)
+    spec = ShardSpec.even(dim, old.weight.shape[dim], sharded.group.size)
+    new = RowLinear(sharded.part(old.weight, spec), old.bias, sharded.group, transposed)
     sharded.replace(parent, name, new)
 
 
-def dropout(sharded: Sharded, parent: nn.Module, name: str) -> None:
+def dropout(sharded: Sharding, parent: nn.Module, name: str) -> None:
     """Let a dropout behind a row linear wait for the sum."""
     old = getattr(parent, name)
     sharded.replace(parent, name, DropoutAfterSum(old.p, sharded.group))
 
 
 def vocabulary(
-    sharded: Sharded, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
+    sharded: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
 ) -> None:
     """Divide embedding and head by words; a tied weight stays one parameter."""
     group = sharded.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
     tied = old_head.weight is old_embedding.weight
-    sharded.filler.fill(old_embedding)
+    sharded.materializer.materialize(old_embedding)
     words = old_embedding.weight.shape[0]
-    cut = Cut.even(0, words, group.size)
-    first = cut.ranges[group.rank][0]
-    weight = sharded.part(old_embedding.weight, cut)
+    spec = ShardSpec.even(0, words, group.size)
+    first = spec.ranges[group.rank][0]
+    weight = sharded.part(old_embedding.weight, spec)
     padding = old_embedding.padding_idx
     sharded.replace(*embeddings, VocabEmbedding(weight, first, group, padding))
     if not tied:
-        sharded.filler.fill(old_head)
-    head_weight = weight if tied else sharded.part(old_head.weight, cut)
-    bias = None if old_head.bias is None else sharded.part(old_head.bias, cut)
+        sharded.materializer.materialize(old_head)
+    head_weight = weight if tied else sharded.part(old_head.weight, spec)
+    bias = None if old_head.bias is None else sharded.part(old_head.bias, spec)
     sharded.replace(*head, VocabHead(head_weight, bias, words, group))
 
 
-def shared_by_heads(sharded: Sharded, module: nn.Module | None) -> None:
+def shared_by_heads(sharded: Sharding, module: nn.Module | None) -> None:
     """Mark a module that is whole on every rank but sees only the rank's heads.
 
     Its gradients are partial: they add up over the group, like those of a key head that several
@@ -158,7 +158,7 @@ def shared_by_heads(sharded: Sharded, module: nn.Module | None) -> None:
         return
     for parameter in module.parameters():
         size = parameter.shape[0]
-        sharded.cuts[parameter] = Cut(0, ((0, size),) * sharded.group.size, size)
+        sharded.specs[parameter] = ShardSpec(0, ((0, size),) * sharded.group.size, size)
 
 
 def check_gpt2(model: Any, ranks: int) -> None:
@@ -172,25 +172,25 @@ def check_gpt2(model: Any, ranks: int) -> None:
         _check_width(model, "n_inner", block.mlp.c_fc.weight.shape[1], ranks)
 
 
-def shard_gpt2(sharded: Sharded) -> None:
+def shard_gpt2(sharded: Sharding) -> None:
     """Divide a `GPT2LMHeadModel`."""
     model: Any = sharded.model
     ranks = sharded.group.size
     blocks = model.transformer.h
     for block in blocks:
-        sharded.filler.fill(block)
+        sharded.materializer.materialize(block)
         attention, mlp = block.attn, block.mlp
         width = attention.c_attn.weight.shape[1]
-        column(sharded, attention, "c_attn", Cut.even(1, width, ranks, blocks=3))
+        column(sharded, attention, "c_attn", ShardSpec.even(1, width, ranks, blocks=3))
         row(sharded, attention, "c_proj")
         dropout(sharded, attention, "resid_dropout")
         sharded.set(attention, "num_heads", attention.num_heads // ranks)
         sharded.set(attention, "split_size", attention.split_size // ranks)
-        column(sharded, mlp, "c_fc", Cut.even(1, mlp.c_fc.weight.shape[1], ranks))
+        column(sharded, mlp, "c_fc", ShardSpec.even(1, mlp.c_fc.weight.shape[1], ranks))
         row(sharded, mlp, "c_proj")
         dropout(sharded, mlp, "dropout")
     vocabulary(sharded, (model.transformer, "wte"), (model, "lm_head"))
-    sharded.halves = gpt2_halves(list(blocks))
+    sharded.sublayers = gpt2_sublayers(list(blocks))
 
 
 def check_llama(model: Any, ranks: int) -> None:
@@ -205,19 +205,19 @@ def check_llama(model: Any, ranks: int) -> None:
         _check_width(model, "intermediate_size", layer.mlp.gate_proj.weight.shape[0], ranks)
 
 
-def shard_llama(sharded: Sharded) -> None:
+def shard_llama(sharded: Sharding) -> None:
     """Divide a causal language model whose blocks are Llama's."""
     model: Any = sharded.model
     config, ranks = model.config, sharded.group.size
     heads, key_heads = config.num_attention_heads, config.num_key_value_heads
     for layer in model.model.layers:
-        sharded.filler.fill(layer)
+        sharded.materializer.materialize(layer)
         attention, mlp = layer.self_attn, layer.mlp
         head_dim = attention.head_dim
-        column(sharded, attention, "q_proj", Cut.even(0, heads * head_dim, ranks))
-        key_cut = _key_cut(heads, key_heads, head_dim, ranks)
+        column(sharded, attention, "q_proj", ShardSpec.even(0, heads * head_dim, ranks))
+        key_spec = _key_spec(heads, key_heads, head_dim, ranks)
         for name in ("k_proj", "v_proj"):
-            column(sharded, attention, name, key_cut)
+            column(sharded, attention, name, key_spec)
         for name in ("q_norm", "k_norm"):  # Qwen3: one norm for all heads, which sees only ours
             shared_by_heads(sharded, getattr(attention, name, None))
         row(sharded, attention, "o_proj")
@@ -225,20 +225,20 @@ def shard_llama(sharded: Sharded) -> None:
         sharded.set(attention, "num_key_value_groups", groups)
         width = mlp.gate_proj.weight.shape[0]
         for name in ("gate_proj", "up_proj"):
-            column(sharded, mlp, name, Cut.even(0, width, ranks))
+            column(sharded, mlp, name, ShardSpec.even(0, width, ranks))
         row(sharded, mlp, "down_proj")
     vocabulary(sharded, (model.model, "embed_tokens"), (model, "lm_head"))
-    sharded.halves = llama_halves(list(model.model.layers))
+    sharded.sublayers = llama_sublayers(list(model.model.layers))
     sharded.embedding_is_stream = True
 
 
-def _key_cut(heads: int, key_heads: int, head_dim: int, ranks: int) -> Cut:
+def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
     if key_heads % ranks == 0:
-        return Cut.even(0, key_heads * head_dim, ranks)
+        return ShardSpec.even(0, key_heads * head_dim, ranks)
     per_rank = heads // ranks
     firsts = [rank * per_rank // (heads // key_heads) for rank in range(ranks)]
     ranges = tuple((first * head_dim, (first + 1) * head_dim) for first in firsts)
-    return Cut(0, ranges, key_heads * head_dim)
+    return ShardSpec(0, ranges, key_heads * head_dim)
 
 
 def _check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
@@ -250,14 +250,14 @@ def _check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
         )
 
 
-def whole_tensor(part: Tensor, cut: Cut, channel: Channel, tag: str) -> Tensor:
+def whole_tensor(part: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> Tensor:
     """Return a tensor as it would be without sharding, on every rank; collective.
 
     Args:
         part: this rank's.
-        cut: how it was cut.
+        spec: how it was sharded.
         channel: to the tensor group.
         tag: what for.
     """
     gathered = channel.all_gather(part.detach().to(channel.device).contiguous(), tag).wait()
-    return cut.join(list(gathered)).to(part.device)
+    return spec.join(list(gathered)).to(part.device)

@@ -168,6 +168,20 @@ class DistributedLion(Optimizer):
                 if isinstance(value, Tensor):
                     self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
 
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Let weights count that somebody has written since the state was made.
+
+        A parameter in bf16 follows its master copy, which was made before: the copy takes every
+        value that the parameter does not have from it.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                master = self.state[p].get("master")
+                if master is not None:
+                    now = p.detach().to(master.dtype)
+                    master.copy_(torch.where(master.to(p.dtype) == p, master, now))
+
     def _vote(self) -> Voting:
         own = [p for group in self.param_groups for p in group["params"]]
         if self._voting is not None and self._voting.parameters != set(own):

@@ -7,26 +7,22 @@ from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.averaging import averaged_buffers
 from lightning_commfree.lion import (
     DistributedLion,
     LionSettings,
     Voting,
+    agree_on_parameters,
     mean_momenta,
 )
 from lightning_commfree.resume.exact import REPLICA, Adopted, Saved
 from lightning_commfree.strategies._common_end import CommonEnd
-from lightning_commfree.strategies._gradients import (
-    agree_on_overflow,
-    averaged_buffers,
-    why_gradients_change,
-)
+from lightning_commfree.strategies._gradients import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies._resumable import ResumableStrategy
 
 BUFFERS_TAG = "buffers"
@@ -151,7 +147,7 @@ class DistributedLionStrategy(ResumableStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._take_written()
+        self._lion.follow_parameters()
         super().on_train_start()
 
     @override
@@ -287,38 +283,11 @@ class DistributedLionStrategy(ResumableStrategy):
                 " Make them trainable before `fit`, or use `node_size=1`."
             )
 
-    def _take_written(self) -> None:
-        """Let weights that hooks have written since the start count, not what they replaced.
-
-        A parameter in bf16 follows its master copy, which was made before.
-        """
-        for group in self._lion.param_groups:
-            for p in group["params"]:
-                master = self._lion.state[p].get("master")
-                if master is not None:
-                    now = p.detach().to(master.dtype)
-                    master.copy_(torch.where(master.to(p.dtype) == p, master, now))
-
     def _join(self) -> None:
         """Make the optimizer vote on all of its parameters, in the order of the module."""
-        groups, channel = self._lion.param_groups, self._world_channel
+        channel = self._world_channel
         assert channel is not None, "it is open while a fit runs"
-        group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        named = [(name, p) for name, p in self._module.named_parameters() if p in group_of]
-        if len(named) < len(group_of):
-            raise ValueError(
-                f"{len(group_of) - len(named)} parameters of `DistributedLion` belong to no"
-                " submodule of the LightningModule, so the ranks could not agree on them. Register"
-                " them, or leave them out of the optimizer."
-            )
-        fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
-        for i, group in enumerate(groups):
-            for key in ("lr", "betas", "weight_decay"):
-                fingerprint[f"{key} of group {i}"] = repr(group[key])
-            order = {p: name for name, p in named}
-            for j, p in enumerate(group["params"]):
-                fingerprint[f"parameter {j} of group {i}"] = order[p]
-        check_agreement(channel, fingerprint)
+        named = agree_on_parameters(channel, self._module, self._lion.param_groups)
         state = self._voting.state_dict() if self._voting else None
         node = self._group_channel
         self._voting = self._lion.join(named, self.channel, self.settings, node)

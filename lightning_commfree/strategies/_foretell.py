@@ -8,8 +8,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_commfree.diloco import StreamingDiLoCo, cuts_whole
-
-_ENOUGH = 5  # exchanges of a fragment
+from lightning_commfree.diloco.forecast import ONE_FRAGMENT, forecast_exchanges
 
 
 def foretell(trainer: pl.Trainer, diloco: StreamingDiLoCo) -> None:
@@ -20,37 +19,15 @@ def foretell(trainer: pl.Trainer, diloco: StreamingDiLoCo) -> None:
         diloco: as it begins, or goes on.
     """
     assert trainer.lightning_module is not None, "a fit has one"
-    settings, schedule = diloco.settings, diloco.schedule
-    if cuts_whole(trainer.lightning_module, settings):
-        rank_zero_info(
-            "No list of equal modules (transformer blocks) was found, so the whole model is one"
-            " fragment, which leaves at once every `sync_every` steps."
-            " `fragment_pattern='balanced'` cuts it into several of equal bytes, which leave one"
-            " after the other."
-        )
+    if cuts_whole(trainer.lightning_module, diloco.settings):
+        rank_zero_info(ONE_FRAGMENT)
+
     steps = _steps_to_come(trainer)
-    if steps is None:
-        return
-    last = diloco.step + steps
-    counts = [schedule.launches_until(p, last) for p in range(schedule.num_fragments)]
-    often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
-    said = (
-        f"Within {last} optimizer steps each of the {len(counts)} fragments is exchanged {often}"
-        f" times (`sync_every={settings.sync_every}`), and all of them once more when the fit ends"
-    )
-    if min(counts) >= _ENOUGH or diloco.num_replicas == 1:
-        rank_zero_info(f"{said}.")
-        return
-    advised = last // (_ENOUGH + 1)
-    advice = (
-        f"Take `sync_every={advised}`."
-        if advised > (0 if settings.eager else int(settings.overlap_steps))
-        else "The fit is too short for more."
-    )
-    rank_zero_warn(
-        f"{said}: the replicas train apart for most of the fit, and until its first landing a"
-        f" validation sees a fragment as it was at the start, unless `evaluate='mean'`. {advice}"
-    )
+    if steps is not None:
+        text, warns = forecast_exchanges(
+            diloco.settings, diloco.schedule, diloco.step + steps, diloco.num_replicas
+        )
+        rank_zero_warn(text) if warns else rank_zero_info(text)
 
 
 def _steps_to_come(trainer: pl.Trainer) -> int | None:

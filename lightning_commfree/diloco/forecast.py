@@ -1,0 +1,57 @@
+"""What a fit says at its start: how often its fragments will be exchanged."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightning_commfree.diloco.schedule import Schedule
+from lightning_commfree.diloco.settings import DiLoCoSettings
+
+ONE_FRAGMENT = (
+    "No list of equal modules (transformer blocks) was found, so the whole model is one"
+    " fragment, which leaves at once every `sync_every` steps."
+    " `fragment_pattern='balanced'` cuts it into several of equal bytes, which leave one"
+    " after the other."
+)
+_ENOUGH = 5  # exchanges of a fragment
+
+
+class Forecast(NamedTuple):
+    """What to say, and whether it is a warning: the exchanges are too few."""
+
+    text: str
+    warns: bool
+
+
+def forecast_exchanges(
+    settings: DiLoCoSettings, schedule: Schedule, last_step: int, num_replicas: int
+) -> Forecast:
+    """Return how often a fragment leaves in a fit, and where that is rare what to change.
+
+    Args:
+        settings: of the fit.
+        schedule: of its fragments.
+        last_step: the inner step after which the fit ends, counted from its first start.
+        num_replicas: M. One replica alone has nobody to be apart from.
+    """
+    counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
+    often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
+    said = (
+        f"Within {last_step} optimizer steps each of the {len(counts)} fragments is exchanged"
+        f" {often} times (`sync_every={settings.sync_every}`), and all of them once more when the"
+        " fit ends"
+    )
+    if min(counts) >= _ENOUGH or num_replicas == 1:
+        return Forecast(f"{said}.", warns=False)
+
+    advised = last_step // (_ENOUGH + 1)
+    advice = (
+        f"Take `sync_every={advised}`."
+        if advised > (0 if settings.eager else int(settings.overlap_steps))
+        else "The fit is too short for more."
+    )
+    text = (
+        f"{said}: the replicas train apart for most of the fit, and until its first landing a"
+        f" validation sees a fragment as it was at the start, unless `evaluate='mean'`. {advice}"
+    )
+    return Forecast(text, warns=True)

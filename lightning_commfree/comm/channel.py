@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commfree.comm.crossings import Crossings
 from lightning_commfree.comm.ledger import (
     Ledger,
     all_gather_bytes,
@@ -31,9 +30,9 @@ from lightning_commfree.comm.ledger import (
     broadcast_bytes,
     ring_all_reduce_bytes,
 )
+from lightning_commfree.comm.meeting import Meeting
 from lightning_commfree.comm.peers import TAG as PEERS_TAG
-from lightning_commfree.comm.peers import PeerWatch
-from lightning_commfree.comm.places import Places
+from lightning_commfree.comm.peers import PeerWatch, Unwatched
 from lightning_commfree.comm.unshared import Unshared
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class Channel:
         self.ledger = ledger
         self.device = device or torch.device("cpu")
         self._group, self._downward = group, downward
-        self._watch: PeerWatch | None = None  # from `open` on, for several ranks
+        self._watch = Unwatched(self.size)  # from `open` on one that asks
         self._sockets = Unshared()  # what forked children close
         assert (group is None) == (self.size == 1), (
             "a channel of several ranks needs a process group"
@@ -206,26 +205,21 @@ class Channel:
             computing: the body does more than that, as a whole training step: an error passes as it
                 is where nobody is lost.
         """
-        return nullcontext() if self._watch is None else self._watch.naming(tag, computing)
+        return self._watch.naming(tag, computing)
 
-    def crossings(self) -> Crossings:
-        """Return this rank's crossings, to be passed in the same order on all of them."""
-        return Crossings(self._watch)
-
-    def places(self) -> Places:
-        """Return this rank's way past the places where all may meet."""
-        return Places(self._watch)
+    def meeting(self, unit: str = "step") -> Meeting:
+        """Return this rank's way to where all may meet; `unit` is what messages call a step."""
+        return Meeting(self._watch, unit)
 
     def close(self) -> None:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
-        if self._watch is not None:
-            # first, so that a peer whose connection breaks now finds that this rank has left
-            self._watch.close()
+        # first, so that a peer whose connection breaks now finds that this rank has left
+        self._watch.close()
         for group in (self._group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _meet(self, timeout: timedelta, wider: PeerWatch | None) -> None:
+    def _meet(self, timeout: timedelta, wider: Unwatched | None) -> None:
         if self._group is None:
             return
         watch = PeerWatch(self.ranks[self.rank], timeout, wider)
@@ -235,7 +229,7 @@ class Channel:
         self._watch = watch
 
     def _launching(self, tag: str) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.launching(tag)
+        return self._watch.launching(tag)
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
         """Send row i, which may be the same memory as others, to rank i; row j is rank j's."""
@@ -261,11 +255,8 @@ class Channel:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
                 # nccl's `wait` orders streams and does not block: there is nothing to watch
-                if self._watch is None or self.device.type != "cpu":
-                    for work in works:
-                        work.wait()
-                else:
-                    self._watch.wait(works, tag)
+                watch = self._watch if self.device.type == "cpu" else Unwatched()
+                watch.wait(works, tag)
             return result
 
         return Pending(resolve)

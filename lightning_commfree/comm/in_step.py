@@ -44,6 +44,24 @@ class Place(NamedTuple):
         return f"at the end of epoch {self.epoch}{after}"
 
 
+class Word(NamedTuple):
+    """What a rank has to say there."""
+
+    nonfinite: bool = False  # its gradients are not finite
+    steps: bool = False  # an optimizer step follows; otherwise it accumulates
+    stop: bool = False  # it wants all to stop after this step
+    why: int = 0  # its part ends with this step; 0: it goes on
+
+    def encode(self) -> int:
+        """Return one whole number."""
+        return self.nonfinite | self.steps << 1 | self.stop << 2 | self.why << 3
+
+    @classmethod
+    def decode(cls, code: int) -> Word:
+        """Take apart what `encode` made."""
+        return cls(bool(code & 1), bool(code & 2), bool(code & 4), code >> 3)
+
+
 class InStep:
     """The words that ranks exchange: 32 bytes each, on the host.
 
@@ -55,17 +73,17 @@ class InStep:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    def tell(self, place: Place, word: int) -> list[int]:
+    def tell(self, place: Place, word: Word) -> list[Word]:
         """Return the words of all ranks, by rank.
 
         Args:
             place: where this rank is.
-            word: what the others have to know; a whole number.
+            word: what the others have to know.
 
         Raises:
             RuntimeError: the ranks are at different places; on all of them alike.
         """
-        mine = torch.tensor([*place, word], dtype=torch.int64)
+        mine = torch.tensor([*place, word.encode()], dtype=torch.int64)
         rows = self._channel.all_gather(mine, TAG).wait().tolist()
         places = [Place(Where(where), epoch, batch) for where, epoch, batch, _ in rows]
         if len(set(places)) > 1:
@@ -78,7 +96,7 @@ class InStep:
                 f"The ranks of this fit have gone different ways: {'; '.join(found)}. Give all"
                 " ranks equally many batches, and let all of them skip or stop at the same batch."
             )
-        return [row[-1] for row in rows]
+        return [Word.decode(row[-1]) for row in rows]
 
 
 def _named(ranks: list[int]) -> str:

@@ -33,9 +33,11 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+
+from typing_extensions import override
 
 from lightning_commfree.comm.answering import (
     ADDRESS_BYTES,
@@ -58,7 +60,58 @@ class _GivenUpError(RuntimeError):
     """An exchange is waited for no longer, by what was found out about the others."""
 
 
-class PeerWatch:
+class Unwatched:
+    """In place of a watch where nobody is asked: a single rank, or liveness is switched off.
+
+    Errors of exchanges pass as they are.
+
+    Args:
+        size: ranks of the channel.
+        seconds: the timeout of its exchanges.
+    """
+
+    def __init__(self, size: int = 1, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self._size = size
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether this rank finds out about the others; the same on all ranks."""
+        return self._size == 1
+
+    def launching(self, tag: str) -> AbstractContextManager[None]:
+        """In the body an exchange is launched."""
+        return nullcontext()
+
+    def naming(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
+        """In the body these ranks exchange something."""
+        return nullcontext()
+
+    def wait(self, works: Sequence[Work], tag: str) -> None:
+        """Block until all `works`, the parts of one exchange, are done.
+
+        Raises:
+            RuntimeError: one failed, or the timeout ran out.
+        """
+        for work in works:
+            work.wait()
+
+    def find_gone(self) -> dict[int, str]:
+        """Return the ranks that are known to be gone, with reasons."""
+        return {}
+
+    def tell(self, **told: Any) -> None:
+        """Say something about this rank to whoever asks: to nobody."""
+
+    def told(self, tag: str) -> dict[int, dict[str, Any]] | None:
+        """Return what every other rank tells about itself; None where none can be asked."""
+        return {} if self.can_ask else None
+
+    def close(self) -> None:
+        """Take leave."""
+
+
+class PeerWatch(Unwatched):
     """Answers for this rank, asks the others, and names the ranks that a failure is due to.
 
     It starts a daemon thread: make it in the process that trains, and `close` it there.
@@ -73,15 +126,15 @@ class PeerWatch:
         seconds: the timeout.
     """
 
-    def __init__(self, rank: int, timeout: timedelta, wider: PeerWatch | None = None) -> None:
+    def __init__(self, rank: int, timeout: timedelta, wider: Unwatched | None = None) -> None:
+        super().__init__(seconds=timeout.total_seconds())
         self._rank = rank
-        self._wider = wider
-        self.seconds = timeout.total_seconds()
+        self._wider = wider or Unwatched()
         self._patience = min(ANSWER_SECONDS, self.seconds / 2)
         self._launched = 0
         self._peers: dict[int, PeerAddress | None] = {}
-        self._told: dict[str, int] = {}
-        self._left: dict[int, int] = {}  # by rank that closed its channel: what it had launched
+        self._told: dict[str, Any] = {}
+        self._left: dict[int, dict[str, Any]] = {}  # by rank that closed its channel: what it said
         self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
         self._lock = threading.Lock()
         self._closed = False
@@ -99,6 +152,7 @@ class PeerWatch:
             r: PeerAddress.decode(address) for r, address in addresses.items() if r != self._rank
         }
 
+    @override
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
         """Count an exchange that the body launches; name the lost ranks if that fails.
@@ -110,6 +164,7 @@ class PeerWatch:
         with self.naming(tag):
             yield
 
+    @override
     @contextmanager
     def naming(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Name the lost ranks if the body fails, which lets these ranks exchange something.
@@ -138,6 +193,7 @@ class PeerWatch:
                     raise
             raise self._failure(tag, waited, str(error), answers) from error
 
+    @override
     def wait(self, works: Sequence[Work], tag: str) -> None:
         """Block until all `works`, the parts of one exchange, are done.
 
@@ -161,7 +217,7 @@ class PeerWatch:
                 if waited >= next_s:
                     answers = self._ask()
                     next_s = min(next_s + ANSWER_SECONDS, last_s) if next_s < last_s else math.inf
-                    if any(self._left.get(rank, -1) < self._launched for rank in answers.gone):
+                    if any(self._had_launched(rank) < self._launched for rank in answers.gone):
                         raise _GivenUpError("a rank is gone that it waits for")
         except RuntimeError as error:
             if self._closed and not self._lost:  # while a thread waited here: nobody is to blame
@@ -173,6 +229,7 @@ class PeerWatch:
             answers = answers if fresh else None
             raise self._failure(tag, waited, str(error), answers) from error
 
+    @override
     def close(self) -> None:
         """Take leave of the peers and stop answering.
 
@@ -183,9 +240,10 @@ class PeerWatch:
         """
         self._closed = True
         if self._listener.runs and not self._lost:
-            self._ask({"left": {"rank": self._rank, "launched": self._launched}})
+            self._ask({"left": {"rank": self._rank, **self._words()}})
         self._listener.close()
 
+    @override
     def find_gone(self) -> dict[int, str]:
         """Return the ranks that are gone, with reasons, and tell the others of them."""
         if not self._lost:
@@ -196,26 +254,33 @@ class PeerWatch:
                 self._ask({"lost": self._lost}, skip=silent)
         return self._lost
 
-    def tell(self, **told: int) -> None:
-        """Add `told` to every answer from now on, in place of what was told before."""
+    @property
+    @override
+    def can_ask(self) -> bool:
+        return self._listener.runs and None not in self._peers.values()
+
+    @override
+    def tell(self, **told: Any) -> None:
+        """Add `told`, plain values, to every answer from now on, in place of what was told."""
         self._told = told
 
+    @override
     def told(self, tag: str) -> dict[int, dict[str, Any]] | None:
         """Ask every other rank what it tells about itself.
 
         Returns:
-            By rank; of one that does not answer now, {}; of one that has closed its channel,
-            {"left": ...}. None where a rank has no address, so on all ranks alike.
+            By rank; of one that does not answer now, {}; of one that has closed its channel, its
+            last words and "closed". None where a rank has no address, so on all ranks alike.
 
         Raises:
             RuntimeError: a rank is gone; `tag` is what the error calls the question.
         """
-        if not self._listener.runs or None in self._peers.values():
+        if not self.can_ask:
             return None
         answers = self._ask()
         if self._lost or any(rank not in self._left for rank in answers.gone):
             raise self._failure(tag, 0.0, "asked where it is", answers)
-        gone = {rank: {"left": self._left[rank]} for rank in answers.gone}
+        gone = {rank: {**self._left[rank], "closed": True} for rank in answers.gone}
         return answers.told | gone | {rank: {} for rank in answers.silent}
 
     # -- asking
@@ -225,7 +290,7 @@ class PeerWatch:
     ) -> RuntimeError:
         if not self._lost:
             answers = answers or self._ask()
-            lost = self._wider.find_gone() if self._wider is not None and answers.gone else {}
+            lost = self._wider.find_gone() if answers.gone else {}
             self._learn(lost or self._blame(answers, tag, waited))
             # all have the news before this rank can leave; who knows better keeps what it knows
             self._ask({"lost": self._lost}, skip=answers.gone.keys() | answers.silent.keys())
@@ -283,9 +348,16 @@ class PeerWatch:
             case {"lost": dict(told)}:
                 known = {str(rank): rank for rank in (self._rank, *self._peers)}
                 self._learn({known[r]: str(reason) for r, reason in told.items() if r in known})
-            case {"left": {"rank": int(rank), "launched": int(launched)}}:
-                self._left[rank] = launched
-        return {"launched": self._launched, **self._told}
+            case {"left": {"rank": int(rank), "launched": int(), **words}}:
+                self._left[rank] = {str(name): said for name, said in words.items()}
+        return self._words()
+
+    def _words(self) -> dict[str, Any]:
+        return {**self._told, "launched": self._launched}
+
+    def _had_launched(self, rank: int) -> int:
+        """Return how far a rank was that has closed its channel; -1 if it has not."""
+        return int(self._left.get(rank, {}).get("launched", -1))
 
     def _learn(self, lost: Mapping[int, str]) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ class Work(Protocol):
     def is_completed(self) -> bool:
         """Return whether it has ended, well or not."""
 
-    def wait(self, timeout: timedelta) -> Any:
+    def wait(self, timeout: timedelta = ...) -> Any:
         """Block until it has ended, at most `timeout`.
 
         Raises:

@@ -21,9 +21,9 @@ from lightning_commfree.lion import (
     mean_momenta,
 )
 from lightning_commfree.resume.exact import REPLICA, Adopted, Saved
-from lightning_commfree.strategies._common_end import CommonEnd
 from lightning_commfree.strategies._gradients import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies._resumable import ResumableStrategy
+from lightning_commfree.strategies.lockstep_end import LockstepEnd
 
 BUFFERS_TAG = "buffers"
 
@@ -100,7 +100,7 @@ class DistributedLionStrategy(ResumableStrategy):
         self.overlap = overlap
         self._voting: Voting | None = None
         self._overlaps = False
-        self._end = CommonEnd()
+        self._end = LockstepEnd()
         self._averaged: set[str] = set()  # what DDP averages within a node, by name
 
     # -- the life of a fit
@@ -174,7 +174,7 @@ class DistributedLionStrategy(ResumableStrategy):
         stop_agreed, self._voting.stop_agreed = self._voting.stop_agreed, False
         parted, self._voting.parted = self._voting.parted, False
         if parted:
-            self._end.agree()
+            self._end.agree_in_step()
         return stop_agreed
 
     @override

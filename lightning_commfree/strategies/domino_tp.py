@@ -43,8 +43,8 @@ from lightning_commfree.strategies._start import (
     common_start,
     refuse_timed_validation,
 )
-from lightning_commfree.strategies._together import Together
 from lightning_commfree.strategies._traffic import FitLog, Traffic
+from lightning_commfree.strategies.together import Together
 
 
 class DominoTPStrategy(ShardedStrategy):
@@ -113,7 +113,7 @@ class DominoTPStrategy(ShardedStrategy):
         self.ledger = Ledger()
         self._average: GradientAverage | None = None
         self._fit_log: FitLog | None = None
-        self._together: Together | None = None
+        self._together = Together()
         self._checked: set[str] = set()  # what has been looked at in this fit
 
     @property
@@ -180,8 +180,7 @@ class DominoTPStrategy(ShardedStrategy):
             ddp_bytes = ring_all_reduce_bytes(4 * numel, self.world_size)
             self._fit_log = FitLog(trainer, self.ledger, float(ddp_bytes))
             self._checked = set()
-            self._together = Together(self._open.world, trainer)
-            self._together.install()
+            self._together.install(trainer, self._open.world)
 
     @override
     def configure_ddp(self) -> None:
@@ -215,7 +214,6 @@ class DominoTPStrategy(ShardedStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:  # a rank without data would leave its tensor group in a forward
-            assert self._together is not None, "a fit has begun"
             self._together.first_batch()
         super().on_train_batch_start(batch, batch_idx)
 
@@ -270,9 +268,7 @@ class DominoTPStrategy(ShardedStrategy):
     @override
     def teardown(self) -> None:
         self._average = None
-        if self._together is not None:
-            self._together.remove()
-            self._together = None
+        self._together.remove()
         if self._fit_log is not None:
             self._fit_log.figures()
             self._fit_log.close()
@@ -301,7 +297,6 @@ class DominoTPStrategy(ShardedStrategy):
     def _check_finite(self, loss: Tensor, steps: bool) -> None:
         """Stop all ranks where one has NaN or Inf, before anything is averaged and stepped with."""
         module, world = self._module, self._open.world
-        assert self._together is not None, "a fit has begun"
         finite = not steps or looks_finite(module.parameters())
         if not self._together.after_backward(steps, finite):
             step = module.trainer.global_step + 1

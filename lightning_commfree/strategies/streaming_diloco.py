@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.ledger import END
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     EagerDiLoCo,
@@ -28,15 +27,13 @@ from lightning_commfree.diloco.fragment_exchange import TAG
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._averages import average_outer_weights
 from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
-from lightning_commfree.strategies._common_end import GOES_ON
-from lightning_commfree.strategies._end_of_fit import EarlySaves, fit_is_ending, scores_its_saves
 from lightning_commfree.strategies._foretell import foretell
-from lightning_commfree.strategies._meeting import Meeting, Stage
 from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
-from lightning_commfree.strategies._parting import APART, Part, part, why_it_ends
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._start import common_start
 from lightning_commfree.strategies._trial import let_finders_try
+from lightning_commfree.strategies.early_saves import EarlySaves, scores_its_saves
+from lightning_commfree.strategies.local_end import LocalEnd, Stage
 
 T = TypeVar("T")
 
@@ -151,8 +148,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._diloco: StreamingDiLoCo | None = None
         self._fragments: list[Fragment] = []
         self._unlanded_reported = False
-        self._meeting = Meeting()
-        self._finished_at: int | None = None  # the inner step after which `finish` ran
+        self._end = LocalEnd()
         self._early_saves = EarlySaves()
         self._patches = Patches()
         self._put_averages_in: Callable[[], None] | None = None
@@ -229,18 +225,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             with self._settled():  # until it is written: nothing is copied
                 save(*args, **kwargs)
 
-        def end_epoch() -> None:
-            self._meeting.enter(Stage.EPOCH_END)
-            end_of_epoch()
-
-        end_of_epoch = trainer.fit_loop.on_advance_end
-        self._patches.put(trainer.fit_loop, "on_advance_end", end_epoch)
         self._patches.put(connector, "dump_checkpoint", dump_settled)
         self._patches.put(trainer, "save_checkpoint", save_settled)
         let_finders_try(self, trainer, self._patches)
         averages = average_outer_weights(trainer, module, self._diloco, self._patches)
         self._put_averages_in = averages
-        self._finished_at = None
+        self._end.install(trainer, self._world_channel, self._diloco, self._sigterm)
         self._early_saves = EarlySaves()
         self._unlanded_reported = False
 
@@ -251,8 +241,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         ):  # else the local weights differ from the outer ones for good reason
             self._take_changed_weights()
         super().on_train_start()
-        assert self._world_channel is not None, "it is open while a fit runs"
-        self._meeting.begin(self._world_channel.places(), self._running.step)
+        self._end.begin()
         foretell(self._module.trainer, self._running)
 
     @override
@@ -266,14 +255,8 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _after_step(self, stop: bool) -> bool:
-        trainer, diloco = self._module.trainer, self._running
-        stop_agreed = diloco.after_inner_step(stop)
-        self._meeting.trained(diloco.step)
-        if fit_is_ending(trainer, in_optimizer_step=True):
-            stop_agreed |= self._finish(stop, why_it_ends(trainer))
-        elif diloco.parted:
-            stop_agreed |= self._finish(stop, GOES_ON)
-        return stop_agreed
+        stop_agreed = self._running.after_inner_step(stop)
+        return self._end.after_step(stop) or stop_agreed
 
     @override
     def _figures(self) -> dict[str, float]:
@@ -296,11 +279,11 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def on_validation_start(self) -> None:
         super().on_validation_start()
         if self._diloco is not None:
-            self._meeting.enter(Stage.VALIDATION)
+            self._end.meeting.enter(Stage.VALIDATION)
             self._meet(again=True, validates=True)
             if not self._module.trainer.sanity_checking:
                 self._report_unlanded("validation")
-            if self._finished_at == self._diloco.step:
+            if self._end.finished:
                 refuse_written(self._diloco)
             self._diloco.weight_swap.put_in(self._shown())
 
@@ -308,14 +291,14 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def on_validation_end(self) -> None:
         if self._diloco is not None:
             self._diloco.weight_swap.put_back()
-            self._meeting.stands = False
+            self._end.meeting.stands = False
         super().on_validation_end()
 
     @override
     def on_train_end(self) -> None:
         if self._diloco is not None:
-            self._meeting.enter(Stage.FIT_END)
-            self._finish(self._sigterm.requested, why_it_ends(self._module.trainer))
+            self._end.meeting.enter(Stage.FIT_END)
+            self._end.finish()
             self._early_saves.write_again(self._module.trainer, self._running.step)
             assert self._put_averages_in is not None, "a fit has begun"
             self._put_averages_in()
@@ -330,7 +313,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._diloco.close()
             self._fragments += self._joined
             self._diloco = self._put_averages_in = None
-            self._meeting.end()
+        self._end.remove()
         self._patches.remove()
         super().teardown()
 
@@ -366,13 +349,13 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
         if self._diloco is not None and not self._stopped_by_hand():
-            if self._meeting.alone:
+            if self._end.alone:
                 self._early_saves.owe(filepath, "optimizer_states" not in checkpoint)
                 return
             assert self._world_channel is not None, "it is open while a fit runs"
             self._diloco.refuse_to_save(self._world_channel)
             self._report_unlanded("checkpoint")
-            if self._finished_at != self._diloco.step:
+            if not self._end.finished:
                 weights_only = "optimizer_states" not in checkpoint
                 self._early_saves.note(filepath, self._diloco.step, weights_only)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -384,14 +367,13 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _rank_state(self) -> dict[str, Any]:
-        finished = self._finished_at == self._running.step
-        return {**self._running.state_dict(), "finished": finished}
+        return {**self._running.state_dict(), "finished": self._end.finished}
 
     @override
     def _load_rank_state(self, state: dict[str, Any]) -> None:
         self._running.load_state_dict(state)
         if state["finished"]:  # a second time would move nothing
-            self._finished_at = self._running.step
+            self._end.finished_at = self._running.step
 
     @override
     def _resume_fingerprint(self) -> dict[str, str]:
@@ -424,8 +406,12 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def _shown(self) -> list[Tensor] | None:
         """Return what the module holds in place of the outer weights; None: these."""
         diloco, sanity = self._running, self._module.trainer.sanity_checking
-        finished = self._finished_at == diloco.step
-        if self.settings.evaluate == "outer" or finished or sanity or diloco.weight_swap.is_in:
+        if (
+            self.settings.evaluate == "outer"
+            or self._end.finished
+            or sanity
+            or diloco.weight_swap.is_in
+        ):
             return None
         return diloco.evaluation.weights(diloco.step)
 
@@ -443,62 +429,17 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
     def _end_without_training(self) -> None:
         """Leave outer weights in the module where a resumed fit had nothing left to train."""
         status = self._module.trainer.state.status
-        if self._finished_at is None and status != TrainerStatus.INTERRUPTED:
+        if self._end.finished_at is None and status != TrainerStatus.INTERRUPTED:
             self._running.weight_swap.put_in()
 
-    def _finish(self, stop: bool, why: int) -> bool:
-        """Finish once per last step; return whether the ranks agreed to stop.
-
-        `why` as `part` takes it.
-        """
-        diloco, step = self._running, self._running.step
-        if self._finished_at == step:
-            return False
-        self._meeting.leave()
-        with self.ledger.during(END):
-            stop_agreed = diloco.finish(stop, goes_on=why in (GOES_ON, APART))
-        self._finished_at = diloco.step
-        if diloco.parted:
-            diloco.parted = False
-            assert self._world_channel is not None, "it is open while a fit runs"
-            mine = Part(why, step, self._meeting.stage)
-            self._meeting.part(part(self._module.trainer, self._world_channel, mine, diloco.step))
-        return stop_agreed
-
     def _meet(self, again: bool = False, validates: bool = False) -> bool:
-        """See, before a collective of Lightning's, that all ranks come to it; else end the fit.
-
-        Args:
-            again: also if this rank has met the others at this stage.
-            validates: a validation begins.
-
-        Returns:
-            Whether they do. If not the collective is this rank's alone (`_meeting`).
-        """
-        if not self._meeting.runs or self._training_step_runs:
-            return True
-        trainer = self._module.trainer
-        if trainer.state.status == TrainerStatus.INTERRUPTED:
-            return True
-        if self._finished_at != self._running.step and (again or not self._meeting.stands):
-            # what bears a score is saved before the weights change
-            first = validates or not scores_its_saves(trainer)
-            ending = first and fit_is_ending(trainer)
-            met = self._meeting.stand(ending)
-            if met.ends or not met.all_stand:
-                over = ending or trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-                apart = APART if met.passed else GOES_ON
-                why = why_it_ends(trainer) if over else apart
-                if self._finish(self._sigterm.requested, why):
-                    self._sigterm.agree()
-        return not self._meeting.alone
+        """See, before a collective of Lightning's, that all ranks come to it; else end the fit."""
+        return self._training_step_runs or self._end.meet(again, validates)
 
     def _finish_if_ending(self) -> None:
         """Finish ahead of a validation or checkpoint that turned out to be the last."""
-        trainer = self._module.trainer
-        if fit_is_ending(trainer) and self._finish(self._sigterm.requested, why_it_ends(trainer)):
-            self._sigterm.agree()
-        if self._finished_at == self._running.step:
+        self._end.finish_if_near()
+        if self._end.finished:
             self._running.follow_hooks()
 
     def _report_unlanded(self, what: str) -> None:

@@ -1,0 +1,177 @@
+"""The end of a fit: is it near, why, and the same on all ranks.
+
+The data or the will of some ranks end with a step, and those of others do not. A rank that left
+alone would be waited for. So:
+
+1. What a rank sends says whether its part ends, and it is sent often enough (`LockstepEnd`: in
+   every step; `LocalEnd`: with a fragment, or when ranks meet).
+2. All ranks learn from the same exchange that not all have said the same.
+3. In one small exchange they tell each other who ends by what and after which step (`agree`). They
+   end after the same step, with the same weights, and a message names the ranks.
+
+If all ranks end alike, an epoch or the fit is over, and nothing is said or sent.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.progress import _ProcessedTracker
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.meeting import Meeting
+
+TAG = "end"
+_EVEN = "Give all ranks equally many batches, as with `limit_train_batches`"
+
+
+class Why(IntEnum):
+    """By what a rank's part ends."""
+
+    GOES_ON = 0  # it does not
+    DATA = 1
+    WILL = 2
+    MAX_STEPS = 3
+    APART = 4  # it would have gone on, from where the others do not come
+
+
+_SAID = {
+    Why.DATA: "The data of {ranks} ended",
+    Why.WILL: "{ranks} wanted to stop (`trainer.should_stop`)",
+    Why.MAX_STEPS: "{ranks} reached `max_steps`",
+    Why.APART: "{ranks} waited at the end of an epoch, a validation or a checkpoint",
+}
+
+
+class CommonEnd:
+    """The end of one Trainer's fit, from `install` on.
+
+    Attributes:
+        meeting: where this rank is, and where it waits for the others.
+    """
+
+    meeting: Meeting
+    _trainer: pl.Trainer
+    _world: Channel
+
+    def watch(self, trainer: pl.Trainer, world: Channel, unit: str) -> None:
+        """Begin with a fit; `world` is the channel to all ranks, `unit` as `Meeting` takes it."""
+        self._trainer, self._world = trainer, world
+        self.meeting = world.meeting(unit)
+
+    def why(self, in_step: bool = True) -> Why:
+        """Return by what this rank's epoch or fit ends.
+
+        Args:
+            in_step: with the optimizer step that runs, which the Trainer has not counted yet.
+        """
+        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            return Why.DATA
+        return self._why_no_step_follows(in_step)
+
+    def is_near(self, in_step: bool = False) -> bool:
+        """Return whether no further optimizer step will follow, as far as anybody knows now.
+
+        Lightning decides it in nested loops; here is the same decision at one moment.
+        `Strategy.on_train_end` is the last hook of a fit: callbacks have validated and written
+        their last checkpoint by then. What must be in that checkpoint has to happen before, so the
+        end is foreseen wherever it can be.
+
+        Args:
+            in_step: as `why` takes it.
+        """
+        if self._why_no_step_follows(in_step):
+            return True
+        loop = self._trainer.fit_loop
+        epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
+        if loop.max_epochs is None or loop.max_epochs == -1:
+            return False
+        if epoch.started < epoch.ready:  # it begins; the counter of batches is the last epoch's
+            return False
+
+        batches_reached = loop.epoch_loop._num_ready_batches_reached()
+        if in_step:  # within an epoch, which is processed when it has run through
+            return epoch.processed >= loop.max_epochs - 1 and batches_reached
+        # `ready` counts the epochs that were begun; a fit resumed at an epoch's end counts one few
+        return epoch.ready >= loop.max_epochs and (
+            epoch.processed >= loop.max_epochs or batches_reached
+        )
+
+    def agree(self, why: Why, step: int, common: int, in_step: bool = True) -> int:
+        """End the fit on all ranks after the same step, and say on each of them why.
+
+        Collective over the world. Where it ends on all of them with the same step, by data here and
+        `max_steps` there, say, they do so alike, and nothing is said.
+
+        Args:
+            why: this rank's part has ended.
+            step: after which it has.
+            common: the step after which all end.
+            in_step: as `why` takes it.
+
+        Returns:
+            The first stage of `meeting` to which all ranks come from where they are.
+
+        Raises:
+            RuntimeError: `min_epochs` or `min_steps` forbids to end here; on all ranks alike.
+        """
+        refused = why in (Why.GOES_ON, Why.APART) and not self._may_end(in_step)
+        row = torch.tensor([why, step, self.meeting.stage, refused], device=self._world.device)
+        told = self._world.all_gather(row, TAG).wait().tolist()
+        reasons, steps, stages, refusals = zip(*told, strict=True)
+
+        if {Why.GOES_ON, Why.APART} & set(reasons) or len(set(steps)) > 1:
+            said = _told_of_all(reasons, steps)
+            if any(refusals):
+                loop = self._trainer.fit_loop
+                raise RuntimeError(
+                    f"{said}. The fit cannot end here, for `min_epochs={loop.min_epochs}` and"
+                    f" `min_steps={loop.min_steps}`. {_EVEN}, or leave these out."
+                )
+            warnings.warn(
+                f"{said}. All ranks end the fit when they learn of it, after step {common}, with"
+                f" the same weights. {_EVEN}, and let all of them decide alike when to stop, for a"
+                " fit that goes on.",
+                stacklevel=2,
+            )
+        self._trainer.should_stop = True
+        return int(max(stages))
+
+    def _why_no_step_follows(self, in_step: bool) -> Why:
+        trainer = self._trainer
+        if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
+            return Why.MAX_STEPS
+        wants = trainer.should_stop and trainer.fit_loop._can_stop_early
+        return Why.WILL if wants else Why.GOES_ON
+
+    def _may_end(self, in_step: bool) -> bool:
+        loop = self._trainer.fit_loop
+        epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
+        steps = self._trainer.global_step + in_step
+        return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
+
+
+def _told_of_all(reasons: Sequence[int], steps: Sequence[int]) -> str:
+    """Return a sentence from what all ranks have told, by rank."""
+    ranks = defaultdict(list)
+    for rank, told in enumerate(zip(steps, reasons, strict=True)):
+        ranks[told].append(rank)
+    said = "; ".join(
+        f"{_SAID[Why(reason)].format(ranks=_named(some))} after step {step}"
+        for (step, reason), some in sorted(ranks.items())
+        if reason != Why.GOES_ON
+    )
+    others = [rank for rank, reason in enumerate(reasons) if reason == Why.GOES_ON]
+    return f"{said}, and {_named(others)} would have gone on" if others else said
+
+
+def _named(ranks: list[int]) -> str:
+    """Return them for a message: "rank 1", "ranks 1, 2"."""
+    names = ", ".join(map(str, ranks[:20])) + (" and others" if len(ranks) > 20 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}"

@@ -1,0 +1,86 @@
+"""The end of a fit whose ranks exchange something in every step.
+
+With the step's exchange a rank says why its part ends with that step, if it does: the data of its
+epoch are used up, or it wants to stop. If that holds for some ranks and not for others, all take
+the step, and end the fit after it.
+
+`trainer.should_stop` is set later, in `on_train_batch_end` or after a validation, when the step's
+exchange is over. A rank that has set it asks the others whether they stop at the same place
+(`comm.meeting`). If they do, nothing changes; if not, or if ranks cannot be asked, it trains for
+one step more and says so in that one.
+
+What nobody can foresee is not covered: `dataloader_iter` in `training_step`, a loader that yields
+fewer batches than its length, `on_train_batch_start` that returns -1 on some ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.strategies.ending import CommonEnd, Why
+
+
+class LockstepEnd(CommonEnd):
+    """Watches one Trainer's fit, from `install` to `remove`."""
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+
+    def install(self, trainer: pl.Trainer, world: Channel) -> None:
+        """Patch the ends of Lightning's two training loops."""
+        self.remove()
+        self.watch(trainer, world, "chance to stop")
+        self._places_passed = 0
+        self._wants_to_stop = self._agreed = False
+        self.meeting.move(0)
+
+        loop = trainer.fit_loop
+        end_of_batch, end_of_epoch = loop.epoch_loop.on_advance_end, loop.on_advance_end
+
+        def end_batch(*args: Any, **kwargs: Any) -> None:
+            self._stop_or_go_on()  # before a validation
+            end_of_batch(*args, **kwargs)
+            self._stop_or_go_on()
+
+        def end_epoch() -> None:
+            end_of_epoch()
+            self._stop_or_go_on()
+
+        self._patches.put(loop.epoch_loop, "on_advance_end", end_batch)
+        self._patches.put(loop, "on_advance_end", end_epoch)
+
+    def remove(self) -> None:
+        """Give Lightning its own methods back."""
+        self._patches.remove()
+
+    @override
+    def why(self, in_step: bool = True) -> Why:
+        return super().why(in_step) or (Why.WILL if self._wants_to_stop else Why.GOES_ON)
+
+    def agree_in_step(self) -> None:
+        """End the fit after the step that runs, in whose exchange ranks said different things.
+
+        Raises:
+            RuntimeError: `min_epochs` or `min_steps` forbids to end here; on all ranks alike.
+        """
+        step = self._trainer.global_step + 1
+        self.agree(self.why(), step, common=step)
+        self._agreed = True
+
+    def _stop_or_go_on(self) -> None:
+        """Stop here if all do, else go on with the next step."""
+        trainer = self._trainer
+        if self._agreed:
+            return
+        if trainer.should_stop and trainer.fit_loop._can_stop_early:
+            if self.meeting.can_ask and self.meeting.stand().all_stand:
+                self._agreed = True
+                return
+            self._wants_to_stop, trainer.should_stop = True, False
+        self._places_passed += 1
+        self.meeting.move(self._places_passed)

@@ -56,18 +56,18 @@ wheel-test: $(STAMP)
 	$(PY) .ci/wheel
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
-BENCHES := bits wire duplex sync_cost planner lion bandwidth lion_bandwidth overlap demo
+BENCHES := bits wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap demo
 
 bench: $(STAMP)
 	@export OMP_NUM_THREADS=1; failed=; \
 	for name in $(BENCHES); do \
-	  echo "== python -m recipes.bench.$$name"; $(PY) -m recipes.bench.$$name || failed="$$failed $$name"; \
+	  echo "== python -m benchmarks.$$name"; $(PY) -m benchmarks.$$name || failed="$$failed $$name"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "make bench: failed or could not run, for the reason printed above:$$failed"; exit 1; fi; \
 	echo "make bench: all have run"
 
 bench-quality: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m recipes.bench.quality
+	OMP_NUM_THREADS=1 $(PY) -m benchmarks.quality
 
 # The stamp comes last, so that an interrupted set-up is taken up again. pip compiles on one core only; compileall
 # takes all, and what it cannot compile (templates, other Pythons' syntax) nobody imports.
@@ -113,4 +113,4 @@ constraints:
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find lightning_commfree recipes tests -type d -name __pycache__ -exec rm -rf {} +
+	find lightning_commfree recipes benchmarks tests -type d -name __pycache__ -exec rm -rf {} +

@@ -9,6 +9,5 @@
 - `data/`: from text files to the batches of a rank;
 - `compare`, `comparison/`: one job under several strategies, on one page;
 - `configuration/`: a command made of a YAML file, with checked keys and errors in a sentence;
-- `plan`: what a link makes of a run, foretold;
-- `bench/`: what has been measured, and how.
+- `plan`: what a link makes of a run, foretold.
 """

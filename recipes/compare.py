@@ -28,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from recipes.bench._nodes import LaboratoryUnavailable, exit_on_signals
+from benchmarks.lab import LaboratoryUnavailable, exit_on_signals
 from recipes.comparison.figures import write_png
 from recipes.comparison.jobs import Plan, build_jobs, config_dir_flags
 from recipes.comparison.outcome import read_outcome

@@ -183,7 +183,7 @@ class Reader:
         ]
         dry = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert dry.returncode == 0, dry.stderr
-        if "-m recipes." in dry.stdout:
+        if re.search(r"-m (recipes|benchmarks)\.", dry.stdout):
             self.type_in(dry.stdout)
 
     def _launch(self, by: str, nodes: str | int, per_node: str | int) -> None:
@@ -201,9 +201,10 @@ class Reader:
     def _module(self, words: Sequence[str]) -> None:
         """Run `python -m`, with the module's name first among the words."""
         name, *words = words
-        main = importlib.import_module(name).main
+        bench = name.startswith("benchmarks.")
+        main = importlib.import_module(f"{name}.__main__" if bench else name).main
         with pytest.MonkeyPatch.context() as patch:
-            if name.startswith("recipes.bench."):
+            if bench:
                 patch.setattr(argparse.ArgumentParser, "parse_known_args", _only_parsed())
             else:
                 words = [*self._prepared(words), *SILENT]

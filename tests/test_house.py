@@ -49,9 +49,10 @@ def run_python(
 
 @pytest.fixture
 def copy_of_the_house(tmp_path: Path) -> Path:
-    """A folder with the package and its contracts, for a test to break."""
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=ignore)
+    """A folder with what the contracts speak of, for a test to break."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.xz", "*.png", "*.json", "*.md")
+    for name in (PACKAGE, "recipes", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -77,6 +78,12 @@ def test_import_contracts_are_kept() -> None:
         ("resume/loops.py", f"import {PACKAGE}.strategies", "imports run one way"),
         ("lightning_internals.py", f"import {PACKAGE}.domino", "resume and the door know no"),
         ("lightning_internals.py", f"import {PACKAGE}.resume", "imports run one way"),
+        ("comm/ledger.py", "import recipes.data", "the library imports neither"),
+        ("strategies/distributed_lion.py", "import benchmarks.lab", "the library imports neither"),
+        ("../recipes/compare.py", "import benchmarks.lab.netlab", "of the benchmarks, recipes use"),
+        ("../recipes/plan.py", "import benchmarks.common.page", "of the benchmarks, recipes use"),
+        ("../benchmarks/lab/nodes.py", "import recipes.data", "the laboratory knows neither"),
+        ("../benchmarks/lab/nodes.py", "import benchmarks.common", "the laboratory knows neither"),
     ],
 )
 def test_a_forbidden_import_breaks_a_contract(
@@ -132,7 +139,9 @@ def folders_there(root: Path) -> set[str]:
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
     top = (path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
     packages = (
-        init.parent for name in (PACKAGE, "recipes") for init in root.glob(f"{name}/*/*.py")
+        init.parent
+        for name in (PACKAGE, "recipes", "benchmarks")
+        for init in root.glob(f"{name}/*/*.py")
     )
     return {name for name in top if f"{name}/" not in ignored} | {
         path.relative_to(root).as_posix() for path in packages
@@ -157,7 +166,7 @@ def test_every_folder_of_the_package_has_a_folder_of_tests() -> None:
     tests = {
         path.parent.relative_to(ROOT / "tests").as_posix() for path in ROOT.glob("tests/*/**/*.py")
     }
-    assert packages <= tests <= packages | recipes | {"recipes", "outside"}
+    assert packages <= tests <= packages | recipes | {"recipes", "benchmarks", "outside"}
 
 
 # Who talks to other ranks

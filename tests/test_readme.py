@@ -26,7 +26,8 @@ import lightning_commfree
 from recipes.data.tokenizer import byte_tokenizer
 from tests.reader import COPY, ROOT, STOPPED, Reader, commands_of, python_of
 
-PAGES = {page: (ROOT / page).read_text("utf-8") for page in ("README.md", "recipes/README.md")}
+READMES = ("README.md", "recipes/README.md", "benchmarks/README.md")
+PAGES = {page: (ROOT / page).read_text("utf-8") for page in READMES}
 COMMANDS = dict.fromkeys(command for text in PAGES.values() for command in commands_of(text))
 BLOCKS = [block for text in PAGES.values() for block in python_of(text)]
 PUBLIC = {name: getattr(lightning_commfree, name) for name in lightning_commfree.__all__}
@@ -100,7 +101,7 @@ def test_a_command(command: str, reader: Reader) -> None:
         ("```console\n$ python -m recipes.pretrain \\\n    trainer.max_stepz=9\n```", "max_stepz"),
         ("Say\n`python -m\nrecipes.plan step_time=1` now.", "bandwidth must be given"),
         ("`python -m recipes.pretrian`", "recipes.pretrian"),
-        ("`python -m recipes.bench.lion --rouns 3`", "--rouns"),
+        ("`python -m benchmarks.lion_step --rouns 3`", "--rouns"),
         (
             "`python -m recipes.pretrain data=text data.corpus.train=x data.corpus.validation=x`",
             "'x' matches no file",

@@ -136,7 +136,7 @@ class Channel:
            it sends. Rank 0 waits for it: one direction of the link is idle, then the other.
 
         With a group, and so a socket, for each direction, the words overtake the values.
-        `python -m recipes.bench.duplex` measures the difference.
+        `python -m benchmarks.duplex` measures the difference.
         """
         mine = None
         sockets = Unshared()

@@ -21,7 +21,7 @@ becomes zero, and a NaN or Inf makes its block NaN here too.
 On a CPU with numba, `quantize_numba` does this in compiled loops. Here it is torch operations, for
 all devices. They go chunk by chunk, so that intermediate values stay in a CPU's caches, and without
 comparisons of values: torch makes boolean tensors several times slower than it does arithmetic.
-`python -m recipes.bench.wire` measures the time against a copy. It also measures the error of this
+`python -m benchmarks.wire` measures the time against a copy. It also measures the error of this
 and of other blocks and scales; block and scale were chosen by it.
 """
 

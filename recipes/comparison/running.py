@@ -21,10 +21,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from recipes.bench._nodes import LaboratoryUnavailable
-from recipes.bench.netlab import NetLab, why_unavailable
-from recipes.bench.page import provenance
+from benchmarks.lab import LaboratoryUnavailable, NetLab, why_unavailable
 from recipes.comparison.jobs import Job, Plan
+from recipes.training.provenance import provenance
 
 RECORD_FILE = "job.json"
 TIMED_OUT = 124  # the exit code of coreutils' `timeout`

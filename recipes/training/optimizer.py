@@ -17,7 +17,7 @@ from lightning_commfree import DistributedLion
 # Lion's beta2 remembers 1 / (1 - beta2) steps. The paper's 0.99 (arXiv:2302.06675) is 100, of runs
 # of 10,000 steps and more. In one of 500 it is a fifth of the run, in which the model becomes
 # another one, and Lion ended 14 and 21 % behind AdamW; with 10 steps, 2 % of the run, and half as
-# many in beta1, it is level with it, gradients clipped (recipes/bench/results/lion_quality.md).
+# many in beta1, it is level with it, gradients clipped (benchmarks/lion_quality/result.md).
 _MEMORY_SHARE = 0.02  # of the run
 _MEMORY_STEPS = (10.0, 100.0)  # shortest: the best of a run of 500 steps; longest: the paper's
 _LONGEST_BETA1_STEPS = 10.0  # the paper's 0.9

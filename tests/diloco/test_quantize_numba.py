@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.sync_cost.job import start
 from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
@@ -25,7 +26,6 @@ from lightning_commfree.diloco import quantize_numba, transfers, wire
 from lightning_commfree.diloco.blocks import BLOCK, Chunk, num_blocks
 from lightning_commfree.diloco.message import Header, MessageLayout
 from lightning_commfree.diloco.wire import Fp4Format, Int8Format, decode
-from recipes.bench._sync_job import start
 
 CPU = torch.device("cpu")
 PAIRS = {

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from recipes.bench import netlab
-from recipes.bench.netlab import NetLab
+from benchmarks.lab import NetLab, netlab
 
 UNAVAILABLE = netlab.why_unavailable()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))

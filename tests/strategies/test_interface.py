@@ -10,9 +10,8 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from benchmarks.lab import NetLab, netlab
 from lightning_commfree import DistributedLionStrategy
-from recipes.bench import netlab
-from recipes.bench.netlab import NetLab
 
 UNAVAILABLE = netlab.why_unavailable()
 needs_namespaces = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from recipes.bench._nodes import LaboratoryUnavailable
-from recipes.bench.netlab import why_unavailable
+from benchmarks.lab import LaboratoryUnavailable, why_unavailable
 from recipes.comparison.jobs import Job, Plan
 from recipes.comparison.running import (
     RECORD_FILE,

@@ -1,0 +1,73 @@
+"""Step time, utilization and bytes over slow links: `python -m benchmarks.bandwidth`.
+
+Two nodes of the network laboratory train the same GPT-2 in every way of the table, at every rate,
+a few steps of one way and then a few of the next.
+What was measured is kept as JSON, so a broken run goes on where it stopped, and `--page-only`
+writes the page again. It takes root and iproute2; torchft's rows take the extra `bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.bandwidth.cells import LABELS
+from benchmarks.bandwidth.measure import HEAP, Results, measure
+from benchmarks.bandwidth.page import page_lines
+from benchmarks.bandwidth.window import LEG_STEPS
+from benchmarks.common.page import provenance, write_page
+from benchmarks.lab import LaboratoryUnavailable, exit_on_signals
+
+PAGE = Path(__file__).with_name("result.md")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bandwidth", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "1gbit"])
+    parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo, a window")
+    parser.add_argument("--sync-every", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=40, help="of DDP's window, at most")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, a row")
+    parser.add_argument("--raw", type=Path, default=Path("outputs/bench/bandwidth.json"))
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    options = parser.parse_args(arguments)
+    for name in ("rounds", "cycles", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more, not {getattr(options, name)}")
+    if options.sync_every < 10 or options.sync_every % 2:
+        # the warm-up lies before the first launch, and torchft's two fragments share the cycle
+        parser.error(f"--sync-every must be even and 10 or more, not {options.sync_every}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write the page."""
+    options = parse(arguments)
+    exit_on_signals()
+    settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
+    settings |= {"leg_steps": LEG_STEPS, "heap": HEAP}
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.bandwidth", *words])
+    try:
+        results = Results(options.raw, settings, provenance(command))
+        if not options.page_only:
+            measure(results, options)
+    except (LaboratoryUnavailable, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines = ["# Bandwidth: every way to train, over slow links", "", *results.provenance, ""]
+    write_page(options.page, [*lines, *page_lines(results.raw, options.rates)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""What one node of the bandwidth tables runs: all rows in one process, in turn, measured alike.
+
+Every row trains the same GPT-2 on the same made-up tokens, `WARM_UP` steps first and then the
+window, a leg of a few steps at a time: wall-clock time, the interface's counter and the ledger.
+Between two legs the other rows have theirs. One more step follows the window, so that what a
+strategy does at the end of a fit lies outside.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+from typing_extensions import override
+
+from benchmarks.bandwidth.window import WARM_UP, Stopwatch, Window
+from benchmarks.common.relay import Relay, Run
+from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
+
+BATCH, TOKENS, VOCABULARY = 4, 128, 4096
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Return the model of all rows: GPT-2, 6 blocks, 5.8 million parameters, random."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=TOKENS,
+            n_layer=6,
+            n_embd=256,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+class Tokens(Dataset[Tensor]):
+    """Uniformly random tokens, int64 of shape (TOKENS,), made when they are asked for."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+    @override
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+
+
+class Module(pl.LightningModule):
+    """The model with nothing that is logged.
+
+    Args:
+        optimizer: makes the optimizer of the parameters.
+        zeros: leave the last position without a target, as transformers' own loss does: nothing
+            depends on its embedding, whose gradient is then exactly zero. Else it gets the first
+            token for a target.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        zeros: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = tiny_gpt2()
+        self._optimizer, self._zeros = optimizer, zeros
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch, use_cache=False).logits
+        targets = batch.roll(-1, dims=1)
+        if self._zeros:
+            logits, targets = logits[:, :-1], targets[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self._optimizer(self.parameters(), lr=1e-4)
+
+
+class HookedDDP(DDPStrategy):
+    """DDP with a communication hook also on the CPU, where Lightning leaves it out.
+
+    Args:
+        make_hook: returns the hook's state and the hook; called when the process group stands.
+    """
+
+    def __init__(self, make_hook: Callable[[], tuple[Any, Callable[..., Any]]]) -> None:
+        super().__init__()
+        self._make_hook = make_hook
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel), "DDP has wrapped the model"
+        state, hook = self._make_hook()
+        self.model.register_comm_hook(state, hook)
+
+
+def _powersgd() -> tuple[Any, Callable[..., Any]]:
+    # its default begins to compress at step 1000, and its warm start needs 2 steps before it
+    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook
+
+
+def _diloco(sync_every: int, **settings: Any) -> Callable[[], Strategy]:
+    return lambda: StreamingDiLoCoStrategy(sync_every=sync_every, **settings)
+
+
+def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
+    """Return what makes the strategy of every row that a Trainer runs, in the table's order."""
+    late = {"overlap_steps": min(5, sync_every - 1)}
+    return {
+        "none": lambda: SingleDeviceStrategy(device="cpu"),
+        "ddp": DDPStrategy,
+        "ddp_bf16": lambda: HookedDDP(lambda: (None, bf16_compress_hook)),
+        "ddp_powersgd": lambda: HookedDDP(_powersgd),
+        "diloco": _diloco(sync_every, num_fragments=1, overlap_steps=0, wire_dtype="fp32"),
+        "streaming": _diloco(sync_every, overlap_steps=0, wire_dtype="fp32"),
+        "overlap": _diloco(sync_every, wire_dtype="fp32", **late),
+        "overlap_fp4": _diloco(sync_every, wire_dtype="fp4", **late),
+    }
+
+
+def lion_strategies() -> dict[str, Callable[[], Strategy]]:
+    """Return the same for the rows that train with Lion, of `benchmarks.lion_bandwidth`."""
+    return {
+        "lion_none": lambda: SingleDeviceStrategy(device="cpu"),
+        "lion": DistributedLionStrategy,
+        "lion_no_overlap": lambda: DistributedLionStrategy(overlap=False),
+        "lion_random": lambda: DistributedLionStrategy(ties="random"),
+        "lion_average": lambda: DistributedLionStrategy(vote="average"),
+        "lion_zeros": DistributedLionStrategy,
+    }
+
+
+def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> Window:
+    """Run one fit; an error of torch or Lightning ahead of its first step becomes the window's.
+
+    Later ones end the job: ahead of it all nodes meet the same, later the others may go on.
+    """
+    stopwatch = Stopwatch(row, steps, sync_every, pass_on)
+    strategy = (strategies(sync_every) | lion_strategies())[row]()
+    optimizer = DistributedLion if row in lion_strategies() else torch.optim.AdamW
+    module = Module(optimizer, zeros=row == "lion_zeros")
+    dist.barrier()
+    try:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            num_nodes=1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size(),
+            strategy=strategy,
+            max_steps=WARM_UP + steps + 1,
+            callbacks=[stopwatch],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(Tokens(), batch_size=BATCH))
+    except (RuntimeError, TypeError) as error:  # torch refuses a hook
+        if stopwatch.began:
+            raise
+        return Window(row, steps, error=str(error).splitlines()[0])
+    assert stopwatch.window is not None, "the fit went through the window"
+    return stopwatch.window
+
+
+def _run(row: str, steps: int, sync_every: int) -> Run[Window]:
+    return lambda pass_on: measure(row, steps, sync_every, pass_on)
+
+
+def main() -> None:
+    """Measure what the first argument says, as JSON; write a line per row to the second's file."""
+    plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    relay = Relay({row: _run(row, steps, plan["sync_every"]) for row, steps in plan["rows"]})
+    with path.open("a") as file:
+        for _, window in relay.results():
+            file.write(json.dumps(asdict(window)) + "\n")
+            file.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How fast are codes packed and unpacked, against copying them?"""

@@ -1,0 +1,1 @@
+"""What does `make demo` reach, beside DDP with the same tokens?"""

@@ -1,0 +1,101 @@
+"""A gather over slow links with one socket between two ranks, and with one for each direction.
+
+`python -m benchmarks.duplex` measures what `Channel.open(full_duplex=True)` is for. It takes
+root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.common.page import provenance, write_page
+from benchmarks.lab import BURST_KIB, LaboratoryUnavailable, NetLab, exit_on_signals
+
+PAGE = Path(__file__).with_name("result.md")
+MEGABITS = 100
+HOW_TO_READ = f"""\
+Every rank gathers so many bytes from every other one, through `Channel.all_gather` with one gloo
+group and with one for each direction, in turn, on links of {MEGABITS} Mbit/s in each direction
+(`benchmarks/lab/netlab.py`). In every round another rank launches 20 ms after the others, as ranks
+do that train; a figure is the median over the rounds of that rank's milliseconds. Bytes over the
+link's rate: a rank's own bytes to all others, sent and received at the same time; no floor, for
+after a pause a link lets {BURST_KIB} KiB pass unshaped, and the others began earlier."""
+Seconds = Mapping[tuple[int, str, int], Sequence[float]]  # by nodes, kind and bytes
+
+
+def measure(node_counts: Sequence[int], sizes: Sequence[int], rounds: int) -> Seconds:
+    """Return the seconds of every gather.
+
+    Raises:
+        LaboratoryUnavailable: where this machine cannot make the laboratory.
+        RuntimeError: a node failed.
+    """
+    found: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    for nodes in node_counts:
+        plan = json.dumps({"sizes": sizes, "rounds": rounds})
+        with tempfile.TemporaryDirectory() as folder, NetLab(nodes, f"{MEGABITS}mbit") as lab:
+            files = [Path(folder) / f"{node}.jsonl" for node in range(nodes)]
+            command = [sys.executable, "-m", "benchmarks.duplex.job", plan]
+            commands = [[*command, str(file)] for file in files]
+            results = lab.run(commands, timeout_s=600, env={"OMP_NUM_THREADS": "1"})
+            for result in results:
+                if result.returncode:
+                    raise RuntimeError(f"A node of {nodes} failed:\n{result.output}")
+            for line in "".join(file.read_text() for file in files if file.exists()).splitlines():
+                kind, num_bytes, seconds = json.loads(line)
+                found[nodes, kind, num_bytes].append(seconds)
+    return found
+
+
+def page_lines(seconds: Seconds) -> list[str]:
+    """Return the page below its provenance."""
+    lines = [
+        "| nodes | MB a rank | bytes / rate, ms | one socket, ms | two, ms | two / one | rounds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for nodes, num_bytes in dict.fromkeys((nodes, size) for nodes, _, size in seconds):
+        rounds = seconds[nodes, "one", num_bytes]
+        one, two = (
+            1e3 * statistics.median(seconds[nodes, kind, num_bytes]) for kind in ("one", "two")
+        )
+        ideal = 8e3 * num_bytes * (nodes - 1) / (MEGABITS * 1e6)
+        lines.append(
+            f"| {nodes} | {num_bytes / 1e6:g} | {ideal:.0f} | {one:.0f} | {two:.0f}"
+            f" | {two / one:.2f} | {len(rounds)} |"
+        )
+    return [*HOW_TO_READ.splitlines(), "", *lines]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.duplex", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000_000, 8_000_000])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    exit_on_signals()
+    try:
+        seconds = measure(options.nodes, options.sizes, options.rounds)
+    except (LaboratoryUnavailable, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.duplex", *words])
+    title = "# A socket for each direction"
+    write_page(options.page, [title, "", *provenance(command), "", *page_lines(seconds)])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

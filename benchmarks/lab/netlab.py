@@ -1,0 +1,272 @@
+"""The laboratory itself: nodes on a switch, their links, and the jobs that run in them.
+
+A node is a Linux network namespace with one interface, `eth0`, a host name of its own and no other
+way out. All nodes hang on one switch (a bridge in a namespace of its own), and both ends of every
+cable pass a token bucket, so a node sends and receives at the rate at once, as full-duplex Ethernet
+does. The rate is shaped, delay is not; a bucket that was left alone is full, and lets 256 KiB pass
+before it shapes. It leaves nothing on the host: names carry the process id, and host names live in
+a mount of the job alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from typing_extensions import Self
+
+from benchmarks.lab.nodes import (
+    INTERFACE,
+    Counters,
+    LaboratoryUnavailable,
+    command_output,
+    kill_all_in,
+    parse_counters,
+    reaped,
+    remove_namespace,
+    try_command,
+    wait_for,
+)
+
+SUBNET = "10.77.0"  # seen inside of the laboratory only
+MAX_NODES = 200
+BURST_KIB = 256  # passes unshaped after a pause: 21 ms' worth at 100 Mbit/s
+PORT = 29500  # free in every new namespace
+_RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
+# What runs before the job in its node: its own host name, and a hosts file that only it sees.
+_ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How one job of `NetLab.run` ended.
+
+    Attributes:
+        returncode: of the process; negative, the signal that ended it.
+        output: stdout and stderr together.
+        sent_bytes: what the node's interface sent while the jobs ran.
+    """
+
+    returncode: int
+    output: str
+    sent_bytes: int
+
+
+def why_unavailable() -> str | None:
+    """Return in one sentence why there can be no laboratory on this machine; None if there can."""
+    missing = [tool for tool in ("ip", "tc", "unshare", "mount") if not shutil.which(tool)]
+    if missing:
+        return (
+            f"The network laboratory needs {', '.join(f'`{tool}`' for tool in missing)} (Linux"
+            " with iproute2 and util-linux)."
+        )
+    if os.geteuid() != 0:
+        return "The network laboratory needs root to make network namespaces; run it with sudo."
+    probe = ["unshare", "--net", "--mount", "--uts", "true"]
+    result = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if result.returncode:
+        return f"This machine refuses to make namespaces: {result.stderr.strip()}."
+    return None
+
+
+class NetLab:
+    """Nodes on a switch, for the body of a `with`; torn down on the way out, whatever happened.
+
+    Args:
+        nodes: how many.
+        rate: of every link, in each direction, as `tc` writes it ("100mbit"); None: not shaped.
+
+    Raises:
+        ValueError: `nodes` or `rate` is not legal.
+        LaboratoryUnavailable: on entering, where this machine cannot make it.
+
+    Example::
+
+        with NetLab(nodes=2, rate="100mbit") as lab:
+            results = lab.run([["python", "train.py"]] * 2, timeout_s=60)
+    """
+
+    def __init__(self, nodes: int = 2, rate: str | None = "100mbit") -> None:
+        if not 1 <= nodes <= MAX_NODES:
+            raise ValueError(f"`nodes={nodes}` must lie between 1 and {MAX_NODES}.")
+        _check_rate(rate)
+        self.rate = rate
+        self._nodes = nodes
+        # two laboratories of one process must not collide either
+        self._prefix = f"netlab-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._cleanup = ExitStack()
+        self._hosts = Path()
+
+    @property
+    def names(self) -> list[str]:
+        """The host names of the nodes; every node resolves all of them."""
+        return [f"node{i}" for i in range(self._nodes)]
+
+    def address(self, node: int) -> str:
+        """Return the IPv4 address of a node."""
+        return f"{SUBNET}.{node + 1}"
+
+    def __enter__(self) -> Self:
+        reason = why_unavailable()
+        if reason:
+            raise LaboratoryUnavailable(reason)
+        with ExitStack() as stack:  # closes what stands already if a later step fails
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="netlab-"))
+            self._hosts = Path(folder) / "hosts"
+            rows = [f"{self.address(i)} {name}" for i, name in enumerate(self.names)]
+            self._hosts.write_text("\n".join(["127.0.0.1 localhost", *rows]) + "\n")
+            for namespace in (self._switch, *map(self._namespace, range(self._nodes))):
+                # first the promise to take it away: an interrupt may come in between
+                stack.callback(remove_namespace, namespace)
+                command_output("ip", "netns", "add", namespace)
+            command_output("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+            command_output("ip", "-n", self._switch, "link", "set", "br0", "up")
+            for node in range(self._nodes):
+                self._plug_in(node)
+            self.set_rate(self.rate)
+            self._cleanup = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cleanup.close()
+
+    def set_rate(self, rate: str | None) -> None:
+        """Give every link another rate; what runs goes on running."""
+        _check_rate(rate)
+        self.rate = rate
+        ends = [(self._switch, f"port{i}") for i in range(self._nodes)]
+        ends += [(self._namespace(i), INTERFACE) for i in range(self._nodes)]
+        for namespace, device in ends:
+            if rate is None:
+                # fails where none was set, which is what is wanted
+                try_command("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
+            else:
+                shape = ["tbf", "rate", rate, "burst", f"{BURST_KIB}kb", "latency", "50ms"]
+                command_output(
+                    "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape
+                )
+
+    def connect(self, connected: bool) -> None:
+        """Let the switch pass everything, or nothing; the nodes' own links stay up."""
+        state = "up" if connected else "down"
+        command_output("ip", "-n", self._switch, "link", "set", "br0", state)
+
+    def counters(self, node: int) -> Counters:
+        """Return the counters of a node's interface as they stand now."""
+        command = ["ip", "netns", "exec", self._namespace(node), "cat", "/proc/self/net/dev"]
+        return parse_counters(command_output(*command), INTERFACE)
+
+    def environment(self, node: int) -> dict[str, str]:
+        """Return what torchrun would tell a job of one process per node, and gloo's interface."""
+        return {
+            "RANK": str(node),
+            "GROUP_RANK": str(node),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self._nodes),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(PORT),
+            "TORCHELASTIC_RUN_ID": self._prefix,  # by this Lightning knows torchrun
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+
+    def run(
+        self,
+        commands: Sequence[Sequence[str]],
+        timeout_s: float,
+        env: Mapping[str, str] | None = None,
+    ) -> list[JobResult]:
+        """Run `commands[i]` in node i, all at once, and wait for them.
+
+        When one fails, those that still run get 5 seconds to say what they noticed.
+
+        Args:
+            commands: one argv per node.
+            timeout_s: seconds for all of them; what then runs is killed and has the code -9.
+            env: over this process's environment and `environment(node)`.
+
+        Raises:
+            ValueError: not one command per node.
+        """
+        if len(commands) != self._nodes:
+            raise ValueError(
+                f"{len(commands)} commands came for {self._nodes} nodes; give one each."
+            )
+        nodes = range(self._nodes)
+        before = [self.counters(node).sent_bytes for node in nodes]
+        with ExitStack() as stack:
+            # files, not pipes: a pipe that nobody empties would stop the job
+            logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in nodes]
+            jobs = []
+            for node in nodes:
+                stack.callback(kill_all_in, self._namespace(node))
+                jobs.append(self._start(node, commands[node], env or {}, logs[node]))
+                stack.enter_context(reaped(jobs[-1]))
+            wait_for(jobs, timeout_s)
+            for node in nodes:  # what hangs, and what a job that ended has left behind
+                kill_all_in(self._namespace(node))
+                jobs[node].wait()
+            sent = [self.counters(node).sent_bytes - before[node] for node in nodes]
+            return [
+                JobResult(jobs[node].returncode, _read(logs[node]), sent[node]) for node in nodes
+            ]
+
+    def _start(
+        self, node: int, command: Sequence[str], env: Mapping[str, str], log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        into = ["ip", "netns", "exec", self._namespace(node), "unshare", "--uts", "--mount"]
+        enter = [*into, "sh", "-c", _ENTER, "sh", str(self._hosts), self.names[node]]
+        return subprocess.Popen(
+            [*enter, *command],
+            env={**os.environ, **self.environment(node), **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is for us: we end them in order
+        )
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._prefix}-switch"
+
+    def _namespace(self, node: int) -> str:
+        return f"{self._prefix}-{node}"
+
+    def _plug_in(self, node: int) -> None:
+        space, port = self._namespace(node), f"port{node}"
+        # both ends are born in their namespaces: the host never sees them
+        cable = ["type", "veth", "peer", "name", INTERFACE, "netns", space]
+        command_output("ip", "-n", self._switch, "link", "add", port, *cable)
+        command_output("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
+        command_output(
+            "ip", "-n", space, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE
+        )
+        for device in ("lo", INTERFACE):
+            command_output("ip", "-n", space, "link", "set", device, "up")
+
+
+def _check_rate(rate: str | None) -> None:
+    if rate is not None and not (_RATE.fullmatch(rate) and float(rate.rstrip("kmgbit")) > 0):
+        raise ValueError(
+            f"`rate={rate!r}` is no rate above 0 such as '100mbit', '1gbit' or '500kbit'."
+        )
+
+
+def _read(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode(errors="replace")

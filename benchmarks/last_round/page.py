@@ -1,0 +1,102 @@
+"""The page of the last round, from its results alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.common.kept import MISSING, Results, mean_text
+from benchmarks.last_round.played import LAST_ROUNDS
+from benchmarks.last_round.runs import SETTINGS, End, Losses, differences, ends, winner
+from benchmarks.quality.grid import COMMON, OuterByM, Run, Size, best_lr, cells
+from benchmarks.quality.grid import Losses as Others
+from benchmarks.quality.grid import ddp as ddp_run
+
+HOW_TO_READ = """\
+Validation loss in nats per token over the whole validation split, after each kind of last round of
+the same training run: "outer step", the outer optimizer steps once more and the local weights are
+its result; "mean", the plain mean of the replicas' local weights, whose differences to the global
+copy travel in fp4, which is what a fit does; "mean, fp32", the same with nothing rounded on the
+wire. "Outer - mean" is taken run by run, in nats: positive where the mean is better. ± is the
+standard deviation over the seeds. One of the two wins a cell if that difference's mean is further
+from 0 than its standard deviation; with a single seed nothing is said. DDP's losses and all
+learning rates are those of [the quality grid](../quality/result.md). Replicas are played in one
+process of one thread: bit for bit what processes come to, but for what their number of threads does
+to a sum. Runs that have not been made are missing, and the next call makes them."""
+
+
+def page_lines(results: Results[End], others: Others, size: Size, seeds: int) -> list[str]:
+    """Return the page as lines of Markdown."""
+    losses = results.losses
+    lines = ["# The last round of a DiLoCo fit: outer step or plain mean", ""]
+    for name, outer in SETTINGS.items():
+        lines += _finding(losses, others, name, outer, seeds)
+    lines += [
+        "",
+        *(line for block in results.made_by for line in block),
+        f"- every run: {size.steps:,} optimizer steps of {size.blocks_per_step} blocks by all"
+        f" replicas together, `{' '.join(COMMON)}`",
+        "",
+        *HOW_TO_READ.splitlines(),
+    ]
+    for name, outer in SETTINGS.items():
+        knobs = [f"M = {replicas}: {setting}." for replicas, setting in outer.items()]
+        lines += ["", f"## Outer settings: {name}", "", *knobs, ""]
+        lines += _table(losses, others, outer, seeds)
+    return lines
+
+
+def _finding(losses: Losses, others: Others, name: str, outer: OuterByM, seeds: int) -> list[str]:
+    """Return what the settings' cells say, in a sentence or two."""
+    by_verdict: dict[str, list[str]] = {}
+    for cell in cells(others, "fp4", 1, outer):
+        found = differences(losses, _seeds(cell, seeds))
+        text = f"{cell.model} M = {cell.replicas} H = {cell.sync_every}"
+        by_verdict.setdefault(winner(found), []).append(
+            text if not found else f"{text} ({mean_text(found, '+.4f')})"
+        )
+    words = {
+        "mean": "the mean is better by more than the seeds' spread in",
+        "outer step": "the outer step is better by more than the seeds' spread in",
+        "neither": "neither is in",
+        "one seed": "only one seed was run in",
+        MISSING: "not run:",
+    }
+    lines = [f"With the outer settings of {name} (outer step - mean, in nats):", ""]
+    for verdict, text in words.items():
+        named = by_verdict.get(verdict, [])
+        if named or verdict == "outer step":
+            lines.append(f"- {text} {len(named)} cells{': ' if named else ''}{', '.join(named)}.")
+    return [*lines, ""]
+
+
+def _table(losses: Losses, others: Others, outer: OuterByM, seeds: int) -> list[str]:
+    lines = [
+        "| model | M | H | seeds | DDP | outer step | mean | mean, fp32 | outer - mean | wins |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells(others, "fp4", 1, outer):
+        runs = _seeds(cell, seeds)
+        lr = best_lr(others, ddp_run(cell.model)) or 0.0
+        theirs = [ddp_run(cell.model, seed, lr) for seed in range(1, seeds + 1)]
+        ddp = [others[job] for job in theirs if job in others]
+        found = differences(losses, runs)
+        columns = {
+            name: [
+                losses[end]
+                for run in runs
+                for end in ends(run)
+                if end.last_round == name and end in losses
+            ]
+            for name in LAST_ROUNDS
+        }
+        texts = [mean_text(columns[name], ".4f") for name in ("outer", "mean", "mean_fp32")]
+        lines.append(
+            f"| {cell.model} | {cell.replicas} | {cell.sync_every} | {len(found)} of {seeds}"
+            f" | {mean_text(ddp, '.4f')} | {' | '.join(texts)}"
+            f" | {mean_text(found, '+.4f')} | {winner(found)} |"
+        )
+    return lines
+
+
+def _seeds(cell: Run, seeds: int) -> list[Run]:
+    return [replace(cell, seed=seed) for seed in range(1, seeds + 1)]

@@ -1,0 +1,174 @@
+"""The M replicas of Streaming DiLoCo played in one process, and the ways in which a fit can end.
+
+What the replicas send one another is a function of their weights alone, so nothing has to travel to
+learn what a last round does to a loss. Fragments, schedule, global copies and wire formats are the
+library's own; the mean is formed here, as `lightning_commfree.diloco.fragment_exchange` forms it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.utilities.types import LRSchedulerConfigType
+from torch import Tensor, nn
+
+from benchmarks.lion_quality.played import Config, batches
+from lightning_commfree.diloco import (
+    WIRE_FORMATS,
+    DiLoCoSettings,
+    OuterFragment,
+    Schedule,
+    WireFormat,
+    split_into_fragments,
+)
+from lightning_commfree.diloco.wire import decode
+from recipes.pretrain import build_data, build_module
+from recipes.training.evaluation import token_loss
+from recipes.training.language_model import LanguageModel
+
+LAST_ROUNDS = ("mean", "mean_fp32", "outer")
+
+
+class PlayedDiLoCo:
+    """What `StreamingDiLoCo` does on M replicas, after each of their inner steps and at the end.
+
+    Args:
+        modules: one of each replica, with the same weights now; in all of them at least three
+            blocks of 256 values a fragment for each replica, or the library would gather what is
+            averaged by shards here.
+        settings: as of `StreamingDiLoCo`; neither eager nor several ranks a replica.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], settings: DiLoCoSettings) -> None:
+        assert settings.replica_size == 1, "a replica is one module"
+        fragments = split_into_fragments(
+            modules[0], settings.num_fragments, settings.fragment_pattern
+        )
+        self.schedule = Schedule(settings.sync_every, len(fragments), int(settings.overlap_steps))
+        self.step = 0
+        self._mix, self._wire = settings.mix, WIRE_FORMATS[settings.wire_dtype]
+        self._fragments = [
+            [OuterFragment(module, fragment, settings.outer_optimizer) for module in modules]
+            for fragment in fragments
+        ]
+        self._in_flight: dict[int, Tensor] = {}  # by fragment: the mean that is going to land
+
+    @torch.no_grad()
+    def after_inner_steps(self) -> None:
+        """Count an inner step that all replicas have taken; launch and land what is due."""
+        self.step += 1
+        for p in self.schedule.launched_at(self.step):
+            self._in_flight[p] = self._mean(p, self._wire)
+        for p in self.schedule.landed_at(self.step):
+            self._land(p, self._mix)
+
+    @torch.no_grad()
+    def last_rounds(self) -> Iterator[str]:
+        """Land what is in flight, then yield each way to end while the first module has its result.
+
+        "mean": the plain mean of the replicas' local weights, whose differences to the global copy
+        travel in the wire format; "mean_fp32": the same in fp32; "outer": the outer optimizer steps
+        on the global copy, which the local weights then are.
+        """
+        for p in list(self._in_flight):
+            self._land(p, self._mix)
+        every = range(len(self._fragments))
+        means = {
+            "mean": [self._mean(p, self._wire) for p in every],
+            "mean_fp32": [self._mean(p, WIRE_FORMATS["fp32"]) for p in every],
+        }
+        firsts = [replicas[0] for replicas in self._fragments]
+        copies = [first.global_copy.clone() for first in firsts]
+        for name, of_fragments in means.items():
+            for first, copy, mean in zip(firsts, copies, of_fragments, strict=True):
+                first.global_copy.copy_(copy - mean)
+                first.merge(mix=0.0)
+            yield name
+        for first, copy, mean in zip(firsts, copies, means["mean"], strict=True):
+            first.global_copy.copy_(copy)
+            first.outer_step(mean)
+            first.merge(mix=0.0)
+        yield "outer"
+
+    def _mean(self, p: int, wire: WireFormat) -> Tensor:
+        """Return the mean outer gradient of the replicas: in their order, and by their wire."""
+        total: Tensor | None = None
+        for replica in self._fragments[p]:
+            received = _received(wire, replica.outer_gradient())
+            total = received + 0.0 if total is None else total.add_(received)
+        assert total is not None
+        mean = total / len(self._fragments[p])
+        by_shards = len(self._fragments[p]) > 2  # each one's owner sends it on in the wire format
+        return _received(wire, mean) if by_shards else mean
+
+    def _land(self, p: int, mix: float) -> None:
+        mean = self._in_flight.pop(p)
+        for replica in self._fragments[p]:
+            replica.outer_step(mean)
+            replica.merge(mix)
+
+
+def _received(wire: WireFormat, values: Tensor) -> Tensor:
+    """Return what arrives of values that are sent in a wire format."""
+    payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
+    wire.encode(values, payload)
+    return decode(wire, payload, torch.empty_like(values))
+
+
+def train(config: Config) -> dict[str, float]:
+    """Train from a seed; return the validation loss in nats per token after each last round.
+
+    Args:
+        config: as `recipes.pretrain.pretrain` takes it, with as many devices as there are replicas
+            and a batch that holds the blocks of all of them. The strategy's settings are taken, and
+            of the Trainer `max_steps`, `devices` and `gradient_clip_val`.
+
+    Raises:
+        FloatingPointError: the run has diverged.
+    """
+    pl.seed_everything(config["seed"], workers=True, verbose=False)
+    data = build_data(config)
+    module = build_module(config, data)
+    modules = [module, *(deepcopy(module) for _ in range(config["trainer"]["devices"] - 1))]
+    made = [module.configure_optimizers() for module in modules]
+    settings = instantiate(config["strategy"], _convert_="all").settings
+    diloco = PlayedDiLoCo(modules, settings)
+    trainer = config["trainer"]
+    for batch in batches(data, trainer["max_steps"]):
+        take_steps(modules, made, batch, trainer["gradient_clip_val"])
+        diloco.after_inner_steps()
+    losses = {}
+    for name in diloco.last_rounds():
+        losses[name] = token_loss(module, data.val_dataloader())
+        if not math.isfinite(losses[name]):
+            raise FloatingPointError(f"The validation loss after {name!r} is {losses[name]}.")
+    return losses
+
+
+def take_steps(
+    modules: Sequence[LanguageModel], made: Sequence[Any], batch: Tensor, clip: float | None
+) -> None:
+    """Take an inner step on every replica.
+
+    Args:
+        modules: one of each replica.
+        made: their optimizers and schedules, as `configure_optimizers` returns them.
+        batch: int64, shape (blocks of all replicas, block_size + 1). Replica m has blocks m, m + M,
+            and so on, as `DistributedSampler` deals them out.
+        clip: the largest norm of a replica's gradient; None: whatever it is.
+    """
+    assert len(batch) % len(modules) == 0, "parts of one size, as a rank's batch has"
+    for m, (module, of_module) in enumerate(zip(modules, made, strict=True)):
+        optimizer = of_module["optimizer"]
+        optimizer.zero_grad()
+        module.loss(batch[m :: len(modules)]).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        cast(LRSchedulerConfigType, of_module["lr_scheduler"])["scheduler"].step()

@@ -1,0 +1,93 @@
+"""Distributed Lion over slow links: `python -m benchmarks.lion_bandwidth`.
+
+The machinery of `benchmarks.bandwidth` with other rows, and on several numbers of nodes: step
+time, utilization and bytes of Distributed Lion, with and without overlap, against DDP. It takes
+root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bandwidth.measure import (
+    DDP_ROWS,
+    HEAP,
+    Results,
+    ddp_steps,
+    jobs_of_fits,
+    measure,
+)
+from benchmarks.bandwidth.window import LEG_STEPS
+from benchmarks.common.page import provenance, write_page
+from benchmarks.lab import LaboratoryUnavailable, exit_on_signals
+from benchmarks.lion_bandwidth.page import LABELS, page_lines
+
+PAGE = Path(__file__).with_name("result.md")
+BYTES_ONLY = ("lion_random", "lion_average", "lion_zeros")
+
+
+def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
+    """Yield the jobs of one round.
+
+    The rows that are there for their bytes are alike in every round and run in the first.
+    """
+    due = [row for row in rows if round_ == 0 or row not in BYTES_ONLY]
+    steps = dict.fromkeys(rows, options.steps)
+    steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
+    yield from jobs_of_fits([(row, steps[row]) for row in due], round_)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lion_bandwidth", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--nodes", nargs="+", type=int, default=[2, 4], help="%(default)s")
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit", "10gbit"])
+    parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
+    parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="of a window (%(default)s)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, a row")
+    parser.add_argument("--raw", type=Path, default=Path("outputs/bench/lion_bandwidth.json"))
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.set_defaults(sync_every=100)  # of DiLoCo, which the shared job knows and no row here has
+    options = parser.parse_args(arguments)
+    for name, least in (("rounds", 1), ("steps", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be {least} or more, not {getattr(options, name)}")
+    if min(options.nodes) < 2:
+        parser.error(f"--nodes must be 2 or more each, not {options.nodes}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, then write the page."""
+    options = parse(arguments)
+    exit_on_signals()
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.lion_bandwidth", *words])
+    try:
+        settings = {"steps": options.steps, "leg_steps": LEG_STEPS, "heap": HEAP}
+        results = Results(options.raw, settings, provenance(command))
+        if not options.page_only:
+            for nodes in options.nodes:
+                print(f"{nodes} nodes", flush=True)
+                measure(results, options, jobs, nodes)
+    except (LaboratoryUnavailable, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines = ["# Distributed Lion over slow links", "", *results.provenance, ""]
+    lines += page_lines(results.raw, options.rates, options.nodes, os.cpu_count() or 1)
+    write_page(options.page, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What a step of Distributed Lion costs without communication: `python -m benchmarks.lion_step`.
+
+One run on one thread. First the vote alone: packing the signs of fp32 values, counting ballots and
+unpacking the result, against a copy of the values and `numpy.packbits`. Then whole optimizer
+steps, against AdamW's on the same parameters. Operations take turns, and on the CPU their time is
+the process's own, so that what else the machine does hardly enters. Where there is a GPU its times
+follow, against what its memory allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.page import provenance, write_page
+from benchmarks.common.timing import seconds_of
+from benchmarks.lion_step import operations as ops
+
+PAGE = Path(__file__).with_name("result.md")
+WORKERS = (2, 3, 4, 8, 16, 32)
+MODELS = {  # blocks, width, vocabulary, positions
+    "5.8M": (6, 256, 4096, 128),
+    "16.7M": (8, 384, 6400, 128),
+    "toy": (1, 16, 64, 8),
+}
+# bytes of a parameter that have to be read or written: fp32 values once each, and packed planes
+FLOOR_BYTES = {
+    ops.PACK: 4 + 1 / 8,
+    ops.UNPACK: 4 + 2 / 8,
+    ops.CAST: 8 + 2 / 8,  # gradient and momentum; two planes
+    ops.TAKE: 20 + 2 / 8,  # gradient read, momentum and parameter read and written; two planes
+    ops.LION: 28 + 4 / 8,
+    ops.WORKER: 28 + 4 / 8,
+    ops.ADAMW: 28,  # gradient read, parameter and both moments read and written
+    ops.ADAMW_FUSED: 28,
+}
+
+HOW_TO_READ_VOTE = """\
+CPU time; ratios of medians, to copying the same fp32 values between two buffers. *Pack* compares
+with 0 and packs, in chunks, as a worker does; `numpy.packbits` is given the same comparison, over
+all values. *Vote* counts the ballots of n workers on one rank's share of the parameters (1/n of
+them), ties included; *unpack and add* finds the same signs by unpacking every ballot and adding in
+int16. *Unpack* reads a result of two planes (with ties) as fp32. Pack + vote + unpack is the sum
+of the medians."""
+HOW_TO_READ_STEP = """\
+CPU time; ratios of medians, to `torch.optim.AdamW(foreach=True)` on parameters of the same shapes
+and values. Alone: `DistributedLion.step` of one worker, its vote included. Among others: what a
+worker of two does itself, casting the ballots of all buckets, reading results of two planes and
+taking the step; counting comes on top and is in the table above. AdamW's fused kernel is there for
+comparison."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median time of an operation in seconds, and that time over the median of the first one."""
+
+    seconds: float
+    ratio: float
+
+
+def cpu_seconds_of(operation: Callable[[], object]) -> float:
+    """Return the CPU time of this process from the call to its return."""
+    start = time.process_time()
+    operation()
+    return time.process_time() - start
+
+
+def measure(table: ops.Operations, rounds: int, device: torch.device) -> dict[str, Timing]:
+    """Time every operation once a round, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in table}
+    for _ in range(rounds + 1):
+        for name, operation in table.items():
+            on_cpu = device.type == "cpu"
+            spent = cpu_seconds_of(operation) if on_cpu else seconds_of(operation, device)
+            seconds[name].append(spent)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    base = next(iter(medians.values()))
+    return {name: Timing(median, median / base) for name, median in medians.items()}
+
+
+def vote_lines(timings: dict[str, Timing], numel: int) -> list[str]:
+    """Return the times of packing, counting and unpacking as lines of Markdown."""
+    lines = ["## Pack, vote, unpack", "", f"{numel:,} parameters.", HOW_TO_READ_VOTE, ""]
+    lines += ["| operation | ms | ratio to the copy |", "|---|---|---|"]
+    for name in (ops.COPY, ops.PACKBITS, ops.PACK, ops.UNPACK):
+        if name in timings:
+            lines.append(_row(name, timings[name]))
+    lines += ["", "| n | vote, ms | unpack and add, ms | ratio | pack + vote + unpack, ms"]
+    lines[-1] += " | ratio to the copy | ratio to `numpy.packbits` |"
+    lines.append("|---|---|---|---|---|---|---|")
+    packbits = timings.get(ops.PACKBITS)
+    for n in WORKERS:
+        ours, plain = timings[ops.vote_name(n)].seconds, timings[ops.plain_name(n)].seconds
+        whole = timings[ops.PACK].seconds + ours + timings[ops.UNPACK].seconds
+        against = f"{whole / packbits.seconds:.2f}" if packbits else "-"
+        lines.append(
+            f"| {n} | {1e3 * ours:.3f} | {1e3 * plain:.3f} | {plain / ours:.1f} | {1e3 * whole:.2f}"
+            f" | {whole / timings[ops.COPY].seconds:.2f} | {against} |"
+        )
+    return lines
+
+
+def step_lines(timings: dict[str, Timing], shapes: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return the times of the optimizer steps as lines of Markdown, with the target's verdict."""
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    alone = timings[ops.LION].ratio
+    return [
+        f"### GPT-2, {numel:,} parameters in {len(shapes)} tensors",
+        "",
+        "| step | ms | ratio to AdamW |",
+        "|---|---|---|",
+        *(_row(name, timing) for name, timing in timings.items()),
+        "",
+        f"Target, alone at most AdamW's time: {alone:.3f}, {'met' if alone <= 1 else 'missed'}.",
+        "",
+    ]
+
+
+def gpu_lines(rounds: int, numel: int, model: str) -> list[str]:
+    """Measure on the GPU against its memory; without one return the reason."""
+    title = ["## On a GPU, against its memory's bandwidth", ""]
+    if not torch.cuda.is_available():
+        return [*title, "Not measured: this machine has no CUDA device."]
+    device = torch.device("cuda")
+    votes = measure(ops.vote_operations(numel, WORKERS, device), rounds, device)
+    shapes = ops.gpt2_shapes(*MODELS[model])
+    steps = measure(ops.step_operations(shapes, device), rounds, device)
+    bytes_per_s = 8 * numel / votes[ops.COPY].seconds
+    lines = [
+        *title,
+        f"{torch.cuda.get_device_name(device)}; a copy of {numel:,} fp32 values reads and writes"
+        f" {bytes_per_s / 1e9:.0f} GB a second. Floor: that rate for the bytes that have to be read"
+        " or written once. Times from the call to the end of what it makes the GPU do; a"
+        " `DistributedLion.step` includes the way of the packed bytes to the host and back.",
+        "",
+        "| operation | ms | floor, ms | ratio to the floor |",
+        "|---|---|---|---|",
+    ]
+    params = sum(torch.Size(shape).numel() for shape in shapes)
+    floors = {name: FLOOR_BYTES[name] * numel for name in (ops.PACK, ops.UNPACK)}
+    floors |= {ops.vote_name(n): numel / 8 + 2 * numel / n / 8 for n in WORKERS}
+    floors |= {name: FLOOR_BYTES[name] * params for name in steps}
+    for name, num_bytes in floors.items():
+        seconds, floor = (votes | steps)[name].seconds, num_bytes / bytes_per_s
+        lines.append(
+            f"| {name} | {1e3 * seconds:.3f} | {1e3 * floor:.3f} | {seconds / floor:.1f} |"
+        )
+    return lines
+
+
+def _row(name: str, timing: Timing) -> str:
+    return f"| {name} | {1e3 * timing.seconds:.2f} | {timing.ratio:.3f} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lion_step", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--numel", type=int, default=2**24, help="voted on (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=21, help="measured rounds (%(default)s)")
+    parser.add_argument("--models", nargs="+", default=["5.8M", "16.7M"], choices=list(MODELS))
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    if options.numel < 1 or options.rounds < 1:
+        parser.error(f"numel={options.numel} and rounds={options.rounds} must both be 1 or more")
+    cpu = torch.device("cpu")
+    torch.set_num_threads(1)  # this process measures and ends
+    timings = measure(ops.vote_operations(options.numel, WORKERS, cpu), options.rounds, cpu)
+    lines = vote_lines(timings, options.numel)
+    lines += ["", "## A whole step", "", HOW_TO_READ_STEP, ""]
+    for model in options.models:
+        shapes = ops.gpt2_shapes(*MODELS[model])
+        steps = measure(ops.step_operations(shapes, cpu), options.rounds, cpu)
+        lines += step_lines(steps, shapes)
+    lines += gpu_lines(options.rounds, options.numel, options.models[-1])
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.lion_step", *given])
+    title = "# Distributed Lion: what a step costs without communication"
+    write_page(options.page, [title, "", *provenance(command), "- threads: 1", "", *lines])
+
+
+if __name__ == "__main__":
+    main()

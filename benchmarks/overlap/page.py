@@ -1,0 +1,278 @@
+"""The result page of `benchmarks.overlap`, from its raw results alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.overlap.medians import (
+    Medians,
+    Rows,
+    mechanism_medians,
+    median_ms,
+    medians,
+    merged,
+    share_hidden,
+    spread_ms,
+)
+from benchmarks.overlap.ways import LABELS
+
+
+class Target(NamedTuple):
+    """What one setting is to show: least share hidden, least speed of sync's."""
+
+    hidden: float
+    speed: float
+
+
+MECHANISM_TARGETS = {"0.2": 0.9, "0.3": 0.9, "0.45": 0.8}
+# by the share of the synchronous step that is communication; of a measured share the nearest one's
+LABORATORY_TARGETS = {0.25: Target(0.5, 1.1), 0.35: Target(0.6, 1.25), 0.5: Target(0.6, 1.35)}
+PEERS = ("torch", "transformers")
+_EQUAL_LOSS = 1e-4  # nats; sums in another order differ by rounding
+
+
+def headline(content: Mapping[str, Any]) -> list[str]:
+    """Return the targets, the figures and the verdicts."""
+    lines = ["| target | figure | |", "|---|---|---|"]
+    if content["mechanism"]:
+        for share, least in MECHANISM_TARGETS.items():
+            found = mechanism_medians(content["mechanism"]["rows"], share)
+            what = f"links that only take time, {float(share):.0%} of the synchronous step"
+            lines.append(_verdict(f"{what}: hidden, at least {least:.0%}", found.hidden, least))
+    for rate, nodes in content["laboratory"].items():
+        lines += _laboratory_verdicts(rate, merged([node[0] for node in nodes]))
+    if not content["laboratory"]:
+        lines.append("| two nodes | not measured | |")
+    return lines
+
+
+def _laboratory_verdicts(rate: str, rows: Rows) -> list[str]:
+    found = medians(rows)
+    if found is None:
+        return [f"| two nodes at {rate} | rows are missing | |"]
+    target = LABORATORY_TARGETS[min(LABORATORY_TARGETS, key=lambda s: abs(s - found.share))]
+    lines = [
+        _verdict(
+            f"two nodes at {rate}, {found.share:.0%} of the synchronous step: hidden, at least"
+            f" {target.hidden:.0%}",
+            found.hidden,
+            target.hidden,
+        ),
+        _verdict(
+            f"two nodes at {rate}: speed / synchronous, at least {target.speed}",
+            found.speed,
+            target.speed,
+            "{:.2f}",
+        ),
+    ]
+    for peer in PEERS:
+        if peer in rows:
+            speed = median_ms(rows[peer]["seconds"]) / found.domino
+            what = f"two nodes at {rate}: speed / {LABELS[peer]}, at least 1"
+            lines.append(_verdict(what, speed, 1.0, "{:.2f}"))
+    return lines
+
+
+def _verdict(what: str, figure: float, least: float, form: str = "{:.1%}") -> str:
+    return f"| {what} | {form.format(figure)} | {'met' if figure >= least else 'missed'} |"
+
+
+def most_hidden(layers: int) -> float:
+    """Return the share of the sums' bytes that two parts of a batch can hide.
+
+    Each layer has four sums a step. Exposed are that of the head, half of the embedding's, and half
+    a sum at the end of each direction: its second part, behind which nothing is left to compute.
+    """
+    return (4 * layers - 0.5) / (4 * layers + 2)
+
+
+def mechanism_lines(measured: Mapping[str, Any], layers: int) -> list[str]:
+    """Return the table of the links that only take time."""
+    rows = measured["rows"]
+    split = median_ms(rows["none_split"]["seconds"])
+    first = mechanism_medians(rows, next(iter(MECHANISM_TARGETS)))
+    lines = [
+        "## Mechanism: links that only take time",
+        "",
+        "| link: MB/s, ms latency | synchronous share | no communication, ms | synchronous, ms"
+        " (waiting) | Domino, ms (waiting) | share hidden |",
+        "|---|---|---|---|---|---|",
+    ]
+    for share in MECHANISM_TARGETS:
+        found = mechanism_medians(rows, share)
+        link = measured["links"][share]
+        sync, domino = (median_ms(rows[f"{way}@{share}"]["waited"]) for way in ("sync", "batch"))
+        lines.append(
+            f"| {1e-6 / link['seconds_per_byte']:.0f}, {1e3 * link['latency_s']:.2f}"
+            f" | {found.share:.1%} | {found.none:.1f} | {found.sync:.1f} ({sync:.1f})"
+            f" | {found.domino:.1f} ({domino:.1f}) | {found.hidden:.1%} |"
+        )
+    transfers = rows[f"sync@{share}"]["collectives"], rows[f"batch@{share}"]["collectives"]
+    return [
+        *lines,
+        "",
+        f"A step makes {transfers[0]} transfers in the synchronous mode and {transfers[1]} with"
+        " Domino. Without communication the batch in two parts takes"
+        f" {_signed(split - first.none)} ms longer than in one: the price of smaller products."
+        " What stays exposed is the sum of the head and of the loss, half of the embedding's, and"
+        f" of each direction half of the last one: with {layers} layers at most"
+        f" {most_hidden(layers):.1%} can be hidden, were the batch in two parts as fast as in one.",
+        "",
+    ]
+
+
+def _signed(milliseconds: float) -> str:
+    return f"{milliseconds:+.1f}"
+
+
+def rate_lines(rate: str, rows: Rows, missing: Mapping[str, str]) -> list[str]:
+    """Return the table of one rate."""
+    found = medians(rows)
+    title = f"## Two nodes at {rate}"
+    lines = [
+        title if found is None else f"{title}: synchronous share {found.share:.1%}",
+        "",
+        "| | ms a step | quartiles | speed / synchronous | share hidden | waiting, ms |"
+        " collectives | MB a step, ledger | MB a step, interface |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        lines.append(_row_line(name, row, found))
+    lines += [f"| {LABELS[name]} | did not run: {why} |" for name, why in missing.items()]
+    return [*lines, "", *where_time_goes(rows, found), *_same_start(rows)]
+
+
+def _row_line(name: str, row: Mapping[str, Any], found: Medians | None) -> str:
+    ms = median_ms(row["seconds"])
+    speed = hidden = "-"
+    if found is not None:
+        speed = f"{found.sync / ms:.2f}"
+        if name not in ("none", "none_split", "sync"):
+            hidden = f"{share_hidden(found.none, found.sync, ms):.1%}"
+    waited = f"{median_ms(row['waited']):.1f}" if row["waited"] else "-"
+    counted = row["collectives"] or "-"
+    ledger = f"{row['payload_bytes'] / 1e6:.2f}" if row["collectives"] else "-"
+    wire = f"{statistics.median(row['wire_bytes']) / 1e6:.2f}"
+    return (
+        f"| {LABELS[name]} | {ms:.1f} | {spread_ms(row['seconds'])} | {speed} | {hidden} | {waited}"
+        f" | {counted} | {ledger} | {wire} |"
+    )
+
+
+def where_time_goes(rows: Rows, found: Medians | None) -> list[str]:
+    """Return the sum that leads from the step without communication to Domino's."""
+    if found is None or "none_split" not in rows:
+        return []
+    split = median_ms(rows["none_split"]["seconds"]) - found.none
+    waited = median_ms(rows["batch"]["waited"])
+    rest = found.domino - found.none - split - waited
+    return [
+        f"From no communication to Domino, {found.none:.1f} to {found.domino:.1f} ms:"
+        f" {_signed(split)} ms for smaller products (the batch in two without communication),"
+        f" {_signed(waited)} ms waiting for sums, {_signed(rest)} ms in which gloo's threads and"
+        " the kernel share the cores with the computing.",
+        "",
+    ]
+
+
+def _same_start(rows: Rows) -> list[str]:
+    losses = [row["first_loss"] for name, row in rows.items() if not name.startswith("none")]
+    if not losses:
+        return []
+    apart = max(losses) - min(losses)
+    verdict = "the same model" if apart <= _EQUAL_LOSS else "NOT the same model"
+    return [f"Before the first step the losses of all rows differ by {apart:.1e}: {verdict}.", ""]
+
+
+def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> list[str]:
+    """Return the table of shapes: where splitting loses."""
+    lines = [
+        "## Where splitting loses",
+        "",
+        "| rate | batch x tokens | KB a sum | no communication, ms | synchronous, ms | Domino, ms |"
+        " speed / synchronous | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for rate, nodes in laboratory.items():
+        for shapes in zip(*nodes, strict=True):
+            rows = merged(shapes)
+            found = medians(rows)
+            if found is None:
+                continue
+            batch, tokens = shapes[0]["shape"]
+            # every sum but the loss's is a hidden state; the ledger's mean per collective
+            kilobytes = rows["sync"]["payload_bytes"] / rows["sync"]["collectives"] / 1e3
+            verdict = "splitting wins" if found.speed > 1 else "splitting loses"
+            lines.append(
+                f"| {rate} | {batch} x {tokens} | {kilobytes:.0f} | {found.none:.1f}"
+                f" | {found.sync:.1f} | {found.domino:.1f} | {found.speed:.2f} | {verdict} |"
+            )
+    return [
+        *lines,
+        "",
+        "KB a sum: what the ledger counts for a collective of the synchronous mode, on average."
+        " Splitting doubles the number of all-reduces and halves the products. Where a sum takes"
+        " little more than its latency, or the products are too small to keep the cores busy, it"
+        ' loses, and `split="none"` is the better setting. A user sees it in two figures that the'
+        " strategy logs: `comm/exposed_ms`, what a step waits for sums, and the step time itself:"
+        " if `comm/exposed_ms` falls by less than the rest of the step grows when"
+        ' `split="none"` is changed to `split="batch"`, splitting loses. With `--shape`,'
+        " `--hidden`, `--layers` and `--rates` this script answers the same for a model's own"
+        " sizes.",
+        "",
+    ]
+
+
+def page_lines(content: Mapping[str, Any], caption: str | None, stem: str) -> list[str]:
+    """Return the page below its provenance.
+
+    Args:
+        content: of the raw file.
+        caption: of the picture; None if there is none.
+        stem: of the picture's name.
+    """
+    settings = content["settings"]
+    lines = [*headline(content), ""]
+    if content["mechanism"]:
+        lines += mechanism_lines(content["mechanism"], settings["mechanism_layers"])
+    for rate, nodes in content["laboratory"].items():
+        lines += rate_lines(rate, merged([node[0] for node in nodes]), nodes[0][0]["missing"])
+    if content["laboratory"]:
+        lines += size_lines(content["laboratory"])
+    if caption:
+        lines += ["## Timeline", "", f"![One step, {caption}]({stem}.png)", ""]
+        lines += [
+            "Drawn from a Chrome trace of `torch.profiler`, in which half-blocks, launches and"
+            " landings have names; profiling makes the step a little longer. In flight: from"
+            " launch to the end of the landing, whether the sum has arrived before or not.",
+            "",
+        ]
+    return [*lines, *method_lines(settings)]
+
+
+def method_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Return what was measured, and how."""
+    batch, tokens = settings["shape"]
+    return [
+        "## How it was measured",
+        "",
+        f"transformers' LlamaForCausalLM with random weights: hidden {settings['hidden']},"
+        f" {settings['layers']} layers in the laboratory and {settings['mechanism_layers']} over"
+        f" links that only take time, vocabulary {settings['vocabulary']}; random tokens, batch"
+        f" {batch} x {tokens}, fp32, tensor parallel over two ranks, one thread each. A step is"
+        " forward with the loss, backward, fused AdamW. Each row has a model of its own in one"
+        " pair of processes; a round takes one step of each row, in an order that rotates, between"
+        f" barriers. Medians over {settings['rounds']} rounds: of the slower node's time, and of"
+        " the nodes' mean waiting.",
+        "",
+        "Share hidden: (synchronous - Domino) / (synchronous - no communication). Without"
+        " communication: the same sharded model, whose sums are taken for arrived at once (values"
+        " are then wrong, and nothing else). A link that only takes time carries one transfer"
+        " after the other and uses no CPU; its rate follows from the measured step without"
+        f" communication, and each transfer takes {settings['latency_us']:.0f} microseconds more."
+        " parallelize_module: inputs of attention and MLP become DTensors once, so that backward"
+        " sums once for each, and the loss is taken of sharded logits; transformers' plan is the"
+        " one in the model's config.",
+    ]

@@ -1,0 +1,173 @@
+"""One step of a way as a Chrome trace, and a picture drawn from such traces.
+
+The trace comes from `torch.profiler`; chrome://tracing and ui.perfetto.dev open it. In it are named
+half-blocks ("enter ...", "body ..."), launches and landings with direction, layer and micro-batch
+("land backward layer 3 mlp #1"), and what gloo's threads do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.overlap.ways import Way
+
+PHASES = ("forward", "backward", "optimizer")
+_PIECE = re.compile(r"(enter|body|land|launch) (?:(forward|backward) )?(.+) #(\d+)")
+_COLOURS = {  # by micro-batch
+    "attention": ("#1f77b4", "#aec7e8"),
+    "mlp": ("#2ca02c", "#98df8a"),
+    "embedding": ("#9467bd", "#c5b0d5"),
+}
+_LANES = ("computing", "waiting", "in flight", "gloo")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a trace; times in milliseconds from the beginning of the step.
+
+    Attributes:
+        kind: "enter", "body", "land" or "launch", of a half-block; "phase" of the step; "transfer"
+            by one of gloo's threads.
+        direction: "forward" or "backward"; for a phase its name.
+        half: name of the half-block.
+        part: micro-batch.
+    """
+
+    kind: str
+    start_ms: float
+    end_ms: float
+    direction: str = ""
+    half: str = ""
+    part: int = 0
+
+
+def record(way: Way, tokens: Tensor, path: Path) -> None:
+    """Take one step under the profiler and write its Chrome trace."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        way.step(tokens)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+
+
+def spans_of(trace: Mapping[str, Any]) -> list[Span]:
+    """Return the named ranges of a step's Chrome trace, in order of their beginning.
+
+    Raises:
+        ValueError: the trace holds no step.
+    """
+    events = sorted(
+        (e for e in trace["traceEvents"] if e.get("ph") == "X" and _is_named(e["name"])),
+        key=lambda e: e["ts"],
+    )
+    origin = next((e["ts"] for e in events if e["name"] == "forward"), None)
+    if origin is None:
+        raise ValueError("The trace holds no range `forward`: it is not that of a step.")
+    return [_span(e["name"], e["ts"] - origin, e["dur"]) for e in events]
+
+
+def _is_named(name: str) -> bool:
+    return name in PHASES or name.startswith("gloo:") or _PIECE.fullmatch(name) is not None
+
+
+def _span(name: str, start_us: float, duration_us: float) -> Span:
+    times = start_us / 1e3, (start_us + duration_us) / 1e3
+    if name in PHASES:
+        return Span("phase", *times, direction=name)
+    if name.startswith("gloo:"):
+        return Span("transfer", *times)
+    match = _PIECE.fullmatch(name)
+    assert match is not None, "only named ranges come here"
+    kind, direction, half, part = match.groups()
+    return Span(kind, *times, direction or "forward", half, int(part))
+
+
+def flights(spans: Sequence[Span]) -> list[Span]:
+    """Return for every sum the range from its launch to the end of its landing, as "flight"."""
+    launched: dict[tuple[str, str, int], float] = {}
+    found = []
+    for span in spans:
+        key = (span.direction, span.half, span.part)
+        if span.kind == "launch":
+            launched.setdefault(key, span.start_ms)  # of several slices the first
+        elif span.kind == "land" and key in launched:
+            found.append(Span("flight", launched.pop(key), span.end_ms, *key))
+    return found
+
+
+def draw_timeline(traces: Mapping[str, Sequence[Span]], title: str, path: Path) -> None:
+    """Write a PNG with one panel per trace, all on one time axis.
+
+    Args:
+        traces: spans by the panel's title.
+        title: of the picture.
+        path: of the PNG.
+    """
+    # Figure and canvas by hand: pyplot keeps global state and may look for a display
+    figure = Figure(figsize=(14, 0.6 + 2.4 * len(traces)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (name, spans) in zip(axes, traces.items(), strict=True):
+        _draw_panel(axis, spans)
+        axis.set_title(name, loc="left", fontsize=10)
+    axes[-1].set_xlabel("milliseconds from the beginning of the step")
+    figure.suptitle(title)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=8, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axis: Axes, spans: Sequence[Span]) -> None:
+    for span in spans:
+        if span.kind == "phase":
+            _bar(axis, span, 0, "0.9")
+            axis.axvline(span.end_ms, color="0.6", lw=0.8)
+            axis.text(span.start_ms, -0.55, span.direction, fontsize=8, va="bottom")
+        elif span.kind in ("enter", "body"):
+            _bar(axis, span, 0, _COLOURS[span.half.rsplit(" ", 1)[-1]][span.part % 2])
+        elif span.kind == "land":
+            _bar(axis, span, 1, "#d62728")
+        elif span.kind == "transfer":
+            _bar(axis, span, 3, "0.4")
+    for span in flights(spans):
+        colour = _COLOURS[span.half.rsplit(" ", 1)[-1]][span.part % 2]
+        _bar(axis, span, 2 - 0.2 + 0.4 * (span.part % 2), colour, height=0.36)
+    axis.set_yticks(range(len(_LANES)), _LANES, fontsize=8)
+    axis.set_ylim(len(_LANES) - 0.5, -0.9)
+
+
+def _bar(axis: Axes, span: Span, lane: float, colour: str, height: float = 0.8) -> None:
+    axis.barh(
+        lane,
+        span.end_ms - span.start_ms,
+        height,
+        left=span.start_ms,
+        color=colour,
+        edgecolor="white",
+        linewidth=0.2,
+    )
+
+
+def _legend() -> list[Patch]:
+    pieces = [
+        Patch(color=colours[part], label=f"{half} #{part}")
+        for half, colours in _COLOURS.items()
+        for part in (0, 1)
+    ]
+    others = [("0.9", "rest of the step"), ("#d62728", "waiting for a sum"), ("0.4", "in gloo")]
+    return pieces + [Patch(color=colour, label=label) for colour, label in others]
+
+
+def read_trace(path: Path) -> list[Span]:
+    """Return the spans of a Chrome trace on disk."""
+    return spans_of(json.loads(path.read_text()))

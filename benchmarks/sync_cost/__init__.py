@@ -1,0 +1,1 @@
+"""What does a sync cost by the number of replicas, and the outer state in memory?"""

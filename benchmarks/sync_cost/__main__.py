@@ -1,0 +1,209 @@
+"""What a sync costs by the number of replicas, and the outer state in memory.
+
+    python -m benchmarks.sync_cost
+
+starts 1, 2, 4 and 8 gloo processes on loopback, each a replica that does nothing but sync: its
+parameters are moved a little, and `StreamingDiLoCo` launches, waits and lands. Bytes come from the
+ledger, from what `bytes_per_cycle` foretells and, where this machine lets us make a network of its
+own for the processes, from the counter of its interface. Times are CPU time of all threads of a
+process, so that it does not matter how many processes share a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.common.page import provenance, write_page
+from benchmarks.sync_cost.job import PHASES, Job, MemoryJob
+from lightning_commfree.diloco import WIRE_FORMATS
+
+# by what the page calls it: ranks of the replica, settings, bytes per parameter by the design
+PAGE = Path(__file__).with_name("result.md")
+MEMORY_SETTINGS: dict[str, tuple[int, dict[str, Any], float]] = {
+    "replica_size=1": (1, {}, 8.0),
+    "replica_size=2": (2, {"replica_size": 2}, 4.0),
+    "outer_device=cpu": (1, {"outer_device": "cpu"}, 8.0),
+}
+# glibc then gives tensors back to the system when they are freed, whatever their size
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
+
+HOW_TO_READ_SYNCS = """\
+Per replica and sync; the whole model is one fragment. Foretold: `bytes_per_cycle`. Interface: what
+the processes put on the interface of their own network while they synced, median over syncs, less
+what as many barriers put there, over replicas; it includes the headers of TCP and IP. CPU time:
+median over replicas and syncs. *Launch* takes the outer gradient, hashes the global copy (unless
+`check_drift_every` is 0) and encodes. *Exchange* is gloo's work until everything has
+arrived and, in an exchange by shards, that of the thread that averages a shard and encodes it
+again; it may begin within *launch*. *Land* decodes, averages, takes the outer step and merges.
+Replicas gather from each other as long as that sends fewer bytes, and each then decodes what all of
+them sent; otherwise they exchange by shards."""
+HOW_TO_READ_MEMORY = """\
+Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank that
+holds most. There is one replica; its parameters are on a GPU where there is one. Host and GPU:
+summed over the tensors' storages. Resident: how much the process's resident set grew; without numba
+a thread keeps 4 MB of scratch besides, for encoding and decoding, however large the model."""
+
+
+class SyncCost(NamedTuple):
+    """What a replica spends on one sync; `interface_bytes` is None where nothing could count."""
+
+    replicas: int
+    ledger_bytes: float
+    foretold_bytes: int
+    interface_bytes: float | None
+    cpu_s: dict[str, float]
+
+
+def measure_sync(job: Job) -> SyncCost:
+    """Run the processes of one job.
+
+    Raises:
+        subprocess.CalledProcessError: a process failed; it has printed why.
+    """
+    prefix = ["unshare", "--net"] if job.own_network else []
+    return summed_up(job, _run_job(prefix, job, job.replicas))
+
+
+def summed_up(job: Job, ranks: Sequence[dict[str, Any]]) -> SyncCost:
+    """Turn what the ranks wrote down into the cost of one sync."""
+    crossed = None
+    if job.own_network:
+        # TCP sends again what a busy machine has not acknowledged in time: the median is without it
+        synced, met = (
+            statistics.median(ranks[0][key]) for key in ("interface_bytes", "idle_bytes")
+        )
+        crossed = (synced - met) / job.replicas
+    cpu_s = {
+        phase: statistics.median(s for rank in ranks for s in rank["cpu_s"][phase])
+        for phase in PHASES
+    }
+    ledger_bytes = statistics.mean(rank["ledger_bytes"] for rank in ranks) / job.rounds
+    return SyncCost(job.replicas, ledger_bytes, ranks[0]["foretold_bytes"], crossed, cpu_s)
+
+
+def measure_memory(job: MemoryJob) -> dict[str, float]:
+    """Run a memory job; of its ranks each figure's largest, see `_sync_job.measure_memory`."""
+    ranks = _run_job([], job, job.ranks)
+    return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def why_no_network() -> str | None:
+    """Return in one sentence why there can be no network of its own; None if there can."""
+    if not shutil.which("unshare") or not shutil.which("ip"):
+        return "A network of its own needs Linux with `unshare` and `ip`."
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return "A network of its own needs root." if probe.returncode else None
+
+
+def sync_lines(costs: Sequence[SyncCost], numel: int, changes: dict[str, Any]) -> list[str]:
+    """Return the costs as lines of Markdown."""
+    return [
+        "## A sync",
+        "",
+        f"{numel:,} parameters, {', '.join(f'`{k}={v}`' for k, v in changes.items())}.",
+        HOW_TO_READ_SYNCS,
+        "",
+        "| replicas | bytes sent (ledger) | per parameter | foretold | interface"
+        " | interface / ledger | CPU ms: " + " | ".join(PHASES) + " | sum |",
+        "|---" * (7 + len(PHASES)) + "|",
+        *(_sync_row(cost, numel) for cost in costs),
+        "",
+    ]
+
+
+def _sync_row(cost: SyncCost, numel: int) -> str:
+    crossed, ratio = "not counted", "--"
+    if cost.interface_bytes is not None:
+        crossed = f"{cost.interface_bytes:,.0f}"
+        if cost.ledger_bytes:
+            ratio = f"{cost.interface_bytes / cost.ledger_bytes:.4f}"
+    milliseconds = [1e3 * cost.cpu_s[phase] for phase in PHASES]
+    return (
+        f"| {cost.replicas} | {cost.ledger_bytes:,.0f} | {cost.ledger_bytes / numel:.4f}"
+        f" | {cost.foretold_bytes:,} | {crossed} | {ratio}"
+        f" | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} | {sum(milliseconds):.1f} |"
+    )
+
+
+def memory_lines(numel: int) -> list[str]:
+    """Measure the outer state's memory; return it as lines of Markdown."""
+    rows = []
+    for name, (ranks, changes, design) in MEMORY_SETTINGS.items():
+        found = measure_memory(MemoryJob(ranks, numel, changes))
+        figures = (found["host"], found["gpu"], found["resident"], design)
+        rows.append(f"| {name} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
+    return [
+        "## Memory",
+        "",
+        f"{numel:,} parameters.",
+        HOW_TO_READ_MEMORY,
+        "",
+        "| setting | host | GPU | resident | design |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def _run_job(prefix: Sequence[str], job: Job | MemoryJob, size: int) -> list[dict[str, Any]]:
+    """Run a job in processes of its own; return what its ranks wrote down."""
+    command = [*prefix, sys.executable, "-m", "benchmarks.sync_cost.job", json.dumps(job._asdict())]
+    environment = dict(os.environ)
+    if isinstance(job, MemoryJob):
+        environment |= GIVE_BACK
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*command, folder], check=True, env=environment)
+        files = [Path(folder) / f"{rank}.json" for rank in range(size)]
+        return [json.loads(file.read_text()) for file in files]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="M")
+    parser.add_argument("--numel", type=int, default=2**22, help="parameters (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="counted syncs (%(default)s)")
+    parser.add_argument("--wire-dtype", choices=tuple(WIRE_FORMATS), default="fp4")
+    parser.add_argument("--check-drift-every", type=int, default=1, help="%(default)s, or 0")
+    parser.add_argument(
+        "--memory-numel", type=int, default=2**25, help="parameters, for memory (%(default)s)"
+    )
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    if min(*options.replicas, options.numel, options.rounds, options.memory_numel) < 1:
+        parser.error("replicas, --numel, --rounds and --memory-numel must all be 1 or more")
+    reason = why_no_network()
+    if reason is not None:
+        print(f"{reason} The bytes on the interface are not counted.", file=sys.stderr)
+    changes = {
+        "wire_dtype": options.wire_dtype,
+        "check_drift_every": options.check_drift_every,
+    }
+    costs = [
+        measure_sync(Job(replicas, options.numel, options.rounds, changes, reason is None))
+        for replicas in options.replicas
+    ]
+    given = sys.argv[1:] if arguments is None else arguments
+    lines = [
+        "# What a sync costs, and the outer state in memory",
+        "",
+        *provenance(shlex.join(["python", "-m", "benchmarks.sync_cost", *given])),
+        "",
+        *sync_lines(costs, options.numel, changes),
+        *memory_lines(options.memory_numel),
+    ]
+    write_page(options.page, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""What the wire formats lose, and what they cost in time: `python -m benchmarks.wire`.
+
+The first part trains the recipes' small GPT-2 in this process, takes outer gradients (old minus
+new after `--sync-every` steps of AdamW) and measures what each format makes of them, and what E3M0
+would with other blocks and scales. The second part times encoding and decoding on one thread
+against copying the same fp32 values from one buffer to another; the operations take turns, so that
+what else the machine does meets all of them alike. Further words are overrides for the training:
+`data=synthetic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.common.page import provenance, write_page
+from benchmarks.common.timing import seconds_of
+from benchmarks.wire.errors import Error, grid_errors, outer_gradients, wire_errors
+from lightning_commfree.diloco import WIRE_FORMATS
+from lightning_commfree.diloco.blocks import BLOCK
+from lightning_commfree.diloco.wire import Fp4Format, Int8Format, WireFormat, decode
+
+PAGE = Path(__file__).with_name("result.md")
+COPY = "copy"
+TIMED: dict[str, WireFormat] = {
+    **WIRE_FORMATS,
+    "int8 in torch operations": Int8Format(compiled=False),
+    "fp4 in torch operations": Fp4Format(compiled=False),
+}
+COPY_TO_NEW = "copy into new memory"
+NEAREST = "power of two, nearest"
+PLAIN_SCALES = (NEAREST, "fp16 largest", "fp32 largest")
+SEARCHED = ("power of two, least error", "fp32, least error of 24")
+OTHER_TOPS = (NEAREST, "power of two, down", "power of two, up", *SEARCHED)
+CLEARLY = 0.1  # share of the error that another block or scale would have to save
+CLEARLY_BITS = 0.5  # at no more than so many bits a value above the chosen format
+
+HOW_TO_READ_ERRORS = """\
+Over all outer gradients together. Error: the norm of (decoded - value) over the norm of the values.
+Zeroed: the share of the values other than zero that become zero."""
+HOW_TO_READ_GRID = """\
+Each cell: error / zeroed, at bits a value. A scale of one byte is a power of two; the others are
+the block's largest magnitude as it is."""
+HOW_TO_READ_TOPS = """\
+Down and up: the power of two below and above the block's largest magnitude, instead of the nearest.
+Least error: of four powers of two, or of 24 fp32 scales over three octaves, that with the least
+squared error, block by block: an encoder would try them all."""
+HOW_TO_READ_TIMES = """\
+One thread; medians of operations that take turns; ratio to copying the same fp32 values between two
+buffers. All of them write to buffers that exist, but for the copy into new memory, which the system
+has to hand out page by page: a thread keeps its scratch for that reason. On a CPU int8 and fp4 are
+loops that numba compiles; where it is not installed they are torch operations, each step of the
+arithmetic a pass over scratch that stays in the cache: eleven to encode fp4 and six to decode it,
+at a part of a copy each, for memory is hardly slower here than cache."""
+
+
+class Timing(NamedTuple):
+    """Median time of one operation, in seconds, and that time over the copy's."""
+
+    operation: str
+    median_s: float
+    ratio: float
+
+
+def operations(values: Tensor) -> dict[str, Callable[[], object]]:
+    """Return the copies, and encode and decode of every format on fp32 `values`."""
+    copied, decoded = torch.empty_like(values), torch.empty_like(values)
+    table: dict[str, Callable[[], object]] = {
+        COPY: lambda: copied.copy_(values),
+        COPY_TO_NEW: values.clone,
+    }
+    for name, wire in TIMED.items():
+        size = wire.num_bytes(values.numel())
+        payload = torch.empty(size, dtype=torch.uint8, device=values.device)
+        wire.encode(values, out=payload)
+        table |= {
+            f"{name} encode": partial(wire.encode, values, payload),
+            f"{name} decode": partial(decode, wire, payload, decoded),
+        }
+    return table
+
+
+def measure(values: Tensor, rounds: int) -> list[Timing]:
+    """Time every operation once a round, after one round that does not count."""
+    table = operations(values)
+    seconds: dict[str, list[float]] = {name: [] for name in table}
+    for _ in range(rounds + 1):
+        for name, operation in table.items():
+            seconds[name].append(seconds_of(operation, values.device))
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    return [Timing(name, median, median / medians[COPY]) for name, median in medians.items()]
+
+
+def verdict(grid: dict[tuple[int | None, str], Error]) -> str:
+    """Return which block and scale the figures speak for."""
+    chosen = grid[BLOCK, NEAREST]
+    most_bits = chosen.bits_a_value + CLEARLY_BITS
+    affordable = {k: e for k, e in grid.items() if e.bits_a_value <= most_bits}
+    searched = {k: e for k, e in affordable.items() if k[1] in SEARCHED}
+    one_pass = {k: e for k, e in affordable.items() if k[1] not in SEARCHED}
+    saved = 1 - min(e.relative_rms for e in one_pass.values()) / chosen.relative_rms
+    conclusion = (
+        f"Without a search nothing saves {100 * CLEARLY:.0f} % of the error: the choice stays."
+        if saved < CLEARLY
+        else f"{100 * saved:.1f} % without a search: the figures speak against the choice."
+    )
+    return (
+        f"Chosen: blocks of {BLOCK}, one byte of scale, an error of {chosen.relative_rms:.4f} at"
+        f" {chosen.bits_a_value:.3f} bits a value. Within {CLEARLY_BITS} bits more, the least error"
+        f" without a search is {_best(one_pass, chosen)}; the least of all is"
+        f" {_best(searched, chosen)}, for which every block is encoded with every candidate."
+        f" {conclusion}"
+    )
+
+
+def _best(errors: dict[tuple[int | None, str], Error], chosen: Error) -> str:
+    (block, scale), best = min(errors.items(), key=lambda item: item[1].relative_rms)
+    saved = 100 * (1 - best.relative_rms / chosen.relative_rms)
+    more = 100 * (best.bits_a_value / chosen.bits_a_value - 1)
+    return (
+        f"{best.relative_rms:.4f} ({saved:.1f} % less for {more:.1f} % more bytes;"
+        f" {_block_name(block)}, scale: {scale})"
+    )
+
+
+def error_lines(gradients: Sequence[Sequence[Tensor]]) -> list[str]:
+    """Return the measured errors as lines of Markdown."""
+    flat = [values for cycle in gradients for values in cycle]
+    grid = grid_errors(flat)
+    fragments = range(len(gradients[0]))
+    by_fragment = [wire_errors([cycle[p] for cycle in gradients]) for p in fragments]
+    sizes = ", ".join(f"{values.numel():,}" for values in gradients[0])
+    return [
+        "## What is lost",
+        "",
+        f"{len(gradients)} outer gradients of {len(fragments)} fragments ({sizes} values).",
+        HOW_TO_READ_ERRORS,
+        "",
+        "| wire_dtype | bits a value | error | cosine | zeroed | error by fragment |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {name} | {e.bits_a_value:.3f} | {e.relative_rms:.4f} | {e.cosine:.5f}"
+            f" | {100 * e.zeroed:.2f} %"
+            f" | {', '.join(f'{errors[name].relative_rms:.4f}' for errors in by_fragment)} |"
+            for name, e in wire_errors(flat).items()
+        ),
+        "",
+        "## E3M0 by block and scale",
+        "",
+        HOW_TO_READ_GRID,
+        "",
+        *_grid_table(grid, PLAIN_SCALES),
+        "",
+        HOW_TO_READ_TOPS,
+        "",
+        *_grid_table(grid, OTHER_TOPS),
+        "",
+        verdict(grid),
+        "",
+    ]
+
+
+def time_lines(timings: Sequence[Timing], numel: int, rounds: int) -> list[str]:
+    """Return the measured times as lines of Markdown."""
+    return [
+        "## What it costs",
+        "",
+        f"{numel:,} values, {rounds} rounds.",
+        HOW_TO_READ_TIMES,
+        "",
+        "| operation | median ms | GB of fp32 a second | ratio to copy |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {1e3 * seconds:.3f} | {4 * numel / seconds / 1e9:.1f} | {ratio:.2f} |"
+            for name, seconds, ratio in timings
+        ),
+    ]
+
+
+def _grid_table(grid: dict[tuple[int | None, str], Error], scales: Sequence[str]) -> list[str]:
+    blocks = list(dict.fromkeys(block for block, _ in grid))
+
+    def cell(block: int | None, scale: str) -> str:
+        e = grid[block, scale]
+        return f"{e.relative_rms:.4f} / {100 * e.zeroed:.1f} % at {e.bits_a_value:.3f}"
+
+    return [
+        f"| block | {' | '.join(scales)} |",
+        "|---" * (len(scales) + 1) + "|",
+        *(
+            f"| {_block_name(block)} | {' | '.join(cell(block, scale) for scale in scales)} |"
+            for block in blocks
+        ),
+    ]
+
+
+def _block_name(block: int | None) -> str:
+    return "whole fragment" if block is None else f"blocks of {block}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sync-every", type=int, default=100, help="steps (%(default)s)")
+    parser.add_argument("--cycles", type=int, default=4, help="outer gradients (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="blocks a step (%(default)s)")
+    parser.add_argument("--numel", type=int, default=2**24, help="values timed (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=21, help="measured rounds (%(default)s)")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="%(default)s or cuda")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options, overrides = parser.parse_known_args(arguments)
+    counts = {k: getattr(options, k) for k in ("sync_every", "cycles", "numel", "rounds")}
+    if min(counts.values()) < 1:
+        parser.error(f"{counts} must all be 1 or more")
+    with _one_thread():
+        gradients = outer_gradients(
+            options.sync_every, options.cycles, options.batch_size, overrides
+        )
+        values = 1e-3 * torch.randn(options.numel, device=options.device)
+        timings = measure(values, options.rounds)
+    given = sys.argv[1:] if arguments is None else arguments
+    lines = [
+        "# The wire formats: what is lost and what it costs",
+        "",
+        *provenance(shlex.join(["python", "-m", "benchmarks.wire", *given])),
+        "",
+        *error_lines(gradients),
+        *time_lines(timings, options.numel, options.rounds),
+    ]
+    write_page(options.page, lines)
+
+
+if __name__ == "__main__":
+    main()

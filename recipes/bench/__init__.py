@@ -1,1 +1,0 @@
-"""Measurements that anybody can repeat: each module is a command and prints what it found."""

@@ -1,0 +1,33 @@
+"""The comparison of the demo with DDP, at toy size; its figures are those of the two summaries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.demo import __main__ as demo
+
+TOY = [
+    "data=synthetic",
+    "data.corpus.train_characters=20000",
+    "data.corpus.validation_characters=4000",
+    "tokenizer=bytes",
+    "trainer.max_steps=12",
+    "optimizer.warmup_steps=2",
+    "report.sample_tokens=1",
+]
+
+
+def test_the_page_says_what_the_runs_said(tmp_path: Path) -> None:
+    page, work = tmp_path / "demo.md", tmp_path / "runs"
+    demo.main(["--page", str(page), "--work", str(work), f"cache_dir={tmp_path}/cache", *TOY])
+    text = page.read_text()
+    assert "- command: `python -m benchmarks.demo" in text
+    assert "- commit: `" in text
+    ddp, diloco = (json.loads((work / name / "summary.json").read_text()) for name in demo.RUNS)
+    assert ddp["tokens"] == diloco["tokens"]
+    assert f"| {ddp['validation_loss']:.4f} | +0.00 %" in text
+    ratio = 100 * (diloco["validation_loss"] / ddp["validation_loss"] - 1)
+    assert f"| {diloco['validation_loss']:.4f} | {ratio:+.2f} %" in text
+    assert diloco["bytes_are_counted"]
+    assert not ddp["bytes_are_counted"]

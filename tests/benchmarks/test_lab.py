@@ -1,0 +1,216 @@
+"""The laboratory: what crosses its wires, at which rate, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lab import LaboratoryUnavailable, NetLab, interface_counters, netlab
+from benchmarks.lab.__main__ import main as command_main
+from benchmarks.lab.nodes import parse_counters
+
+UNAVAILABLE = netlab.why_unavailable()
+needs_networks = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+PAYLOAD = 3_000_000
+TRANSFER = f"""
+import os, socket, time
+if os.environ["RANK"] == "1":
+    with socket.create_server(("", 5000)) as server, server.accept()[0] as peer:
+        while peer.recv(1 << 16): pass
+else:
+    for _ in range(200):
+        try:
+            peer = socket.create_connection(("node1", 5000)); break
+        except ConnectionRefusedError: time.sleep(0.02)
+    start = time.monotonic()
+    peer.sendall(bytes({PAYLOAD})); peer.shutdown(socket.SHUT_WR); peer.recv(1)
+    print(time.monotonic() - start)
+"""
+
+
+def namespaces(pid: int | None = None) -> list[str]:
+    """The namespaces of the laboratories of a process (None: of this one)."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [
+        name for name in listed.stdout.split() if name.startswith(f"netlab-{pid or os.getpid()}-")
+    ]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[NetLab]:
+    with NetLab(nodes=2, rate="100mbit") as laboratory:
+        yield laboratory
+
+
+@needs_networks
+def test_the_interface_counts_a_known_transfer_and_the_rate_is_kept(lab: NetLab) -> None:
+    """The bucket of 256 kB passes at once at each end; the rest cannot be faster than the rate."""
+    try:
+        for rate, bits in (("100mbit", 100e6), ("40mbit", 40e6)):
+            lab.set_rate(rate)
+            sender, receiver = lab.run([[sys.executable, "-c", TRANSFER]] * 2, timeout_s=30)
+            assert (sender.returncode, receiver.returncode) == (0, 0), sender.output
+            # 66 bytes of headers ride on a packet of 1448 and more; a busy machine also resends
+            assert PAYLOAD < sender.sent_bytes < 1.5 * PAYLOAD
+            assert receiver.sent_bytes < 0.05 * PAYLOAD, "only acknowledgements come back"
+            assert float(sender.output) > 8 * (PAYLOAD - 2 * 256 * 1024) / bits
+    finally:
+        lab.set_rate("100mbit")
+
+
+@needs_networks
+def test_a_node_has_its_own_name_knows_the_others_and_is_told_its_rank(lab: NetLab) -> None:
+    script = "echo $(hostname) $(getent hosts node1) $RANK/$WORLD_SIZE $MASTER_ADDR $MORE"
+    results = lab.run([["sh", "-c", script]] * 2, timeout_s=20, env={"MORE": "more"})
+    for node, result in enumerate(results):
+        assert result.output.split() == [
+            *(f"node{node}", lab.address(1), "node1", f"{node}/2", lab.address(0), "more"),
+        ]
+    assert "node1" not in Path("/etc/hosts").read_text()
+
+
+@needs_networks
+def test_a_job_that_hangs_is_killed_with_its_children(lab: NetLab) -> None:
+    start = time.monotonic()
+    # the child leaves the session, so that no signal to a process group finds it
+    hangs = ["sh", "-c", "setsid sleep 77 & echo started; wait"]
+    results = lab.run([hangs, ["true"]], timeout_s=3)
+    assert time.monotonic() - start < 20
+    assert [result.returncode for result in results] == [-9, 0]
+    assert results[0].output == "started\n"
+    pids = subprocess.run(
+        ["ip", "netns", "pids", lab._namespace(0)], capture_output=True, text=True, check=True
+    )
+    assert pids.stdout == ""
+
+
+@needs_networks
+def test_the_others_do_not_wait_for_the_timeout_once_one_has_failed(
+    lab: NetLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.lab.nodes.GRACE_S", 0.5)
+    start = time.monotonic()
+    results = lab.run([["sleep", "60"], ["sh", "-c", "exit 3"]], timeout_s=60)
+    assert time.monotonic() - start < 10
+    assert [result.returncode for result in results] == [-9, 3]
+
+
+@needs_networks
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_nothing_stays_behind_and_two_laboratories_do_not_collide(
+    lab: NetLab, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(namespaces())
+    assert len(before) == 3, "two nodes and the switch of the other laboratory"
+
+    def broken_off(jobs: object, timeout_s: float) -> None:
+        raise error
+
+    monkeypatch.setattr(netlab, "wait_for", broken_off)
+    other = NetLab(nodes=1, rate=None)
+
+    def run_in_the_other() -> None:
+        with other:
+            assert len(namespaces()) == 5
+            other.run([["sleep", "60"]], timeout_s=60)
+
+    with pytest.raises(error):
+        run_in_the_other()
+    assert set(namespaces()) == before
+
+
+@needs_networks
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_command_cleans_up_when_it_is_told_to_end(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
+    # the jobs say themselves that they run: to read its counters, a node runs other commands before
+    job = ["sh", "-c", f'touch "{tmp_path}/$RANK" && exec sleep 60']
+    command = [sys.executable, "-m", "benchmarks.lab", "--", *job]
+    # a shell or `nohup` may have left it ignored for background jobs, and tests may be one
+    handler = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+    unignored = {"preexec_fn": lambda: signal.signal(signum, handler)}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, **unignored)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(list(tmp_path.iterdir())) == 2, "both nodes run"
+        process.send_signal(signum)
+        assert process.wait(timeout=20) != 0
+    finally:
+        process.kill()
+    assert namespaces(process.pid) == []
+
+
+@needs_networks
+def test_a_set_up_that_breaks_off_takes_away_what_it_has_built(
+    lab: NetLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(namespaces())
+    broken = NetLab(nodes=2)
+    monkeypatch.setattr(broken, "_plug_in", lambda node: netlab.command_output("ip", "nonsense"))
+    with pytest.raises(LaboratoryUnavailable, match="`ip nonsense` failed: "), broken:
+        pass
+    assert set(namespaces()) == before
+
+
+@needs_networks
+def test_the_command_prints_what_each_node_said_and_sent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["--nodes", "2", "--rate", "100mbit", "--", "sh", "-c", "echo rank $RANK; exit $RANK"]
+    assert command_main(command) == 1
+    out = capsys.readouterr().out
+    assert "--- node0: exit code 0, sent " in out
+    assert "--- node1: exit code 1, sent " in out
+    assert "rank 0\n" in out
+    assert "rank 1\n" in out
+
+
+@needs_networks
+def test_one_command_per_node_is_needed(lab: NetLab) -> None:
+    with pytest.raises(ValueError, match="1 commands came for 2 nodes; give one each"):
+        lab.run([["true"]], timeout_s=1)
+
+
+@pytest.mark.parametrize("rate", ["fast", "0mbit", "100", "100 mbit", "-1mbit"])
+def test_a_rate_that_is_none_is_refused(rate: str) -> None:
+    with pytest.raises(ValueError, match="is no rate above 0 such as '100mbit'"):
+        NetLab(rate=rate)
+
+
+def test_a_laboratory_without_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="`nodes=0` must lie between 1 and 200"):
+        NetLab(nodes=0)
+
+
+def test_without_root_it_says_so_and_exits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(netlab.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(netlab.os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit) as stopped:
+        command_main(["--", "true"])
+    assert stopped.value.code == 2
+    assert "needs root to make network namespaces" in capsys.readouterr().err
+
+
+def test_without_iproute2_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(netlab.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(LaboratoryUnavailable, match="needs `tc`"), NetLab():
+        pass
+
+
+def test_counters_come_from_the_right_columns_and_an_unknown_interface_is_refused() -> None:
+    table = "Inter-| Receive\n face |bytes\n  eth0:7 1 0 0 0 0 0 0 9 2 0 0 0 0 0 0\n"
+    assert parse_counters(table, "eth0") == (9, 7)
+    with pytest.raises(ValueError, match="There is no interface `eth9` here, only"):
+        interface_counters("eth9")

@@ -80,10 +80,10 @@ def test_import_contracts_are_kept() -> None:
         ("lightning_internals.py", f"import {PACKAGE}.resume", "imports run one way"),
         ("comm/ledger.py", "import recipes.data", "the library imports neither"),
         ("strategies/distributed_lion.py", "import benchmarks.lab", "the library imports neither"),
-        ("../recipes/compare.py", "import benchmarks.lab.netlab", "of the benchmarks, recipes use"),
-        ("../recipes/plan.py", "import benchmarks.common.page", "of the benchmarks, recipes use"),
-        ("../benchmarks/lab/nodes.py", "import recipes.data", "the laboratory knows neither"),
-        ("../benchmarks/lab/nodes.py", "import benchmarks.common", "the laboratory knows neither"),
+        ("../recipes/compare.py", "import benchmarks.lab.netlab", "recipes use public names"),
+        ("../recipes/plan.py", "import benchmarks.common.page", "recipes use public names"),
+        ("../benchmarks/lab/nodes.py", "import recipes.data", "the laboratory stands alone"),
+        ("../benchmarks/lab/nodes.py", "import benchmarks.common", "the laboratory stands alone"),
     ],
 )
 def test_a_forbidden_import_breaks_a_contract(
@@ -93,7 +93,7 @@ def test_a_forbidden_import_breaks_a_contract(
         source.write(f"\n{line}\n")
     result = run_python("-c", LINT_IMPORTS, cwd=copy_of_the_house)
     assert result.returncode == 1, result.stdout + result.stderr
-    broken_contracts = [row for row in result.stdout.splitlines() if row.endswith("BROKEN")]
+    broken_contracts = [row for row in result.stdout.splitlines() if " BROKEN" in row]
     assert any(row.startswith(broken) for row in broken_contracts), result.stdout
 
 

@@ -66,11 +66,13 @@ class RankState(Protocol):
     """What a strategy's algorithm knows on this rank; it answers from `begin` to `end`.
 
     Attributes:
+        name: of the algorithm; another one has no use for its parts.
         replicas: ranks hold models of their own, with optimizers and further tensors of their own.
             Else they hold parts of one, which a checkpoint puts together.
         free_at_resume: names in `fingerprint` that may have other values at a resume.
     """
 
+    name: str
     replicas: bool
     free_at_resume: frozenset[str]
 
@@ -83,13 +85,13 @@ class RankState(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned; the algorithm stands at its beginning."""
 
-    def adopt(self, saved: Saved) -> Adopted:
+    def adopt(self, saved: Saved) -> Adopted | None:
         """Choose what this rank can use of a save by other ranks or with other settings.
 
-        Collective over the world.
+        Collective over the world: all ranks return something, or all return None.
 
         Args:
-            saved: has an entry and parts, of which some may be gone.
+            saved: by the same algorithm; files of some ranks may be gone.
         """
 
 
@@ -241,18 +243,15 @@ class ExactResume:
         reason = self._why_not_exact(fit.owner, source)
         part = source.mine
         if reason:
-            adopted = fit.owner.adopt(source.saved)
-            part = adopted.part
+            part, said = self._adopted(fit.owner, source.saved)
             rank_zero_warn(
                 f"The fit does not go on exactly where {str(source.path)!r} was saved: {reason}."
-                f" Every rank starts from the checkpoint's weights, {adopted.said}."
+                f" Every rank starts from the checkpoint's weights, {said}."
             )
         if not part:
             return
         self._part = part
         # Lightning, which restores them later, has saved those of rank 0 only
-        if part.get("loaders") is not None:
-            loop_state(source.checkpoint)["combined_loader"] = part["loaders"]
         schedulers = part.get("schedulers") or ()
         if len(schedulers) == len(source.checkpoint.get("lr_schedulers", ())):
             source.checkpoint["lr_schedulers"] = schedulers
@@ -260,6 +259,18 @@ class ExactResume:
         fit.tensors.load(part.get("tensors", {}))
         if "algorithm" in part:
             fit.owner.load_state_dict(part["algorithm"])
+
+    def _adopted(self, owner: RankState, saved: Saved) -> Adopted:
+        same = saved.entry.get("algorithm") == owner.name
+        adopted = owner.adopt(saved) if same else None
+        if adopted is not None:
+            return adopted
+        state = "the optimizer state of rank 0" if owner.replicas else "its optimizer state"
+        return Adopted(
+            {},
+            f"with {state} where it stands in the checkpoint. What else only single ranks know"
+            " begins anew: the epoch's data, random numbers and the strategy's own",
+        )
 
     def _why_not_exact(self, owner: RankState, source: _Source) -> str:
         """Return why the ranks do not go on with their own parts; empty if they do."""
@@ -269,6 +280,8 @@ class ExactResume:
                 "it holds no state of single ranks, as another strategy saves it or as it is saved"
                 " outside of a fit"
             )
+        if entry["algorithm"] != owner.name:
+            return f"it was saved by {entry['algorithm']}, and this is {owner.name}"
         now, was = owner.fingerprint(), entry["fingerprint"]
         changed = [
             f"{name} was {was.get(name, 'absent')} and is {now.get(name, 'absent')}"
@@ -323,6 +336,7 @@ class ExactResume:
                 "ranks": strategy.world_size,
                 "token": token,
                 "place": files.place(token),
+                "algorithm": fit.owner.name,
                 "fingerprint": fit.owner.fingerprint(),
                 "own": own,
             }

@@ -32,7 +32,7 @@ from lightning_commfree.resume.rank_parts import Owner, tensors_of, unseal
 from lightning_commfree.resume.whole_files import read_whole, write_whole
 
 KEY = "lightning_commfree"  # of a checkpoint's entry
-_ENTRY = {"ranks", "token", "place", "fingerprint", "own"}  # "own": rank 0's part
+_ENTRY = {"ranks", "token", "place", "algorithm", "fingerprint", "own"}  # "own": rank 0's part
 FOLDER = ".commfree"
 
 

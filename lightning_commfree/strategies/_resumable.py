@@ -23,9 +23,9 @@ class ResumableStrategy(ReplicatedStrategy):
     names what must be as it was (`_fingerprint` and `_resume_fingerprint`).
     """
 
-    _free_at_resume: frozenset[str] = (
-        frozenset()
-    )  # of `_fingerprint`, what may be another at a resume
+    _algorithm: str
+    # of `_fingerprint`, what may be another at a resume
+    _free_at_resume: frozenset[str] = frozenset()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,14 +43,10 @@ class ResumableStrategy(ReplicatedStrategy):
     def _resume_fingerprint(self) -> dict[str, str]:
         """Return what besides `_fingerprint` must be as it was for an exact resume."""
 
-    def _adopt(self, saved: Saved) -> Adopted:
+    def _adopt(self, saved: Saved) -> Adopted | None:
         """Choose what this rank can use of a save by other ranks or with other settings."""
         del saved
-        return Adopted(
-            {},
-            "with the optimizer state of rank 0 where it stands in the checkpoint; what else is the"
-            " strategy's own begins anew",
-        )
+        return None
 
     # -- what follows is for the Trainer, in the order in which it calls it
 
@@ -125,6 +121,7 @@ class _Owner:
 
     def __init__(self, strategy: ResumableStrategy) -> None:
         self._strategy = strategy
+        self.name = strategy._algorithm
         self.free_at_resume = strategy._free_at_resume
         self.state_dict = strategy._rank_state
         self.load_state_dict = strategy._load_rank_state

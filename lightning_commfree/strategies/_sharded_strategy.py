@@ -16,23 +16,14 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import Channels, on_meta, refuse_nonfinite_weights
-from lightning_commfree.resume.epoch_start import EpochStart
+from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.strategies._phases import CountingStrategy
-from lightning_commfree.strategies._rank_states import (
-    Found,
-    Layout,
-    add_entry,
-    find_state,
-    place_loaders,
-    rank_state,
-    restore,
-)
+from lightning_commfree.strategies._rank_states import TensorRank
 from lightning_commfree.strategies._sharded import OptimizerParts, ShardedModule
 from lightning_commfree.strategies.signals import warn_unsaved
 
@@ -49,9 +40,8 @@ class ShardedStrategy(CountingStrategy):
         self._channels: Channels | None = None
         self._sharded: ShardedModule | None = None
         self._left_in_parts: OptimizerParts | None = None  # by the latest fit
-        self._epoch_start = EpochStart()
+        self._resume = ExactResume(self, self)
         self._filled = False  # the model was on `meta`
-        self._found: Found | None = None  # of the checkpoint that is resumed, until it is in place
 
     @property
     @abstractmethod
@@ -80,7 +70,23 @@ class ShardedStrategy(CountingStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._open_channels()
-        self._epoch_start.install(self._module.trainer)
+        # before the first loader is made
+        self._resume.install(self._module.trainer)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            mine = self.global_rank, self.world_size, self.tensor_parallel_size
+            self._resume.begin(
+                trainer, TensorRank(self.sharded.models, *mine, self._split_settings())
+            )
+
+    @override
+    def on_train_end(self) -> None:
+        # all ranks are here for the last time
+        self._resume.settle()
+        super().on_train_end()
 
     @override
     def model_to_device(self) -> None:
@@ -97,8 +103,8 @@ class ShardedStrategy(CountingStrategy):
                 self._sharded.join()
                 self._left_in_parts = self._sharded.optimizer_parts
             self._sharded = None
-        self._filled, self._found = False, None
-        self._epoch_start.remove()
+        self._filled = False
+        self._resume.end()
         module = self._lightning_module
         if self._on_meta():  # an error came first, and moving it to the CPU would hide the text
             self._lightning_module = None
@@ -114,29 +120,25 @@ class ShardedStrategy(CountingStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint, with what single ranks know in it."""
+        """Write a checkpoint and the ranks' files beside it."""
         if self._stopped_by_hand():
             warn_unsaved()
             return
-        if self._sharded is not None and "optimizer_states" in checkpoint:  # else weights only
-            models, start = self._sharded.models, self._epoch_start
-            state = rank_state(models, checkpoint, self.root_device, start)
-            layout, split = self._layout, self._split_settings()
-            add_entry(checkpoint, self._open.world, layout, split, state)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        write = super().save_checkpoint
+        self._resume.save(checkpoint, filepath, lambda at: write(checkpoint, at, storage_options))
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        self._resume.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         # later releases of Lightning pass more arguments
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._found = find_state(checkpoint, self._layout, self._split_settings())
-            place_loaders(checkpoint, self._found)
-            if self._found.said:
-                rank_zero_warn(
-                    f"The fit does not go on exactly where {str(checkpoint_path)!r} was saved:"
-                    f" {self._found.said}. Weights and optimizer state are the checkpoint's."
-                )
+            weights_only = kwargs.get("weights_only", args[0] if args else None)
+            self._resume.read(checkpoint_path, checkpoint, weights_only)
         return checkpoint
 
     @override
@@ -197,10 +199,6 @@ class ShardedStrategy(CountingStrategy):
         return self.lightning_module
 
     @property
-    def _layout(self) -> Layout:
-        return Layout(self.world_size, self.tensor_parallel_size, self.global_rank)
-
-    @property
     def _open(self) -> Channels:
         assert self._channels is not None, "they are open while a fit runs"
         return self._channels
@@ -227,13 +225,6 @@ class ShardedStrategy(CountingStrategy):
         finally:
             if not fits:
                 self._close_channels()
-
-    def _go_on(self) -> None:
-        """Bring a resumed fit's data and random numbers to where they were; in `on_train_start`."""
-        if self._found is not None:
-            models = self.sharded.models
-            restore(self._found, self._module.trainer, models, self._epoch_start)
-            self._found = None
 
     def _on_meta(self) -> bool:
         return self.lightning_module is not None and bool(on_meta(self.lightning_module))

@@ -79,6 +79,7 @@ class DistributedLionStrategy(ResumableStrategy):
     """
 
     _group_argument = "node_size"
+    _algorithm = "Distributed Lion"
 
     def __init__(
         self,
@@ -244,16 +245,16 @@ class DistributedLionStrategy(ResumableStrategy):
         return {}
 
     @override
-    def _adopt(self, saved: Saved) -> Adopted:
+    def _adopt(self, saved: Saved) -> Adopted | None:
         """Give every worker its momentum where it was there, a new one the mean of all."""
-        size = int(saved.entry.get("fingerprint", {}).get("node_size", "1"))
-        workers = max(saved.entry.get("ranks", 0) // size, 1)
+        size = int(saved.entry["fingerprint"]["node_size"])
+        workers = saved.entry["ranks"] // size
         mine = self.global_rank // self._group_size
         wanted = [mine] if mine < workers else range(workers)
 
-        parts = saved.load_all(worker * size for worker in wanted) if saved.entry else []
+        parts = saved.load_all(worker * size for worker in wanted)
         if not parts:
-            return super()._adopt(saved)
+            return None
         own = {name: parts[0][name] for name in REPLICA}
         if len(parts) > 1:
             own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]

@@ -209,7 +209,7 @@ class DominoTPStrategy(ShardedStrategy):
         """
         super().on_train_start()
         share_random_state(self._open.tensor, self.root_device)
-        self._go_on()
+        self._resume.go_on()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -111,6 +111,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         trainer = Trainer(strategy=strategy, devices=2, num_nodes=4)
     """
 
+    _algorithm = "Streaming DiLoCo"
     # two of them look and change nothing; the third may be what a run that has stopped goes on with
     _free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})
 

@@ -3,9 +3,11 @@ numbers; in other groups it goes on from the same weights, and a message says wh
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,16 +16,19 @@ from torch.utils.data import DataLoader
 
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.domino import TensorGroup
+from lightning_commfree.resume import exact
+from lightning_commfree.resume.exact import ExactResume
+from lightning_commfree.resume.position import Data
 from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
 from tests.strategies.models import Drawn, Recorder, quiet_trainer
+from tests.strategies.saved import file_of, part_of
 from tests.world import run_ranks
 
 EPOCH_STEPS = 3
 STEPS = 2 * EPOCH_STEPS
 SIZE, GROUP = 4, 2
 ROWS = 2  # of a batch
-SAID = "lightning_commfree.strategies._sharded_strategy.rank_zero_warn"
-RANK_STATES = "lightning_commfree.strategies._rank_states"
+SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Told(CausalLM):
@@ -68,6 +73,7 @@ def shuffled(groups: int) -> DataLoader[Any]:
 
 def fit(folder: Path, data: Any, module: Told | None = None, **kwargs: Any) -> Any:
     recorder, straight = Recorder(), "ckpt_path" not in kwargs
+    extra = kwargs.pop("extra", [])
     save = ModelCheckpoint(
         folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
     )
@@ -75,8 +81,9 @@ def fit(folder: Path, data: Any, module: Told | None = None, **kwargs: Any) -> A
         strategy=DominoTPStrategy(kwargs.pop("group", GROUP)),
         devices=kwargs.pop("size", SIZE),
         enable_checkpointing=straight,
-        callbacks=[recorder, save] if straight else [recorder],
+        callbacks=[recorder, *extra, save] if straight else [recorder],
         max_epochs=2,
+        accumulate_grad_batches=kwargs.pop("accumulate", 1),
     )
     module = module or Told()
     torch.manual_seed(kwargs.pop("seed", 0))  # making a model has set one
@@ -94,8 +101,8 @@ LOADERS = {
 STOPS = {"shuffled": (1, 3, 5), "drawn": (2, 3)}  # 3: the end of an epoch
 MISTAKES = {  # what a resume without it would be
     "a rank's own random numbers": (TensorGroup, "load_own_state", lambda *_: None),
-    "random numbers": (RANK_STATES, "restore", lambda *_: None),
-    "every group's own loader": (RANK_STATES, "place_loaders", lambda *_: None),
+    "random numbers": (ExactResume, "go_on", lambda *_: None),
+    "every group's own loader": (exact, "Data", lambda _, *rest: Data(None, *rest)),
 }
 
 FORGETFUL = {"shuffled": 5, "drawn": 2}  # from where
@@ -110,10 +117,7 @@ def resume(rank: int, folder: Path, kind: str, step: int) -> Any:
 def forgetful(rank: int, folder: Path, kind: str, mistake: str) -> Any:
     owner, name, nothing = MISTAKES[mistake]
     with pytest.MonkeyPatch.context() as patch:
-        if isinstance(owner, str):  # as the strategy imported it
-            patch.setattr(f"lightning_commfree.strategies._sharded_strategy.{name}", nothing)
-        else:
-            patch.setattr(owner, name, nothing)
+        patch.setattr(owner, name, nothing)
         return resume(rank, folder, kind, FORGETFUL[kind])
 
 
@@ -174,10 +178,18 @@ def test_groups_differ_in_data_and_ranks_in_random_numbers(ranks: list[Any], fol
         batches = [found[kind][0][1] for found in ranks]
         assert torch.equal(batches[0][0], batches[1][0])
         assert not torch.equal(batches[0][0], batches[2][0])
-    saved = torch.load(folder / "shuffled" / "step=3.ckpt", weights_only=True)
-    own = [state["own"][0][0] for state in saved["lightning_commfree_domino"]["states"]]
-    assert len(own) == SIZE
+    path = folder / "shuffled" / "step=3.ckpt"
+    own = [part_of(path, rank)["algorithm"]["random"][0][0] for rank in range(SIZE)]
     assert not torch.equal(own[0], own[1])
+
+
+def test_ranks_files_are_small(ranks: list[Any], folder: Path) -> None:
+    """The model and the optimizer are in the checkpoint, whole."""
+    path = folder / "shuffled" / "step=3.ckpt"
+    sizes = [file_of(path, rank).stat().st_size for rank in range(1, SIZE)]
+    assert max(sizes) < 60_000
+    assert "optimizers" not in part_of(path, 1)
+    assert torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
 
 
 def in_other_groups(rank: int, size: int, folder: Path) -> dict[str, Any]:
@@ -205,10 +217,12 @@ def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: li
         assert all(map(torch.equal, batches, straight[1:])), "the same data from the same place"
         _, _, more = found["one of two"]
         if rank == 0:
-            assert "a tensor group had 2 ranks and has 1: sums are" in said[0]
-            assert "saved by 2 tensor groups of 2 ranks, these are 1 of 2: the epoch's" in more[0]
             for text in (*said, *more):
-                assert "Weights and optimizer state are the checkpoint's." in text
+                assert "it was saved by 4 ranks, these are 2" in text
+                assert "from the checkpoint's weights, with its optimizer state" in text
+            assert "tensor_parallel_size was 2 and is 1" in said[0]
+            assert "at the same place in the data. Random numbers that differ from" in said[0]
+            assert "begins anew: the epoch's data, random numbers" in more[0]
 
 
 def test_a_model_on_meta_takes_a_checkpoint_or_fresh_values(others: list[Any]) -> None:
@@ -220,3 +234,69 @@ def test_a_model_on_meta_takes_a_checkpoint_or_fresh_values(others: list[Any]) -
         assert fresh[0]["wrapped.lm.transformer.h.0.attn.c_attn.weight"].std() < 0.04
     norm = "wrapped.lm.transformer.wpe.weight"
     assert torch.equal(*(found["fresh"][0][-1][norm] for found in others))
+
+
+class SavesEveryBatch(pl.Callback):
+    """Batches are counted from 1 over all epochs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.batches = folder, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches += 1
+        trainer.save_checkpoint(self.folder / f"{self.batches}.ckpt")
+
+
+def half_a_step(rank: int, size: int, folder: Path) -> Any:
+    """Steps are taken after batches 2 and 3 of an epoch."""
+    accumulate, saves = {"accumulate": 2}, SavesEveryBatch(folder)
+    straight, _, _ = fit(folder / "straight", shuffled(2), extra=[saves], **accumulate)
+    found = {}
+    for batches in (1, 2, 4):
+        path = folder / f"{batches}.ckpt"
+        again = {"ckpt_path": path, "seed": batches, **accumulate}
+        resumed, _, said = fit(folder / "again", shuffled(2), **again)
+        found[batches] = resumed, straight[batches:], said, part_of(path, rank)["gradients"]
+    other = fit(folder / "other", shuffled(4), group=1, ckpt_path=folder / "1.ckpt", **accumulate)
+    return found, other[2]
+
+
+def test_gradients_of_a_half_accumulated_step_come_back(tmp_path: Path) -> None:
+    ranks = run_ranks(half_a_step, SIZE, tmp_path, tmp_path)
+    for found, _ in ranks:
+        for batches, (resumed, straight, said, kept) in found.items():
+            assert not said
+            assert equal(resumed, straight), f"resumed after batch {batches}"
+            assert bool(kept) == (batches != 2)
+    name = "wrapped.lm.transformer.h.0.attn.c_attn.weight"
+    mine, *others = (found[1][3][name] for found, _ in ranks)
+    assert all(part.shape == (16, 24) for part in (mine, *others)), "half of 48 outputs"
+    assert not any(torch.equal(mine, other) for other in others), "every rank has its own"
+
+
+def without_files(rank: int, size: int, folder: Path) -> Any:
+    """Of the second group the first rank's file is gone, or the second rank's."""
+    found = {}
+    for gone in (2, 3):
+        path = folder / f"without_{gone}" / "step=5.ckpt"
+        if rank == 0:
+            shutil.copytree(folder / "shuffled", path.parent)
+            file_of(path, gone).unlink()
+        torch.distributed.barrier()
+        found[gone] = fit(folder / "resumed", shuffled(SIZE // GROUP), ckpt_path=path)
+    return found
+
+
+def test_without_a_ranks_file_the_fit_goes_on_and_says_with_what(
+    ranks: list[Any], folder: Path
+) -> None:
+    for rank, found in enumerate(run_ranks(without_files, SIZE, folder, folder)):
+        _, batches, _ = ranks[rank]["shuffled"][0]
+        for gone, (local, got, said) in found.items():
+            assert all(tensor.isfinite().all() for tensor in local[-1].values())
+            if rank == 0:
+                assert f"the files of rank {gone} below '.commfree/step=5.ckpt/5-" in said[0]
+                assert "with its optimizer state" in said[0]
+                assert ("at the same place in the data" in said[0]) == (gone == 3)
+            same_place = len(got) == 1 and torch.equal(got[0], batches[5])
+            assert same_place == (gone == 3)

@@ -101,7 +101,7 @@ class Stopwatch(pl.Callback):
             assert running is not None, "a fit has begun"
             running.finish()  # the replicas are equal: nothing moves
             running.step = self._sync_every - 1 - WARM_UP
-            running.after_inner_step = self._timed(running.after_inner_step)  # type: ignore[method-assign]
+            running.after_step = self._timed(running.after_step)  # type: ignore[method-assign]
 
     @override
     def on_train_batch_end(

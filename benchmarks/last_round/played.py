@@ -60,7 +60,7 @@ class PlayedDiLoCo:
         self._in_flight: dict[int, Tensor] = {}  # by fragment: the mean that is going to land
 
     @torch.no_grad()
-    def after_inner_steps(self) -> None:
+    def after_steps(self) -> None:
         """Count an inner step that all replicas have taken; launch and land what is due."""
         self.step += 1
         for p in self.schedule.launched_at(self.step):
@@ -142,7 +142,7 @@ def train(config: Config) -> dict[str, float]:
     trainer = config["trainer"]
     for batch in batches(data, trainer["max_steps"]):
         take_steps(modules, made, batch, trainer["gradient_clip_val"])
-        diloco.after_inner_steps()
+        diloco.after_steps()
     losses = {}
     for name in diloco.last_rounds():
         losses[name] = token_loss(module, data.val_dataloader())

@@ -96,11 +96,11 @@ def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, flo
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise.to(parameter.device), alpha=1e-3)
     while (diloco.step + 1) % _SYNC_EVERY:
-        diloco.after_inner_step()
+        diloco.after_step()
     _meet()  # so that nobody waits for a slower one in a phase that counts
-    launch_s = _cpu_seconds(diloco.after_inner_step)
+    launch_s = _cpu_seconds(diloco.after_step)
     exchange_s = _cpu_seconds(diloco.wait_in_flight)
-    land_s = _cpu_seconds(diloco.after_inner_step)
+    land_s = _cpu_seconds(diloco.after_step)
     assert not diloco.in_flight, "a sync ends with the landing"
     return dict(zip(PHASES, (launch_s, exchange_s, land_s), strict=True))
 

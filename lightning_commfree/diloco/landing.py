@@ -35,6 +35,18 @@ class Landing(NamedTuple):
     num_bytes: int  # sent by this replica
     abstentions: int  # how often a replica has been left out of this fragment's mean, so far
 
+    def figures(self) -> dict[str, float]:
+        """Return it for a log, by name; times in ms."""
+        return {
+            "gradient_norm": self.gradient_norm,
+            "cosine": self.cosine,
+            "lr": self.outer_lr,
+            "flight_ms": 1e3 * self.flight_s,
+            "waited_ms": 1e3 * self.waited_s,
+            "bytes": float(self.num_bytes),
+            "abstentions": float(self.abstentions),
+        }
+
     @classmethod
     def of(
         cls,

@@ -90,13 +90,17 @@ class OuterFragment:
         self.landings = 0
 
     @property
+    def names(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Of the parameters, and of the buffers."""
+        return self.fragment.parameters, self.fragment.buffers
+
+    @property
     def local(self) -> list[Tensor]:
         """The module's own tensors, parameters before buffers; they are asked for at every use.
 
         A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
         """
-        names = [*self.fragment.parameters, *self.fragment.buffers]
-        return [_tensor(self._module, name).detach() for name in names]
+        return [_tensor(self._module, name).detach() for kind in self.names for name in kind]
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return what leaves for the other replicas: fp32, shape (S,), a new tensor.
@@ -149,9 +153,8 @@ class OuterFragment:
     def average_buffers(self, mean: Tensor) -> None:
         """Put the replicas' mean of the buffers into the global copy; `mean` as in `outer_step`."""
         means = [piece for _, piece in self._pieces(mean)]
-        for buffer, value in zip(
-            self._outer_buffers, means[len(self._outer_parameters) :], strict=True
-        ):
+        of_buffers = means[len(self._outer_parameters) :]
+        for buffer, value in zip(self._outer_buffers, of_buffers, strict=True):
             buffer.copy_(value)
 
     def local_mean(self, mean: Tensor) -> Tensor:
@@ -209,6 +212,10 @@ class OuterFragment:
             if i >= split:
                 merged = torch.where(local.float() == outer, local, merged.to(local.dtype))
             local.copy_(merged)
+
+    def show(self, shown: Tensor | None = None) -> None:
+        """Take the global copy, or `shown` in its place, as `merge` does."""
+        self.merge(mix=0.0, shown=shown)
 
     def outer(self) -> list[Tensor]:
         """Return the global copy as tensors like `local`, in their order: views where they can be.

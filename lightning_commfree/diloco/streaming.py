@@ -15,7 +15,8 @@ fragment, which makes the plain mean of the replicas' local copies both copies o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.weight_swap import WeightSwap
 from lightning_commfree.diloco.evaluation import Evaluation
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.landing import FragmentInFlight
@@ -31,7 +33,6 @@ from lightning_commfree.diloco.last_round import LastRound
 from lightning_commfree.diloco.message import Header
 from lightning_commfree.diloco.nonfinite import refuse_to_save, restart_from_global, take_global
 from lightning_commfree.diloco.settings import DiLoCoSettings
-from lightning_commfree.diloco.weight_swap import WeightSwap
 
 
 class StreamingDiLoCo(LastRound):
@@ -73,19 +74,22 @@ class StreamingDiLoCo(LastRound):
         self.weight_swap = WeightSwap(self.fragments)
         self.evaluation = Evaluation(self.means, settings, channel, replica)
 
-    @torch.no_grad()
-    def before_inner_step(self) -> None:
-        """Let join what has been thawed since the last step; nobody has trained it yet.
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Take an inner step in the body; then call `after_step`.
 
-        What thaws in the middle of a step is not seen in time, and refused after it.
+        What has been thawed since the last step joins, for nobody has trained it yet. What thaws in
+        the middle of a step is not seen in time, and refused after it.
         """
         if thawed := self._late_parameters.thawed():
             if self.settings.replica_size > 1:
                 self._refuse_late()
-            self._join(Fragment(tuple(thawed)), self.schedule.next_launch(self.step))
+            with torch.no_grad():
+                self._join(Fragment(tuple(thawed)), self.schedule.next_launch(self.step))
+        yield
 
     @torch.no_grad()
-    def after_inner_step(self, stop: bool = False) -> bool:
+    def after_step(self, stop: bool = False) -> bool:
         """Count an inner step; launch and land what is due.
 
         Args:
@@ -120,19 +124,15 @@ class StreamingDiLoCo(LastRound):
         former outer gradients, and where training goes on they still say where it was going.
 
         Args:
-            stop: as `after_inner_step` takes it.
+            stop: as `after_step` takes it.
             goes_on: this replica would have trained on, without others that end.
 
         Returns:
-            Whether any replica wants to stop, as `after_inner_step` does.
+            Whether any replica wants to stop, as `after_step` does.
         """
         self._refuse_late()
-        swapped = self.weight_swap.is_in
-        self.weight_swap.put_back()
-        stops = self._finish_rounds(stop, goes_on)
-        if swapped:
-            self.weight_swap.put_in()
-        return any(stops)
+        with self.weight_swap.local_weights():
+            return any(self._finish_rounds(stop, goes_on))
 
     @torch.no_grad()
     def follow_hooks(self) -> None:
@@ -151,16 +151,12 @@ class StreamingDiLoCo(LastRound):
         rule = self.settings.nonfinite
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
-    @torch.no_grad()
-    def differs_from_outer(self, buffers: bool = True) -> bool:
-        """Return whether some local parameter, or buffer, is another one than its global copy."""
-        return not all(fragment.is_local(buffers) for fragment in self.fragments)
+    def shown(self) -> Sequence[Tensor] | None:
+        """Return what a validation sees in place of the outer weights; collective.
 
-    @torch.no_grad()
-    def take_local(self) -> None:
-        """Make what the module holds the global copy, before the first step."""
-        for fragment in self.fragments:
-            fragment.take_local()
+        The mean of the local copies with `evaluate="mean"`, as `WeightSwap.put_in` takes it.
+        """
+        return self.evaluation.weights(self.step) if self.settings.evaluate == "mean" else None
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that this replica needs to go on bit for bit, with nothing on the wire.
@@ -195,8 +191,7 @@ class StreamingDiLoCo(LastRound):
                 self._module.get_parameter(name).requires_grad_(True)
         for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(fragment_state)
-        for tensor, saved in zip(self.weight_swap.local, state["local"], strict=True):
-            tensor.copy_(saved)
+        self.weight_swap.load_local(state["local"])
         self._in_flight = {
             p: FragmentInFlight(
                 self._exchanges[p],

@@ -16,6 +16,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.diloco.evaluation import LocalMean
 from lightning_commfree.diloco.fragment_exchange import (
+    TAG,
     Arrival,
     FragmentExchange,
     cheaper_fragment_exchanges,
@@ -78,13 +79,48 @@ class FragmentTransfers(ABC):
         """End the thread of the exchanges; what is in flight is given up."""
         self._background.close()
 
-    def outer_fingerprint(self) -> dict[str, str]:
-        """Return kind and settings of the outer optimizer, which all replicas must share."""
+    def fingerprint(self) -> dict[str, str]:
+        """Return what all replicas must share: settings, fragments, kind of outer optimizer."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # others show an address when printed
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
         scheduled = "" if scheduler is None else f" with {type(scheduler).__name__}"
-        return {"outer_optimizer": f"{type(optimizer).__name__} {defaults}{scheduled}"}
+        at_begin = self.fragments[: self.schedule.num_fragments]
+        return {
+            **self.settings.fingerprint(),
+            "fragments": repr([list(one.fragment.parameters) for one in at_begin]),
+            "outer_optimizer": f"{type(optimizer).__name__} {defaults}{scheduled}",
+        }
+
+    def cycle(self) -> tuple[dict[str, int], int]:
+        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
+        return {TAG: self.bytes_per_cycle}, self.settings.sync_every
+
+    def figures(self) -> dict[str, float]:
+        """Return per fragment what its latest landing says; the same until the next one."""
+        return {
+            f"outer/{name}_{p}": figure
+            for p, landing in self.landings.items()
+            for name, figure in landing.figures().items()
+        }
+
+    def unready(self, what: str) -> str | None:
+        """Return what to say of outer weights that nothing has moved yet; None if all have moved.
+
+        Args:
+            what: uses them.
+        """
+        count = sum(not fragment.landings for fragment in self.fragments)
+        if not count or self.settings.evaluate == "mean":
+            return None
+        return (
+            f"This {what} uses the outer weights, and after {self.step} inner steps those of"
+            f" {count} of {len(self.fragments)} fragments are still those with which the fit began."
+            f" With `sync_every={self.settings.sync_every}` and"
+            f" `overlap_steps={self.settings.overlap_steps}` every fragment has landed once after"
+            f" step {self.schedule.complete_after}. `evaluate='mean'` takes the mean of the"
+            " replicas' local weights."
+        )
 
     def wait_in_flight(self) -> None:
         """Take what is in flight off the wire; it still lands at its step."""

@@ -7,8 +7,8 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_commfree.comm.weight_swap import ADVICE
 from lightning_commfree.diloco import StreamingDiLoCo
-from lightning_commfree.diloco.weight_swap import ADVICE
 
 
 def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
@@ -35,32 +35,11 @@ def copies(state: dict[str, Any], diloco: StreamingDiLoCo) -> dict[str, Any]:
     }
 
 
-def unlanded(diloco: StreamingDiLoCo, what: str) -> str | None:
-    """Return what to say of outer weights that nothing has moved yet; None if all have moved.
-
-    Args:
-        diloco: in its fit.
-        what: uses the outer weights.
-    """
-    count = sum(not fragment.landings for fragment in diloco.fragments)
-    if not count:
-        return None
-    schedule = diloco.schedule
-    return (
-        f"This {what} uses the outer weights, and after {diloco.step} inner steps those of {count}"
-        f" of {len(diloco.fragments)} fragments are still those with which the fit began. With"
-        f" `sync_every={diloco.settings.sync_every}` and"
-        f" `overlap_steps={diloco.settings.overlap_steps}` every fragment has landed once after"
-        f" step {schedule.complete_after}. `evaluate='mean'` takes the mean of the replicas' local"
-        " weights."
-    )
-
-
 def refuse_written(diloco: StreamingDiLoCo) -> None:
     """See, when all has landed, that the parameters are still the outer weights.
 
     Raises:
         RuntimeError: somebody has written to one.
     """
-    if diloco.differs_from_outer(buffers=False):
+    if not diloco.weight_swap.is_local(buffers=False):
         raise RuntimeError(f"Parameters were written to after the last step of the fit. {ADVICE}")

@@ -28,7 +28,7 @@ from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies._averages import average_outer_weights
 from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._foretell import foretell
-from lightning_commfree.strategies._outer_weights import copies, refuse_written, unlanded
+from lightning_commfree.strategies._outer_weights import copies, refuse_written
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._start import common_start
 from lightning_commfree.strategies._trial import let_finders_try
@@ -210,7 +210,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         self._diloco.optimizers = self.optimizers
         # a factory cannot be compared, what it makes can
         assert self._world_channel is not None, "it is open while a fit runs"
-        check_agreement(self._world_channel, self._diloco.outer_fingerprint())
+        check_agreement(self._world_channel, self._diloco.fingerprint())
         connector = trainer._checkpoint_connector
         dump = connector.dump_checkpoint
 
@@ -251,30 +251,18 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._running.before_inner_step()
-        return super().optimizer_step(*args, **kwargs)
+        with self._running.stepping():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     def _after_step(self, stop: bool) -> bool:
-        stop_agreed = self._running.after_inner_step(stop)
+        stop_agreed = self._running.after_step(stop)
         return self._end.after_step(stop) or stop_agreed
 
     @override
     def _figures(self) -> dict[str, float]:
         """Per fragment what its latest landing says; the same figures until the next one."""
-        return {
-            f"outer/{name}_{p}": figure
-            for p, landing in self._running.landings.items()
-            for name, figure in (
-                ("gradient_norm", landing.gradient_norm),
-                ("cosine", landing.cosine),
-                ("lr", landing.outer_lr),
-                ("flight_ms", 1e3 * landing.flight_s),
-                ("waited_ms", 1e3 * landing.waited_s),
-                ("bytes", float(landing.num_bytes)),
-                ("abstentions", float(landing.abstentions)),
-            )
-        }
+        return self._running.figures()
 
     @override
     def on_validation_start(self) -> None:
@@ -378,8 +366,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def _resume_fingerprint(self) -> dict[str, str]:
-        at_begin = [list(fragment.parameters) for fragment in self._fragments]
-        return {"fragments": repr(at_begin), **self._running.outer_fingerprint()}
+        return self._running.fingerprint()
 
     # -- inside
 
@@ -422,10 +409,10 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         DDP would train them. Here the outer weights must be the same, and the same on all ranks:
         rank 0's.
         """
-        if any(self.all_flags(self._running.differs_from_outer())):
+        if any(self.all_flags(not self._running.weight_swap.is_local())):
             assert self._world_channel is not None, "it is open while a fit runs"
             common_start(self._world_channel, self._module, self._fingerprint())
-            self._running.take_local()
+            self._running.weight_swap.take_local()
 
     def _end_without_training(self) -> None:
         """Leave outer weights in the module where a resumed fit had nothing left to train."""
@@ -444,8 +431,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
             self._running.follow_hooks()
 
     def _report_unlanded(self, what: str) -> None:
-        silent = self._unlanded_reported or self.settings.evaluate == "mean"
-        text = None if silent else unlanded(self._running, what)
+        text = None if self._unlanded_reported else self._running.unready(what)
         if text is not None:
             self._unlanded_reported = True
             rank_zero_warn(text)

@@ -73,7 +73,7 @@ def played(config: dict[str, Any], replicas: int, steps: int) -> tuple[list[Weig
     diloco = PlayedDiLoCo(modules, settings_of(config))
     for batch in batches(data, steps):
         take_steps(modules, made, batch, config["trainer"]["gradient_clip_val"])
-        diloco.after_inner_steps()
+        diloco.after_steps()
     local = [weights_of(module) for module in modules]
     return local, {name: weights_of(module) for name in diloco.last_rounds()}
 
@@ -94,7 +94,7 @@ def real_rank(
     diloco = StreamingDiLoCo(module, fragments, settings, channel)
     for batch in batches(data, steps):
         take_steps([module], [made], batch, config["trainer"]["gradient_clip_val"])
-        diloco.after_inner_step()
+        diloco.after_step()
     local = weights_of(module)
     outer = outer_steps(diloco, settings, size)
     diloco.finish()

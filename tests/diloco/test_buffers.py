@@ -67,7 +67,7 @@ def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> An
         with torch.no_grad():
             module.wide.weight.add_(torch.randn_like(module.wide.weight), alpha=0.01 * (1 + rank))
             module.norm.running_var.copy_(variances(rank, step))
-        diloco.after_inner_step()
+        diloco.after_step()
         with diloco.weight_swap.outer_weights():
             seen.append(module.norm.running_var.clone())
         local = module.norm.running_var.clone()
@@ -129,7 +129,7 @@ def average_constants(rank: int, size: int) -> Tensor:
     channel = world(rank, size)
     diloco = StreamingDiLoCo(module, split_into_fragments(module, 1, "strided"), settings, channel)
     for _ in range(6):
-        diloco.after_inner_step()
+        diloco.after_step()
     diloco.close()
     channel.close()
     return module.table

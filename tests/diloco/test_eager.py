@@ -48,7 +48,7 @@ def train(
     for step in range(1, STEPS + 1):
         backward(module, rank, step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
         states.append(state_of(module))
         if step == stop_at:
             state = deepcopy(diloco.state_dict())
@@ -164,7 +164,7 @@ def test_one_replica_is_diloco_without_delay() -> None:
         for module, optimizer, diloco in zip(modules, optimizers, (eager, plain), strict=True):
             backward(module, 0, step)
             optimizer.step()
-            diloco.after_inner_step()
+            diloco.after_step()
         for name, tensor in state_of(modules[1]).items():
             torch.testing.assert_close(modules[0].get_parameter(name), tensor, rtol=1e-5, atol=1e-6)
 

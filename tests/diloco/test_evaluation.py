@@ -49,7 +49,7 @@ def train(rank: int, size: int, evaluate: bool, wire_dtype: str, overlap_steps: 
         backward(module, rank, step)
         optimizer.step()
         module.mean += rank + 1.0
-        diloco.after_inner_step()
+        diloco.after_step()
         if evaluate and step in EVALUATED:
             before, flying = all_bits(module), diloco.in_flight
             shown = diloco.evaluation.weights(diloco.step)
@@ -103,7 +103,7 @@ def test_one_replica_alone_shows_its_local_weights() -> None:
     for step in range(1, 4):
         backward(module, 0, step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
     before = all_bits(module)
     with diloco.weight_swap.outer_weights(diloco.evaluation.weights(3)):
         assert_equal_states(all_bits(module), before)

@@ -47,13 +47,13 @@ def finish_twice(
     for step in range(1, 8):
         backward(module, rank, step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
     assert diloco.in_flight == []
     states = [state_of(module)]
     for _ in range(2):
         diloco.finish()
         states.append(state_of(module))
-        assert not diloco.differs_from_outer()
+        assert diloco.weight_swap.is_local()
     states.append({"copies": torch.cat([f.global_copy.clone() for f in diloco.fragments])})
     diloco.close()
     return states
@@ -128,10 +128,10 @@ def test_training_may_go_on_after_finish() -> None:
     assert diloco.in_flight == [0]
     diloco.finish()
     landings = [fragment.landings for fragment in diloco.fragments]
-    diloco.after_inner_step()  # step 5, at which fragment 0 would have landed
+    diloco.after_step()  # step 5, at which fragment 0 would have landed
     assert [fragment.landings for fragment in diloco.fragments] == landings
     for _ in range(8):
-        diloco.after_inner_step()
+        diloco.after_step()
     later = [fragment.landings for fragment in diloco.fragments]
     assert [now - before for before, now in zip(landings, later, strict=True)] == [2, 2]
 
@@ -153,11 +153,11 @@ def finish_in_pairs(rank: int, size: int, replica_size: int, overlap_steps: int 
     for step in range(1, 4):
         backward(module, rank // replica_size, step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
     module.mean.fill_(float(rank))
     before = state_of(module)
     diloco.finish()
-    assert not diloco.differs_from_outer()
+    assert diloco.weight_swap.is_local()
     diloco.close()
     return before, state_of(module), module.mean.tolist()
 

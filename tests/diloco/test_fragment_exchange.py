@@ -164,7 +164,7 @@ def drifting(rank: int, size: int, every: int) -> str:
             if step == 6 and rank == 1:
                 with torch.no_grad():
                     diloco.fragments[1].global_copy[3] += 1e-6
-            diloco.after_inner_step()
+            diloco.after_step()
     except RuntimeError as error:
         return f"{diloco.step}: {error}"
     return "no error"
@@ -221,7 +221,7 @@ def test_the_outer_state_can_live_in_pinned_host_memory() -> None:
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.mul_(0.9)
-            diloco.after_inner_step()
+            diloco.after_step()
         copies = [fragment.global_copy for fragment in diloco.fragments]
         assert all(copy.is_pinned() is (outer_device == "cpu") for copy in copies)
         traces.append([parameter.detach().cpu() for parameter in module.parameters()])
@@ -241,7 +241,7 @@ def test_a_launch_on_a_gpu_is_not_waited_for(outer_device: str | None) -> None:
         if not diloco.schedule.landed_at(step):  # a landing reads norms
             torch.cuda.set_sync_debug_mode("error")
         try:
-            diloco.after_inner_step()
+            diloco.after_step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert diloco.landings

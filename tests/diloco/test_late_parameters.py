@@ -70,10 +70,10 @@ def thaw(
         for step in range(1, STEPS + 1):
             if step == at.get(rank):
                 module.embed.requires_grad_(True)
-            diloco.before_inner_step()
-            backward(module, rank, step)
-            optimizer.step()
-            diloco.after_inner_step()
+            with diloco.stepping():
+                backward(module, rank, step)
+                optimizer.step()
+            diloco.after_step()
             outcome.local.append(state_of(module))
             outcome.outer.append([f.global_copy.clone() for f in diloco.fragments])
             if step == resume_at:
@@ -221,7 +221,7 @@ def move(
         if step == nan_at and rank == 1:
             module.student.embed.weight.data.fill_(torch.nan)
             module.student.head.weight.data.fill_(torch.nan)
-        diloco.after_inner_step()
+        diloco.after_step()
         module.follow()
         local.append(state_of(module))
         sent.append(channel.ledger.bytes_sent)
@@ -334,7 +334,7 @@ def move_by_shards(rank: int, size: int) -> tuple[list[type], Tensor]:
         with torch.no_grad():
             module.student.weight.add_(0.01 * (rank + 1))
             module.more.weight.sub_(0.02 * (rank + 1))
-        diloco.after_inner_step()
+        diloco.after_step()
         with torch.no_grad():
             module.teacher.weight.lerp_(module.student.weight, 0.3)
     diloco.finish()
@@ -361,7 +361,7 @@ def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
     for step in range(1, STEPS + 1):
         backward(module, rank, step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
         sent.append(channel.ledger.bytes_sent)
     diloco.finish()
     diloco.close()

@@ -76,7 +76,7 @@ def train(rank: int, size: int, sick: Sick, changes: dict[str, Any]) -> Outcome:
             for step in range(1, STEPS + 2):
                 if step <= STEPS:
                     inner_step(module, optimizer, rank, step, sick)
-                    diloco.after_inner_step()
+                    diloco.after_step()
                 else:
                     diloco.finish()
                 outcome.local.append(state_of(module))
@@ -218,7 +218,7 @@ def average(rank: int, size: int, wire_dtype: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(H + 1):
-            diloco.after_inner_step()
+            diloco.after_step()
     way = type(diloco._exchanges[0])
     diloco.close()
     channel.close()

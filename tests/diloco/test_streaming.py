@@ -87,7 +87,7 @@ def take_off(rank: int, size: int) -> list[tuple[float, float, float, float]]:
             with torch.no_grad():
                 for parameter in module.parameters():
                     parameter.sub_(1.0 + 2.0 * rank)
-            diloco.after_inner_step()
+            diloco.after_step()
         else:
             diloco.finish()
         outer = [float(fragment.global_copy) for fragment in diloco.fragments]

@@ -44,7 +44,7 @@ def train_normed(rank: int, size: int) -> list[State]:
         if step == 3 and rank == 1:
             module(batch(rank, 4)[0])
         before = {name: b.clone() for name, b in module.named_buffers()}
-        diloco.after_inner_step()
+        diloco.after_step()
     with diloco.weight_swap.outer_weights():
         outer = {name: b.clone() for name, b in module.named_buffers()}
     return [before, {name: b.clone() for name, b in module.named_buffers()}, outer]
@@ -71,15 +71,15 @@ def test_a_parameter_that_becomes_trainable_in_the_middle_of_a_step_is_refused_a
     module = Net()
     module.embed.requires_grad_(False)
     diloco = start(module, alone())
-    diloco.after_inner_step()
-    diloco.before_inner_step()
-    module.embed.requires_grad_(True)
+    diloco.after_step()
+    with diloco.stepping():
+        module.embed.requires_grad_(True)
     text = (
         r"The parameters \['embed\.bias', 'embed\.weight'\] became trainable after the fit had"
         r" begun and belong to no fragment.*Make them trainable before `fit`, or between two steps"
     )
     with pytest.raises(RuntimeError, match=text):
-        diloco.after_inner_step()
+        diloco.after_step()
 
 
 def test_a_parameter_that_is_frozen_later_goes_on_being_exchanged() -> None:
@@ -88,7 +88,7 @@ def test_a_parameter_that_is_frozen_later_goes_on_being_exchanged() -> None:
     moved = module.embed.weight.detach() + 1.0
     module.embed.weight.data.copy_(moved)
     for _ in range(6):
-        diloco.after_inner_step()
+        diloco.after_step()
     assert all(fragment.landings for fragment in diloco.fragments)
     assert not torch.equal(module.embed.weight, moved), "a landing has merged it"
 
@@ -101,7 +101,7 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
     sent = []
     for _ in range(3 * diloco.schedule.sync_every):
         sent.append(channel.ledger.bytes_sent)
-        diloco.after_inner_step()
+        diloco.after_step()
     total, cycle = channel.ledger.bytes_sent, diloco.schedule.sync_every
     return [diloco.bytes_per_cycle, total - sent[2 * cycle], sent[cycle - 1] - sent[0]]
 
@@ -138,7 +138,7 @@ def steps_told_to_stop(rank: int, size: int, asks_from: dict[int, int]) -> tuple
     module = Net()
     diloco = start(module, world(rank, size), num_fragments=2, overlap_steps=1)
     first = asks_from.get(rank, math.inf)
-    told = [step for step in range(1, 12) if diloco.after_inner_step(stop=step >= first)]
+    told = [step for step in range(1, 12) if diloco.after_step(stop=step >= first)]
     return told, diloco.finish(stop=rank == 2)
 
 

@@ -144,7 +144,7 @@ def train(rank: int, size: int, run: Run) -> Trace:
     for step in range(1, run.steps + 1):
         backward(module, run.data_of(rank), step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
         trace.record(module, diloco)
         run.between_steps(diloco)
     if run.finish:
@@ -224,7 +224,7 @@ def after_some_steps(steps: int, **changes: Any) -> tuple[Net, StreamingDiLoCo]:
     for step in range(1, steps + 1):
         backward(module, 0, step)
         optimizer.step()
-        diloco.after_inner_step()
+        diloco.after_step()
     return module, diloco
 
 

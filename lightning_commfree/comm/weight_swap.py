@@ -1,0 +1,235 @@
+"""The module holds the weights that replicas share for a while, and gets its local ones back.
+
+Replicas that train apart have weights of their own between two exchanges. What is evaluated and
+saved is what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.digest import digest
+
+ADVICE = (
+    "It holds them during a validation and where a checkpoint is written. Callbacks that put"
+    " weights of their own in for a validation cannot work here, but for Lightning's"
+    " `WeightAveraging`: remove them, or average `outer_weights()` yourself."
+)
+
+
+class SharedPart(Protocol):
+    """Some tensors of a module, and what replicas share in their place."""
+
+    @property
+    def names(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Of the parameters, and of the buffers."""
+        ...
+
+    @property
+    def local(self) -> list[Tensor]:
+        """The module's own tensors, parameters before buffers."""
+        ...
+
+    def outer(self) -> list[Tensor]:
+        """Return what is shared, as tensors like `local`."""
+        ...
+
+    def show(self, shown: Tensor | None = None) -> None:
+        """Copy what is shared, or `shown` in its place, into the module."""
+        ...
+
+    def is_local(self, buffers: bool = True) -> bool:
+        """Return whether the module holds what is shared; buffers on demand."""
+        ...
+
+    def take_local(self) -> None:
+        """Let what the module holds be what is shared."""
+        ...
+
+
+class SharedCopy:
+    """The whole model as one part: parameters that are trained, and floating-point buffers.
+
+    Args:
+        module: the model; all replicas hold the same weights now.
+
+    Attributes:
+        names: of the parameters that are trained, and of the buffers that a checkpoint has.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        kept = module.state_dict()
+        self.names = (
+            [name for name, p in module.named_parameters() if p.requires_grad],
+            [n for n, b in module.named_buffers() if b.is_floating_point() and n in kept],
+        )
+        self._shared = [tensor.clone() for tensor in self.local]
+
+    @property
+    def local(self) -> list[Tensor]:
+        """The module's own tensors, parameters before buffers."""
+        parameters = map(self._module.get_parameter, self.names[0])
+        buffers = map(self._module.get_buffer, self.names[1])
+        return [tensor.detach() for tensor in (*parameters, *buffers)]
+
+    def outer(self) -> list[Tensor]:
+        """Return what is shared, in the order of `local`; not to be written to."""
+        return self._shared
+
+    def show(self, shown: Tensor | None = None) -> None:
+        """Copy what is shared into the module; `shown`, flat, takes its place."""
+        parts = self._shared
+        if shown is not None:
+            sizes = [tensor.numel() for tensor in parts]
+            split = torch.split(shown, sizes)
+            parts = [part.view(own.shape) for part, own in zip(split, parts, strict=True)]
+        for tensor, part in zip(self.local, parts, strict=True):
+            tensor.copy_(part)
+
+    def is_local(self, buffers: bool = True) -> bool:
+        """Return whether the module holds what is shared; buffers on demand."""
+        count = None if buffers else len(self.names[0])
+        return all(map(torch.equal, self.local[:count], self._shared[:count]))
+
+    def take_local(self) -> None:
+        """Let what the module holds be what is shared."""
+        for shared, tensor in zip(self._shared, self.local, strict=True):
+            shared.copy_(tensor)
+
+
+class WeightSwap:
+    """Puts the shared weights into the module and the local ones aside.
+
+    Args:
+        parts: all of the model; more may come.
+
+    Attributes:
+        is_in: the module holds the shared weights.
+    """
+
+    def __init__(self, parts: Sequence[SharedPart]) -> None:
+        self._parts = parts
+        self._aside: list[Tensor] = []  # the local copy
+        self._held: list[Tensor] = []  # hashes of what the module got in its place
+        self.is_in = False
+
+    @property
+    def in_module(self) -> list[Tensor]:
+        """What the module holds now, in the order of `local`."""
+        return [tensor for part in self._parts for tensor in part.local]
+
+    @property
+    def local(self) -> list[Tensor]:
+        """The local copy, wherever it is: part by part, parameters before buffers."""
+        return self._aside if self.is_in else self.in_module
+
+    @torch.no_grad()
+    def load_local(self, saved: Sequence[Tensor]) -> None:
+        """Put back what `local` was."""
+        for tensor, value in zip(self.local, saved, strict=True):
+            tensor.copy_(value)
+
+    @torch.no_grad()
+    def is_local(self, buffers: bool = True) -> bool:
+        """Return whether the module holds the shared weights; averaged buffers on demand."""
+        return all(part.is_local(buffers) for part in self._parts)
+
+    @torch.no_grad()
+    def take_local(self) -> None:
+        """Let what the module holds be the shared weights, before the first step."""
+        for part in self._parts:
+            part.take_local()
+
+    def outer_tensors(self) -> dict[str, Tensor]:
+        """Return the shared weights and averaged buffers by name; not to be written to.
+
+        In the dtypes of the module's tensors, where the shared copy is. Collective within a
+        replica.
+        """
+        return {
+            name: tensor
+            for part in self._parts
+            for name, tensor in zip(chain(*part.names), part.outer(), strict=True)
+        }
+
+    @contextmanager
+    def local_weights(self) -> Iterator[None]:
+        """Let the module hold the local weights in the body, and what it held before after it."""
+        swapped = self.is_in
+        self.put_back()
+        yield
+        if swapped:
+            self.put_in()
+
+    @contextmanager
+    def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Let the module hold the shared weights in the body; may be nested.
+
+        `shown` as `put_in` takes it; nothing changes in the inner one.
+        """
+        if self.is_in:
+            yield
+            return
+        self.put_in(shown)
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    @torch.no_grad()
+    def put_in(self, shown: Sequence[Tensor] | None = None) -> None:
+        """Put the shared weights and averaged buffers into the module, if they are not there.
+
+        Args:
+            shown: what it gets in their place: for every part values as its `show` takes them.
+        """
+        if not self.is_in:
+            self._aside = [tensor.clone() for tensor in self.in_module]
+            for p, part in enumerate(self._parts):
+                part.show(None if shown is None else shown[p])
+            self._held = self._hashes()
+            self.is_in = True
+
+    @torch.no_grad()
+    def put_back(self, check: bool = True) -> None:
+        """Put the local copy back, bit for bit, if it is not there.
+
+        A buffer that was written to meanwhile keeps what was written: a module may count in it
+        during a validation.
+
+        Args:
+            check: refuse parameters that were written to.
+
+        Raises:
+            RuntimeError: a parameter was written to meanwhile. The local copy is back then too.
+        """
+        if not self.is_in:
+            return
+        names = [
+            (name, name in part.names[0]) for part in self._parts for name in chain(*part.names)
+        ]
+        same = torch.stack(self._hashes()).eq(torch.stack(self._held)).tolist()
+        written = []
+        for (name, trained), tensor, kept, is_same in zip(
+            names, self.in_module, self._aside, same, strict=True
+        ):
+            if trained and not is_same:
+                written.append(name)
+            if trained or is_same:
+                tensor.copy_(kept)
+        self._aside, self._held, self.is_in = [], [], False
+        if written and check:
+            raise RuntimeError(
+                f"The parameters {written[:3]}{' and others' if written[3:] else ''} were written"
+                f" to while the module held the outer weights. {ADVICE}"
+            )
+
+    def _hashes(self) -> list[Tensor]:
+        return [digest(tensor.contiguous()) for tensor in self.in_module]

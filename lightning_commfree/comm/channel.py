@@ -30,9 +30,9 @@ from lightning_commfree.comm.ledger import (
     broadcast_bytes,
     ring_all_reduce_bytes,
 )
+from lightning_commfree.comm.liveness import ADDRESS_BYTES, PeerWatch, Unwatched
+from lightning_commfree.comm.liveness import TAG as PEERS_TAG
 from lightning_commfree.comm.meeting import Meeting
-from lightning_commfree.comm.peers import TAG as PEERS_TAG
-from lightning_commfree.comm.peers import PeerWatch, Unwatched
 from lightning_commfree.comm.unshared import Unshared
 
 T = TypeVar("T")
@@ -118,6 +118,7 @@ class Channel:
         device: torch.device | None = None,
         wider: Channel | None = None,
         full_duplex: bool = False,
+        liveness: bool = True,
     ) -> Channel:
         """Make the process groups and return this rank's channel.
 
@@ -125,9 +126,10 @@ class Channel:
         name each rank once. gloo wants CPU tensors, nccl tensors on `device`.
 
         A channel of several ranks also listens on a TCP port, by which its ranks find out who is
-        gone when an exchange fails (`comm.peers`); 64 bytes a rank travel here to agree on it. Its
-        ranks may be some of an open channel's, `wider`: they find out then whose loss made a rank
-        of their own leave.
+        gone when an exchange fails; 64 bytes a rank travel here to agree on it. `comm.liveness`
+        says what an outsider can do to that port, and what is lost without it: with `liveness`
+        False on some ranks, for all. The ranks may be some of an open channel's, `wider`: they find
+        out then whose loss made a rank of their own leave.
 
         `full_duplex` gives gloo a second group, for large gathers and exchanges over a slow link:
 
@@ -153,7 +155,7 @@ class Channel:
                     mine = cls(ranks, rank, ledger, group, where, downward)
             assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
             above = None if wider is None else wider._watch
-            mine._meet(timeout or dist.constants.default_pg_timeout, above)
+            mine._meet(timeout or dist.constants.default_pg_timeout, above, liveness)
         mine._sockets = sockets
         return mine
 
@@ -162,7 +164,7 @@ class Channel:
         if self._group is None:
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
-        with self._launching(tag):
+        with self._watch.launching(tag):
             work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return self._pending([work], tensor, tag)
 
@@ -191,7 +193,7 @@ class Channel:
         if self._group is None:
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
-        with self._launching(tag):
+        with self._watch.launching(tag):
             work = dist.broadcast(tensor, src=self.ranks[source], group=self._group, async_op=True)
         return self._pending([work], tensor, tag)
 
@@ -219,23 +221,25 @@ class Channel:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _meet(self, timeout: timedelta, wider: Unwatched | None) -> None:
+    def _meet(self, timeout: timedelta, wider: Unwatched | None, liveness: bool) -> None:
+        """Let the ranks learn where each of them answers; zeros say nowhere."""
         if self._group is None:
             return
-        watch = PeerWatch(self.ranks[self.rank], timeout, wider)
-        address = torch.frombuffer(bytearray(watch.address), dtype=torch.uint8).to(self.device)
-        addresses = self.all_gather(address, PEERS_TAG).wait().cpu()
-        watch.meet({r: bytes(row.tolist()) for r, row in zip(self.ranks, addresses, strict=True)})
-        self._watch = watch
-
-    def _launching(self, tag: str) -> AbstractContextManager[None]:
-        return self._watch.launching(tag)
+        watch = PeerWatch(self.ranks[self.rank], timeout, wider) if liveness else None
+        mine = bytes(ADDRESS_BYTES) if watch is None else watch.address
+        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        addresses = self.all_gather(row, PEERS_TAG).wait().cpu()
+        if watch is not None:
+            watch.meet(
+                {r: bytes(row.tolist()) for r, row in zip(self.ranks, addresses, strict=True)}
+            )
+            self._watch = watch
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
         """Send row i, which may be the same memory as others, to rank i; row j is rank j's."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         place = self.rank
-        with self._launching(tag):
+        with self._watch.launching(tag):
             if self._downward is None:
                 works = [_all_to_all(received, rows, self._group)]
             else:
@@ -255,7 +259,7 @@ class Channel:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
                 # nccl's `wait` orders streams and does not block: there is nothing to watch
-                watch = self._watch if self.device.type == "cpu" else Unwatched()
+                watch = self._watch if self.device.type == "cpu" else Unwatched(self.size)
                 watch.wait(works, tag)
             return result
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lightning_commfree.comm.peers import Unwatched
+from lightning_commfree.comm.liveness import Unwatched
 
 TAG = "meeting"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05

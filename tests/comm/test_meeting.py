@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lightning_commfree.comm.liveness import PeerWatch, Unwatched
 from lightning_commfree.comm.meeting import Meeting, Met
-from lightning_commfree.comm.peers import PeerWatch, Unwatched
 from tests.comm.watches import watches
 
 Walk = list[Any]  # numbers: so many steps are done; True or False: stands, and whether it ends

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from lightning_commfree.comm.peers import PeerWatch
+from lightning_commfree.comm.liveness import PeerWatch
 
 LONG = timedelta(seconds=60)  # what is noticed at once must not take this long
 

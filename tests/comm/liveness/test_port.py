@@ -11,15 +11,15 @@ from contextlib import suppress
 
 import pytest
 
-from lightning_commfree.comm import answering, peers
-from lightning_commfree.comm.answering import PeerAddress, Silence
-from lightning_commfree.comm.peers import PeerWatch
+from lightning_commfree.comm.liveness import PeerWatch, port, questions
+from lightning_commfree.comm.liveness import watch as watching
+from lightning_commfree.comm.liveness.questions import NoAnswer, PeerAddress
 from tests.comm.watches import LONG, Broken, FailsLater, watches
 
 
 def say(watch: PeerWatch, line: bytes) -> bytes:
-    host, port, _ = watch.address.rstrip(b"\0").decode().split(" ")
-    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+    host, number, _ = watch.address.rstrip(b"\0").decode().split(" ")
+    with socket.create_connection((host, int(number)), timeout=5.0) as connection:
         answer = b""
         with suppress(OSError):  # closed with our line half read
             connection.sendall(line)
@@ -57,8 +57,8 @@ def test_garbage_is_ignored_and_a_question_is_answered() -> None:
 
 def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
     with watches(2) as (watch, other):
-        host, port, _ = watch.address.rstrip(b"\0").decode().split(" ")
-        with socket.create_connection((host, int(port))):
+        host, number, _ = watch.address.rstrip(b"\0").decode().split(" ")
+        with socket.create_connection((host, int(number))):
             start = time.monotonic()
             with pytest.raises(RuntimeError, match="rank 1 gave up"):
                 other.wait([Broken()], "t")
@@ -68,12 +68,12 @@ def test_somebody_who_connects_and_says_nothing_keeps_nobody_waiting() -> None:
 def test_hundreds_who_connect_and_say_nothing_or_little_cost_no_thread_and_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(answering, "ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(port, "ANSWER_SECONDS", 2.0)
     with watches(2) as (watch, other):
-        host, port, key = watch.address.rstrip(b"\0").decode().split(" ")
+        host, number, key = watch.address.rstrip(b"\0").decode().split(" ")
         threads = threading.active_count()
         start = time.monotonic()
-        callers = [socket.create_connection((host, int(port))) for _ in range(400)]
+        callers = [socket.create_connection((host, int(number))) for _ in range(400)]
         for caller in callers[::2]:
             with suppress(OSError):  # hung up already: the oldest are
                 caller.sendall(b'{"key": ')
@@ -105,8 +105,8 @@ def test_an_answer_that_is_dealt_out_byte_by_byte_is_not_waited_for() -> None:
 
         threading.Thread(target=drip, daemon=True).start()
         start = time.monotonic()
-        silence = answering.ask(PeerAddress("127.0.0.1", foreign.getsockname()[1], "k"), {}, 0.5)
-        assert isinstance(silence, Silence)
+        silence = questions.ask(PeerAddress("127.0.0.1", foreign.getsockname()[1], "k"), {}, 0.5)
+        assert isinstance(silence, NoAnswer)
         assert not silence.gone
         assert time.monotonic() - start < 3.0
 
@@ -187,7 +187,7 @@ def test_it_holds_up_neither_the_end_of_a_process_nor_a_fork() -> None:
 
 def test_a_rank_that_dies_after_it_has_answered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it said while it lived says nothing of now."""
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(watching, "ANSWER_SECONDS", 0.5)
     with watches(2) as (watch, other):
         asked, ask = [], watch._ask
         monkeypatch.setattr(watch, "_ask", lambda *a, **k: asked.append(ask(*a, **k)) or asked[-1])

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_commfree.comm import peers
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
-from lightning_commfree.comm.peers import TAG
+from lightning_commfree.comm.liveness import TAG
+from lightning_commfree.comm.liveness import watch as watching
 from tests.comm.watches import LONG, Broken, Endless, watches
 from tests.mortal import End, run_mortals
 from tests.world import run_ranks
@@ -266,7 +266,7 @@ def test_the_first_finding_stays() -> None:
 
 
 def test_a_death_that_gloo_overlooks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(watching, "ANSWER_SECONDS", 0.3)
     with watches(3) as (watch, other, third):
         other._listener.close()  # as a process that ends without a word
         start = time.monotonic()
@@ -280,7 +280,7 @@ def test_a_death_that_gloo_overlooks_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_rank_that_took_its_part_and_left_may_still_have_bytes_on_the_wire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(watching, "ANSWER_SECONDS", 0.3)
     with watches(2, timedelta(seconds=2)) as (watch, other):
         with watch.launching("t"), other.launching("t"):
             pass

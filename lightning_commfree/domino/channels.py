@@ -35,13 +35,18 @@ class Channels(NamedTuple):
         backend: str,
         timeout: timedelta | None,
         device: torch.device,
+        liveness: bool = True,
     ) -> Channels:
         """Make the process groups; collective over the `size` ranks of the job."""
         mesh, near = tensor_mesh(size, tensor_parallel_size), (ledger, backend, timeout, device)
-        world = Channel.open([list(range(size))], rank, ledger, timeout=timeout)
+        everybody = [list(range(size))]
+        world = Channel.open(everybody, rank, ledger, timeout=timeout, liveness=liveness)
         # the wider channel knows who is gone where a group only sees a member leave
-        tensor = Channel.open(mesh.groups(TENSOR), rank, *near, wider=world)
-        return cls(world, tensor, Channel.open(mesh.groups(DATA), rank, *near, wider=world))
+        tensor, data = (
+            Channel.open(mesh.groups(axis), rank, *near, wider=world, liveness=liveness)
+            for axis in (TENSOR, DATA)
+        )
+        return cls(world, tensor, data)
 
     def close(self) -> None:
         """Give the process groups back."""

@@ -36,8 +36,14 @@ T = TypeVar("T")
 
 
 class NamingStrategy(DDPStrategy):
-    """A `DDPStrategy` that knows who is there, once `_world_channel` is open."""
+    """A `DDPStrategy` that knows who is there, once `_world_channel` is open.
 
+    Attributes:
+        liveness: whether the ranks find out who is gone, by a port of each; set it to False before
+            `fit` to do without. `comm.liveness` says what that costs, and what the port lets in.
+    """
+
+    liveness: bool = True
     _world_channel: Channel | None = None  # to all ranks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

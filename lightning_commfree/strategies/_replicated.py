@@ -108,6 +108,7 @@ class ReplicatedStrategy(CountingStrategy):
                 self.ledger,
                 timeout=self._timeout,
                 full_duplex=self._group_size == 1,
+                liveness=self.liveness,
             )
             self._channel = self._world_channel = world
             if self._group_size > 1:
@@ -119,6 +120,7 @@ class ReplicatedStrategy(CountingStrategy):
                     timeout=self._timeout,
                     wider=world,
                     full_duplex=True,
+                    liveness=self.liveness,
                 )
                 self._group_channel = Channel.open(
                     mesh.groups(DATA),
@@ -128,6 +130,7 @@ class ReplicatedStrategy(CountingStrategy):
                     self._timeout,
                     self.root_device,
                     world,
+                    liveness=self.liveness,
                 )
 
     @override

@@ -207,7 +207,9 @@ class ShardedStrategy(CountingStrategy):
         if self._channels is None:
             size, backend = self.tensor_parallel_size, self._get_process_group_backend()
             near = (self.ledger, backend, self._timeout, self.root_device)
-            self._channels = Channels.open(self.global_rank, self.world_size, size, *near)
+            self._channels = Channels.open(
+                self.global_rank, self.world_size, size, *near, self.liveness
+            )
             self._world_channel = self._channels.world
 
     def _close_channels(self) -> None:

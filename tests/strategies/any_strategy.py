@@ -37,12 +37,18 @@ def make_strategy(kind: str, size: int) -> Any:
 
 
 def fit(
-    kind: str, size: int, *callbacks: pl.Callback, max_steps: int = 4, **kwargs: Any
+    kind: str,
+    size: int,
+    *callbacks: pl.Callback,
+    max_steps: int = 4,
+    liveness: bool = True,
+    **kwargs: Any,
 ) -> Recorder:
     """Train for some steps; `on` gives Trainer arguments, the rest goes to `fit`."""
-    recorder = Recorder()
+    recorder, strategy = Recorder(), make_strategy(kind, size)
+    strategy.liveness = liveness
     trainer = quiet_trainer(
-        strategy=make_strategy(kind, size),
+        strategy=strategy,
         devices=size,
         callbacks=[recorder, *callbacks],
         max_steps=max_steps,

@@ -142,7 +142,7 @@ class Worker:
     def cast(self) -> None:
         """Cast the ballots of all buckets."""
         for bucket, members, valid in zip(self._buckets, self._members, self._valid, strict=True):
-            cast_ballot(bucket, members, valid, wants=False, digest=0)
+            cast_ballot(bucket, members, valid, flags=False, digest=0)
 
     @torch.no_grad()
     def take(self) -> None:
@@ -150,7 +150,9 @@ class Worker:
         for bucket, members, packed_delta in zip(
             self._buckets, self._members, self._packed_deltas, strict=True
         ):
-            take_step(bucket, members, packed_delta, (True,) * len(bucket), abstained=False)
+            take_step(
+                bucket, members, packed_delta, (True,) * len(bucket.parameters), abstained=False
+            )
 
     def cast_and_take(self) -> None:
         """Do both."""

@@ -1,10 +1,13 @@
-"""A thread beside the training: exchanges of several phases, one after the other."""
+"""Work beside the training: a thread for exchanges of several phases, a CUDA stream for codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from lightning_commfree.comm.channel import Pending
 from lightning_commfree.comm.ledger import Ledger
@@ -13,14 +16,15 @@ T = TypeVar("T")
 
 
 class Background:
-    """Runs jobs in the order in which they were given, so that ranks stay in step.
+    """Runs tasks in the order in which they were given, so that ranks stay in step.
 
-    An exchange whose second phase computes on the result of the first would need the training
-    thread in the middle of its flight. Here one thread plays both phases. It takes one job at a
-    time: the collectives of two fragments in flight never change places on any rank. What the
-    thread waits for, nobody waits for: the ledger counts the training thread's waits only.
+    An exchange may need its first phase's result to compute what its second phase sends. The
+    training thread would have to do that in the middle of the flight; here one thread plays both
+    phases. It takes one task at a time: the collectives of two fragments in flight never change
+    places on any rank. Nobody waits for what this thread waits for: the ledger counts the waits of
+    the training thread only.
 
-    After a job that failed none is run any more, and the later ones fail as it did: the peers took
+    After a task that failed none is run any more, and the later ones fail as it did: the peers took
     part in exchanges that this rank left out, and its next one would meet another one of theirs.
 
     Args:
@@ -30,27 +34,27 @@ class Background:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._executor: ThreadPoolExecutor | None = None
-        self._error: Exception | None = None  # of the first job that failed
+        self._error: Exception | None = None  # of the first task that failed
 
     def submit(
-        self, job: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
+        self, task: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
     ) -> Pending[T]:
-        """Queue `job`; the result's wait is counted under `tag`.
+        """Queue `task`; the result's wait is counted under `tag`.
 
-        The thread starts with the first job, in the process that trains: after every fork.
+        The thread starts with the first task, in the process that trains: after every fork.
 
         Args:
-            job: what the thread does.
+            task: what the thread does.
             tag: of the ledger.
-            staged: returns when this rank's device has made what the job sends. Whoever waits for
-                the result waits for that first, uncounted: it is the rank's own work, which the
-                host may be far ahead of.
+            staged: returns when this rank's device has made what the task sends. Whoever waits for
+                the result waits for that first, uncounted: it is the rank's own work, and the host
+                may be far ahead of it.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
-        future = self._executor.submit(self._run, job, self._ledger.phase)
+        future = self._executor.submit(self._run, task, self._ledger.phase)
 
         def resolve() -> T:
             if staged is not None:
@@ -61,17 +65,85 @@ class Background:
         return Pending(resolve)
 
     def close(self) -> None:
-        """Let the thread end after its present job; what is still queued is given up."""
+        """Let the thread end after its present task; what is still queued is given up."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
 
-    def _run(self, job: Callable[[], T], phase: str) -> T:
+    def _run(self, task: Callable[[], T], phase: str) -> T:
         if self._error is not None:
             raise self._error
         try:
             with self._ledger.of_this_thread(phase):
-                return job()
+                return task()
         except Exception as error:
             self._error = error
             raise
+
+
+class Staging:
+    """Computes on a CUDA stream of its own and brings results down, without anybody waiting.
+
+    Elsewhere there is no such stream: work is done at once. The stream is made with the first work,
+    in the process that trains.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Start `work`, behind all that the caller's stream has been given so far.
+
+        1. The training stream computes `inputs`; the side stream waits for it, the host does not.
+        2. The side stream computes `work` and copies the result into pinned memory.
+        3. The training stream goes on meanwhile; whoever wants the result waits for the copy.
+
+        Args:
+            work: reads `inputs` and returns one tensor on their device.
+            inputs: all of it that lives on the device; may be given back right after this call.
+
+        Returns:
+            What waits for the result and returns it, in host memory. Any thread may call it.
+        """
+        device = inputs[0].device
+        if device.type != "cuda":
+            result = work().cpu()
+            return lambda: result
+
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            host, wait = to_host(work())
+
+        for tensor in inputs:  # their memory is not used again before the side stream has read it
+            tensor.record_stream(self._stream)
+
+        def waited_for() -> Tensor:
+            wait()
+            return host
+
+        return waited_for
+
+
+def to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Copy a tensor into host memory, behind all that its device's current stream has been given.
+
+    Returns:
+        The copy, pinned where the tensor is on a CUDA device, and what to call before reading it.
+        Any thread may call that.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu(), lambda: None
+
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    # of the tensor's device, whichever the thread's is; blocking: the thread that waits sleeps
+    arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> None:
+        with torch.cuda.device(tensor.device):  # a new thread would start a context on device 0
+            arrived.synchronize()
+
+    return host, wait

@@ -40,10 +40,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.background import Background, Staging
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
-from lightning_commfree.comm.staging import Staging
 from lightning_commfree.diloco.blocks import BLOCK
 from lightning_commfree.diloco.message import (
     EndNotice,

@@ -16,10 +16,10 @@ lambda     `weight_decay`           --                 0             the same: 3
 b1, b2     `betas`                  --                 (0.9, 0.99)   Algorithm 1
 =========  =======================  =================  ============  ===============================
 
-Read in this order: `worker` (the three formulas), `vote` (what becomes of the votes), `count` (how
-they are counted without being unpacked), `header` and `ballot_exchange` (how they travel),
-`buckets`, `bucket_vote` and `voting` (when they leave and land), `optimizer` (all of it as a
-`torch.optim.Optimizer`).
+Read in this order: `worker` (the three formulas), `vote` (what becomes of the votes), `ballot` and
+`ballot_exchange` (how they travel), `buckets`, `bucket_vote` and `voting` (when they leave and
+land), `optimizer` (all of it as a `torch.optim.Optimizer`), `agreement` (what workers must have
+alike before), `momenta` (their mean) and `vote_statistics` (figures for a log).
 
 Departures from the paper:
 

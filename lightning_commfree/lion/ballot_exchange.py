@@ -11,10 +11,10 @@ by shards  each worker gets one shard of all ballots, counts it, and sends     N
 =========  ==================================================================  =================
 
 The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
-parameter, c > 0. Only if some worker has an exact zero, where they are follows: as a second plane,
-c != 0, or as a list of places while that is shorter. And only if some sum is zero the majority's
-result has a second plane. That they follow is said by what came before, so every worker knows
-alike. A worker that abstains needs no second plane: the header says it.
+parameter, c > 0. If some worker has an exact zero, a second message says where the zeros are: a
+plane, c != 0, or a list of indices while that is shorter. If some sum is zero, the majority's
+result has a second plane. What came before says that they follow, so every worker knows alike. A
+worker that abstains needs no second plane: the header says it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,25 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
-from lightning_commfree.lion.header import (
+from lightning_commfree.lion.ballot import (
     DIGEST_BYTES,
+    Ballot,
     HeaderSummary,
     differing,
     digest_of,
     header_bytes,
+    nonzero_plane,
     summarize_headers,
+    zero_indices,
+    zero_indices_bytes,
 )
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
-from lightning_commfree.lion.zero_indices import gather_zero_indices, zero_indices_bytes
 
 UP_TAG = "vote_up"
 DOWN_TAG = "vote_down"
 NODE_TAG = "vote_node"
 
 _FLAG_BYTES = 8
-
-
-class Ballot(NamedTuple):
-    """What one worker votes on the parameters of one bucket; on the channel's device."""
-
-    header: Tensor  # (header_bytes(parameters),), uint8
-    plus: Tensor  # (B,), uint8: c > 0, padding 0
-    nonzero: Tensor  # (B,), uint8: c != 0, padding 0
 
 
 class VoteResult(NamedTuple):
@@ -114,20 +109,18 @@ class GatheredBallotExchange:
         summary, plus_WB = _open(received, ballot, parameters)
         if summary.refuses(refuse_faults):
             return VoteResult(summary, None)
+
         nonzero_WB = None
         if summary.zeros and zero_indices_bytes(summary.zeros) < ballot.nonzero.numel():
-            nonzero_WB = gather_zero_indices(
-                ballot.nonzero, self._valid, summary.zeros, self._channel, UP_TAG
-            )
+            nonzero_WB = _gather_zeros(self._channel, ballot, self._valid, summary.zeros)
         elif summary.zeros:
             nonzero_WB = self._channel.all_gather(ballot.nonzero, UP_TAG).wait()
+
         shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, shard=0)
         planes = shard.planes
         if shard.rest is not None:
             planes = torch.cat([planes, shard.rest.unsqueeze(0)])
-        return VoteResult(
-            summary, _packed_delta(planes, shard.weights, rule.offset(self._channel.size))
-        )
+        return VoteResult(summary, _packed(planes, shard.weights, rule.offset(self._channel.size)))
 
 
 class ShardedBallotExchange:
@@ -155,25 +148,24 @@ class ShardedBallotExchange:
 
     def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
         """See `BallotExchange`."""
-        size = self._channel.size
+        size, rank = self._channel.size, self._channel.rank
         headers = ballot.header.expand(size, -1)
         messages = torch.cat([headers, ballot.plus.view(size, -1)], dim=1)
         received = self._channel.all_to_all(messages, UP_TAG).wait()
         summary, plus_WB = _open(received, ballot, parameters)
         if summary.refuses(refuse_faults):
             return VoteResult(summary, None)
+
         nonzero_WB = None
         if summary.zeros and zero_indices_bytes(summary.zeros) < self._shard_bytes:
-            whole_WB = gather_zero_indices(
-                ballot.nonzero, self._valid_everywhere, summary.zeros, self._channel, UP_TAG
-            )
-            nonzero_WB = whole_WB.view(size, size, -1)[:, self._channel.rank]
+            whole_WB = _gather_zeros(self._channel, ballot, self._valid_everywhere, summary.zeros)
+            nonzero_WB = whole_WB.view(size, size, -1)[:, rank]
         elif summary.zeros:
             nonzero_WB = self._channel.all_to_all(ballot.nonzero.view(size, -1), UP_TAG).wait()
-        shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, self._channel.rank)
-        return VoteResult(
-            summary, _packed_delta(self._send_back(shard), shard.weights, rule.offset(size))
-        )
+
+        shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, rank)
+        planes = self._send_back(shard)
+        return VoteResult(summary, _packed(planes, shard.weights, rule.offset(size)))
 
     def _send_back(self, shard: Shard) -> Tensor:
         """Return the planes of all shards, int64, (D, B)."""
@@ -182,6 +174,7 @@ class ShardedBallotExchange:
         received = self._channel.all_gather(message, DOWN_TAG).wait()
         planes = received[:, 1:].view(self._channel.size, *shard.planes.shape).transpose(0, 1)
         planes = planes.reshape(len(shard.planes), -1)
+
         if not received[:, 0].any():
             return planes
         rest = torch.zeros_like(shard.planes[0]) if shard.rest is None else shard.rest
@@ -192,7 +185,7 @@ class NodeBallotExchange:
     """The ranks of a node hold one ballot; each carries its part of it to the other nodes.
 
     Args:
-        inner: this rank's way to the ranks of its place on the other nodes, for its part.
+        inner: the way from this rank to those ranks of the other nodes that carry the same part.
         node: to the other ranks of this node.
         workers: nodes.
     """
@@ -209,46 +202,59 @@ class NodeBallotExchange:
         """See `BallotExchange`."""
         size, rank = self._node.size, self._node.rank
         parts = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
-        summary, packed_delta = self._inner.run(
-            Ballot(ballot.header, *parts), rule, parameters, refuse_faults
-        )
+        part = Ballot(ballot.header, *parts)
+        summary, delta = self._inner.run(part, rule, parameters, refuse_faults)
+
+        # all planes that there can be: the ranks of the node know alike how many these are
         weights = rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
         part_bytes = ballot.plus.numel() // size
         planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
-        if packed_delta is not None:
-            planes[: len(packed_delta.planes)] = packed_delta.planes
-        # what another rank of the node has seen and this one has not
-        seen = [
-            summary.stop,
-            summary.drifted,
-            summary.mistuned,
-            packed_delta is None,
-            *summary.ends,
-        ]
-        flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
-        message = torch.cat([flags, digest_of(ballot.header), planes.flatten()])
-        gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
-        sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
-        flags, digests, planes = torch.split(gathered, sizes, dim=1)
-        anywhere = flags[:, : len(seen)].bool().any(0).tolist()
-        stop, drifted, mistuned, refused, *ends = anywhere
-        within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
-        summary = summary._replace(
-            stop=stop,
-            ends=tuple(ends),
-            drifted=drifted or within[0],
-            mistuned=mistuned or within[1],
-        )
+        if delta is not None:
+            planes[: len(delta.planes)] = delta.planes
+
+        summary, refused, planes = self._share(summary, delta is None, ballot.header, planes)
         if refused or summary.refuses(faults=False):
             return VoteResult(summary, None)
         planes = planes.reshape(size, len(weights), part_bytes).transpose(0, 1)
         whole = planes.reshape(len(weights), -1)
         return VoteResult(summary, PackedDelta(whole, weights, rule.offset(self._workers)))
 
+    def _share(
+        self, summary: HeaderSummary, refused: bool, header: Tensor, planes: Tensor
+    ) -> tuple[HeaderSummary, bool, Tensor]:
+        """Return what all ranks of the node have learnt, and their planes, a row for each rank."""
+        differ = summary.parameters_differ, summary.hyperparameters_differ
+        seen = [summary.stop, *differ, refused, *summary.ends]
+        flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
+        message = torch.cat([flags, digest_of(header), planes.flatten()])
+        gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
+
+        sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
+        flags, digests, planes = torch.split(gathered, sizes, dim=1)
+        stop, parameters, hyperparameters, refused, *ends = (
+            flags[:, : len(seen)].bool().any(0).tolist()
+        )
+        within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
+        shared = summary._replace(
+            stop=stop,
+            ends=tuple(ends),
+            parameters_differ=parameters or within[0],
+            hyperparameters_differ=hyperparameters or within[1],
+        )
+        return shared, refused, planes
+
 
 def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[HeaderSummary, Tensor]:
-    cut = ballot.header.numel()
-    return summarize_headers(received[:, :cut].cpu(), parameters), received[:, cut:]
+    """Split the first messages of all workers into headers and planes."""
+    split = ballot.header.numel()
+    return summarize_headers(received[:, :split].cpu(), parameters), received[:, split:]
+
+
+def _gather_zeros(channel: Channel, ballot: Ballot, valid: Tensor, most: int) -> Tensor:
+    """Exchange lists of zeros; return the planes of c != 0 of all workers, uint8, (W, B)."""
+    mine = zero_indices(ballot.nonzero, valid, most)
+    lists = channel.all_gather(mine, UP_TAG).wait()
+    return torch.stack([nonzero_plane(indices, valid) for indices in lists])
 
 
 def _count(
@@ -259,11 +265,13 @@ def _count(
     rule: Rule,
     shard: int,
 ) -> Shard:
+    """Count the ballots of those that do not abstain."""
     if summary.abstaining:
         nonzero_WB = valid_B.repeat(len(plus_WB), 1) if nonzero_WB is None else nonzero_WB
         for worker in summary.abstaining:
             plus_WB[worker] = 0
             nonzero_WB[worker] = 0
+
     nonzero = None if nonzero_WB is None else _words(nonzero_WB)
     return rule.count(_words(plus_WB), nonzero, _words(valid_B), shard)
 
@@ -272,6 +280,6 @@ def _words(planes: Tensor) -> Tensor:
     return planes.contiguous().view(torch.int64)
 
 
-def _packed_delta(planes_DB: Tensor, weights: tuple[int, ...], offset: int) -> PackedDelta:
+def _packed(planes_DB: Tensor, weights: tuple[int, ...], offset: int) -> PackedDelta:
     with_rest = weights if len(planes_DB) == len(weights) else (*weights, 1)
     return PackedDelta(planes_DB.contiguous().view(torch.uint8), with_rest, offset)

@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from lightning_commfree.comm.background import Background
+from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.lion.ballot import Ballot, header_bytes, join_digests
 from lightning_commfree.lion.ballot_exchange import (
-    Ballot,
     BallotExchange,
     NodeBallotExchange,
     VoteResult,
     cheaper_ballot_exchange,
 )
 from lightning_commfree.lion.buckets import Bucket
-from lightning_commfree.lion.header import header_bytes, join_digests
 from lightning_commfree.lion.settings import LionSettings
-from lightning_commfree.lion.vote import Average, Majority, Rule
-from lightning_commfree.lion.worker import Member, cast_ballot, hyperparameters
+from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
+from lightning_commfree.lion.worker import Member, cast_ballot, hyperparameters, take_step
 
 WAIT_TAG = "vote"
 
@@ -39,6 +39,14 @@ class BallotInFlight(NamedTuple):
     gradients: list[tuple[Tensor | None, int]]  # what was voted with, and how often written to
 
 
+class CastVote(NamedTuple):
+    """This worker's votes on a bucket, and what became of all votes; packed, in host memory."""
+
+    valid: Tensor  # uint8, shape (bucket.plane_bytes,): the bits that are no padding
+    ballot: Ballot
+    delta: PackedDelta
+
+
 class BucketVote:
     """The votes on one bucket, one after the other.
 
@@ -49,16 +57,18 @@ class BucketVote:
         node: to the ranks that form one worker with this one; None for a worker of one rank.
 
     Attributes:
-        valid: uint8, shape (bucket.plane_bytes,), on the CPU: the bits that are no padding.
+        latest: the vote of the last step; None before the first.
     """
 
     def __init__(
         self, bucket: Bucket, channel: Channel, settings: LionSettings, node: Channel | None
     ) -> None:
         self.bucket = bucket
-        self.valid = torch.zeros(bucket.plane_bytes, dtype=torch.uint8)
-        pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self.valid)
-        self._valid_there = self.valid.to(bucket.parameters[0].device)
+        self.latest: CastVote | None = None
+        self._valid = torch.zeros(bucket.plane_bytes, dtype=torch.uint8)
+        pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
+        self._valid_on_device = self._valid.to(bucket.parameters[0].device)
+
         self._channel, self._settings, self._node = channel, settings, node
         self._step = 0
         self._rule = self._make_rule()
@@ -70,28 +80,32 @@ class BucketVote:
         return self._exchange.bytes_by_tag
 
     def launch(
-        self, members: list[Member], step: int, wants: int, background: Background
+        self, members: list[Member], step: int, flags: int, background: Background
     ) -> BallotInFlight:
         """Cast the ballot and let it go.
 
         Args:
             members: the bucket's parameters, in its order.
             step: how many steps came before.
-            wants: what this worker says for itself, as `write_header` takes it.
+            flags: what this worker says for itself, as `write_header` takes it.
             background: where the exchange runs.
         """
         self._step = step
-        every = self._settings.check_drift_every
-        due = every and step % every == 0
-        tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
-        value = join_digests(tuning, _digest(self.bucket) if due else 0)
-        raw, arrived = _to_host(cast_ballot(self.bucket, members, self._valid_there, wants, value))
-        head = header_bytes(len(self.bucket))
-        ballot = Ballot(raw[:head], *raw[head:].view(2, -1))
-        job = partial(self._carry, ballot, arrived)
-        alone = self._channel.size == 1 and self._node is None  # nothing is sent
-        pending = Pending(job) if alone else background.submit(job, WAIT_TAG, arrived)
-        return BallotInFlight(ballot, pending, self._gradients())
+        with record_function(f"launch vote #{self.bucket.index}"):
+            every = self._settings.check_drift_every
+            due = every and step % every == 0
+            tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
+            value = join_digests(tuning, _digest(self.bucket) if due else 0)
+
+            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, value)
+            host, wait_for_host = to_host(raw)
+            head = header_bytes(len(self.bucket.parameters))
+            ballot = Ballot(host[:head], *host[head:].view(2, -1))
+
+            task = partial(self._carry, ballot, wait_for_host)
+            alone = self._channel.size == 1 and self._node is None  # nothing is sent
+            pending = Pending(task) if alone else background.submit(task, WAIT_TAG, wait_for_host)
+            return BallotInFlight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
         """See that gradients are still what was voted with.
@@ -110,12 +124,28 @@ class BucketVote:
                     " `overlap=False`."
                 )
 
+    def land(self, flight: BallotInFlight) -> VoteResult:
+        """Wait for the result; nothing is changed yet."""
+        with record_function(f"land vote #{self.bucket.index}"):
+            return flight.pending.wait()
+
+    def apply(self, members: list[Member], flight: BallotInFlight, result: VoteResult) -> None:
+        """Step the bucket's parameters by the result, and this worker's momenta."""
+        summary, delta = result
+        assert delta is not None, "a refused bucket has raised"
+        abstained = self._channel.rank in summary.abstaining
+
+        with record_function(f"apply vote #{self.bucket.index}"):
+            on_device = delta.to(self.bucket.parameters[0].device)
+            take_step(self.bucket, members, on_device, summary.with_gradient, abstained)
+        self.latest = CastVote(self._valid, flight.ballot, delta)
+
     # -- inside
 
-    def _carry(self, ballot: Ballot, arrived: Callable[[], None]) -> VoteResult:
-        arrived()
+    def _carry(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
+        wait_for_host()
         refuse = self._settings.nonfinite == "raise"
-        return self._exchange.run(ballot, self._rule, len(self.bucket), refuse)
+        return self._exchange.run(ballot, self._rule, len(self.bucket.parameters), refuse)
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
@@ -127,17 +157,17 @@ class BucketVote:
         return Majority(self._draw if self._settings.ties == "random" else None)
 
     def _make_exchange(self) -> BallotExchange:
-        make = partial(
-            cheaper_ballot_exchange, self._channel, parameters=len(self.bucket), rule=self._rule
-        )
+        count = len(self.bucket.parameters)
+        make = partial(cheaper_ballot_exchange, self._channel, parameters=count, rule=self._rule)
         if self._node is None:
-            return make(plane_bytes=self.bucket.plane_bytes, valid=self.valid)
-        part = self.valid.view(self._node.size, -1)[self._node.rank]
+            return make(plane_bytes=self.bucket.plane_bytes, valid=self._valid)
+
+        part = self._valid.view(self._node.size, -1)[self._node.rank]
         inner = make(plane_bytes=part.numel(), valid=part)
         return NodeBallotExchange(inner, self._node, self._channel.size)
 
     def _draw(self, shard: int, words: int) -> Tensor:
-        """Return random words, which depend on nothing but their place and the step.
+        """Return random words that depend on nothing but their place and the step.
 
         So all workers that count the same words draw the same, and a resumed run draws as the
         uninterrupted one.
@@ -152,21 +182,3 @@ class BucketVote:
 
 def _digest(bucket: Bucket) -> Tensor:
     return mix_digests(torch.stack([digest(p.contiguous()) for p in bucket.parameters]))
-
-
-def _to_host(buffer: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Return the buffer in host memory, and what to call before reading it."""
-    if buffer.device.type != "cuda":
-        host = buffer.cpu()
-        return host, lambda: None
-    host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
-    host.copy_(buffer, non_blocking=True)
-    # of the buffer's device, whichever the thread's is; blocking: the thread that waits sleeps
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(buffer.device))
-
-    def wait() -> None:
-        with torch.cuda.device(buffer.device):  # a new thread would start a context on device 0
-            event.synchronize()
-
-    return host, wait

@@ -18,17 +18,14 @@ _WANTED = 16  # buckets, so that little is left to send when backward ends
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters side by side: parameter i takes the places from `starts[i]` on."""
+    """Some parameters side by side: parameter i begins at value `starts[i]`."""
 
     index: int
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
     starts: tuple[int, ...]
     numel: int
-    plane_bytes: int  # of one bit per place, padding included
-
-    def __len__(self) -> int:
-        return len(self.parameters)
+    plane_bytes: int  # of one bit per value, padding included
 
 
 def split_into_buckets(
@@ -39,7 +36,7 @@ def split_into_buckets(
     Args:
         parameters: names and parameters, in order of use in forward.
         shards: parts of whole 8-byte words into which a bucket's planes are cut.
-        numel: places from which on a bucket is full; None: by the size of the model.
+        numel: values from which on a bucket is full; None: by the size of the model.
     """
     total = sum(p.numel() for _, p in parameters)
     full = min(max(total // _WANTED, _LEAST), _MOST) if numel is None else numel
@@ -51,10 +48,10 @@ def split_into_buckets(
         starts = [0]
         for _, parameter in filling:
             starts.append(starts[-1] + parameter.numel())
-        places = starts.pop()
+        values = starts.pop()
         names, members = zip(*filling, strict=True)
-        plane_bytes = max(-(-places // (64 * shards)), 1) * 8 * shards
-        buckets.append(Bucket(len(buckets), members, names, tuple(starts), places, plane_bytes))
+        plane_bytes = max(-(-values // (64 * shards)), 1) * 8 * shards
+        buckets.append(Bucket(len(buckets), members, names, tuple(starts), values, plane_bytes))
 
     for name, parameter in reversed(parameters):
         alike = not filling or filling[0][1].device == parameter.device
@@ -63,6 +60,7 @@ def split_into_buckets(
             filling, size = [], 0
         filling.append((name, parameter))
         size += parameter.numel()
+
     if filling:
         close()
     return buckets

@@ -11,19 +11,23 @@ average      (P - M) / n                    P in ceil(log2(n + 1)) bits; where s
                                             zero, P - M + n in ceil(log2(2 n + 1)) bits
 ============ ============================== ====================================================
 
+Votes are counted without being unpacked, 64 parameters a word, in carry-save adders. A *plane*
+holds one bit of every parameter: int64 words, in any layout as long as all planes share it. A list
+of planes is a number per parameter, in binary, least digit first. Every operation is bitwise, so
+nothing depends on the byte order of the machine, and all of it runs where the planes are.
+
 W: workers, B: int64 words of a plane, D: planes of a result, N: parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_commfree.comm.bits import unpack_bits_part
-from lightning_commfree.lion.count import add, compare, compare_to, count_ones
 
 Draw = Callable[[int, int], Tensor]  # which shard, how many words -> int64 words of random bits
 
@@ -39,7 +43,7 @@ class PackedDelta(NamedTuple):
         """Return the same on `device`."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
-    def read(self, start: int, out: Tensor, room: Tensor | None = None) -> Tensor:
+    def read(self, start: int, out: Tensor, workspace: Tensor | None = None) -> Tensor:
         """Write Delta of parameters `start` and following into `out`: floating point, shape (N,).
 
         Every operation rounds once, as in the formula: whole numbers, then one division.
@@ -47,20 +51,22 @@ class PackedDelta(NamedTuple):
         Args:
             start: which parameter is the first.
             out: what is written.
-            room: uint8, shape (2, N) or more: where bits are put, to save the allocation.
+            workspace: uint8, shape (2, N) or more: where bits are put, to save the allocation.
         """
         size = out.numel()
-        if room is None:
-            room = torch.empty(2, size, dtype=torch.uint8, device=out.device)
-        total, bits = (row[:size] for row in room)
+        if workspace is None:
+            workspace = torch.empty(2, size, dtype=torch.uint8, device=out.device)
+        total, bits = (row[:size] for row in workspace)
+
         if 2 * self.offset > 127:  # the sum does not fit
             return self._read_wide(start, out, bits)
-        for place, (plane, weight) in enumerate(zip(self.planes, self.weights, strict=True)):
-            unpack_bits_part(plane, start, bits if place else total)
-            if place:
+        for i, (plane, weight) in enumerate(zip(self.planes, self.weights, strict=True)):
+            unpack_bits_part(plane, start, bits if i else total)
+            if i:
                 total.add_(bits, alpha=weight)
             elif weight > 1:
                 total.mul_(weight)
+
         out.copy_(total.view(torch.int8).sub_(self.offset))
         return out if self.offset == 1 else self._divide(out)
 
@@ -69,6 +75,7 @@ class PackedDelta(NamedTuple):
         for plane, weight in zip(self.planes, self.weights, strict=True):
             unpack_bits_part(plane, start, bits)
             total.add_(bits, alpha=weight)
+
         return self._divide(out.copy_(total.sub_(self.offset)))
 
     def _divide(self, out: Tensor) -> Tensor:
@@ -131,6 +138,7 @@ class Majority:
         """See `Rule`."""
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
+
         if nonzero_WB is None:
             winners, ties = compare_to(plus, workers // 2)
             if workers % 2:  # half of the workers and a tie are two different things
@@ -138,10 +146,12 @@ class Majority:
         else:
             winners, ties = compare(plus, count_ones(nonzero_WB & ~plus_WB))
         ties = ties & valid_B
+
         if self._draw is not None and ties.any():
             contested = ties if nonzero_WB is None else ties & _any_of(nonzero_WB)
             winners = winners | (contested & self._draw(shard, ties.numel()))
             ties = ties & ~contested
+
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
@@ -171,13 +181,14 @@ class Average:
         if nonzero_WB is not None:  # P - M + n = 2 P + (n - P - M)
             doubled = [torch.zeros_like(digits[0]), *digits]
             digits = add(doubled, count_ones(~nonzero_WB))
+
         weights = self.weights(workers, nonzero_WB is not None)
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
         """See `Rule`."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
-        return tuple(lowest << place for place in range(most.bit_length()))
+        return tuple(lowest << i for i in range(most.bit_length()))
 
     def expected_planes(self, workers: int) -> int:
         """See `Rule`."""
@@ -189,3 +200,74 @@ def _any_of(flags_WB: Tensor) -> Tensor:
     for plane in flags_WB[1:]:
         result = result | plane
     return result
+
+
+# -- counting
+
+
+def count_ones(flags_WB: Tensor) -> list[Tensor]:
+    """Count the set bits of every position.
+
+    Args:
+        flags_WB: int64, shape (W, B), a plane of each worker.
+
+    Returns:
+        The counts as floor(log2 W) + 1 planes of shape (B,).
+    """
+    digits: list[Tensor] = []
+    waiting = list(flags_WB.unbind(0))  # planes of one weight that are still to be added
+    while waiting:
+        carries = []
+        while len(waiting) >= 3:
+            total, carry = _full_adder(waiting.pop(), waiting.pop(), waiting.pop())
+            waiting.append(total)
+            carries.append(carry)
+
+        if len(waiting) == 2:
+            first, second = waiting
+            waiting = [first ^ second]
+            carries.append(first & second)
+
+        digits.append(waiting[0])
+        waiting = carries
+
+    return digits[: flags_WB.shape[0].bit_length()]  # the planes above it are zero
+
+
+def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
+    """Compare every number with `bound`, at least 0; return the planes of greater and equal."""
+    greater, equal = digits[0] & 0, ~(digits[0] & 0)
+    for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
+        digit = digits[i] if i < len(digits) else greater & 0
+        if bound >> i & 1:
+            equal = equal & digit
+        else:
+            greater = greater | (equal & digit)
+            equal = equal & ~digit
+    return greater, equal
+
+
+def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compare numbers of equally many digits; return the planes of a > b and of a == b."""
+    greater, equal = a[0] & 0, ~(a[0] & 0)
+    for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):
+        greater = greater | (equal & digit_a & ~digit_b)
+        equal = equal & ~(digit_a ^ digit_b)
+    return greater, equal
+
+
+def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """Add numbers; the result has one digit more than the longer of both."""
+    zero = a[0] & 0
+    carry, digits = zero, []
+    for i in range(max(len(a), len(b))):
+        digit_a = a[i] if i < len(a) else zero
+        digit_b = b[i] if i < len(b) else zero
+        total, carry = _full_adder(digit_a, digit_b, carry)
+        digits.append(total)
+    return [*digits, carry]
+
+
+def _full_adder(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    differ = a ^ b
+    return differ ^ c, (a & b) | (differ & c)

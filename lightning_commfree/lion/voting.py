@@ -6,7 +6,7 @@
    fault that stops the run leaves parameters and momenta as they were.
 3. *Apply*: every worker steps by the results; from time to time momenta are averaged.
 
-What travels is in CPU memory and crosses in a background thread (`exchange`).
+What travels is in CPU memory, and a background thread sends it (`ballot_exchange`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.lion.ballot import ENDS, STOP
 from lightning_commfree.lion.ballot_exchange import DOWN_TAG, UP_TAG, VoteResult
 from lightning_commfree.lion.bucket_vote import BallotInFlight, BucketVote
 from lightning_commfree.lion.buckets import split_into_buckets
-from lightning_commfree.lion.header import ENDS, STOP
 from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
 from lightning_commfree.lion.settings import LionSettings
-from lightning_commfree.lion.vote_statistics import VoteStatistics
-from lightning_commfree.lion.worker import Member, hyperparameters, take_step
+from lightning_commfree.lion.vote_statistics import vote_shares
+from lightning_commfree.lion.worker import Member, hyperparameters
 
 
 class Voting:
@@ -50,7 +50,8 @@ class Voting:
         ends: asked at every launch: why this worker takes no part after the step, a number below
             4; 0: it does.
         parted: whether workers said different things of the last step; the same on all.
-        statistics: what the votes were like.
+        abstentions: buckets that some worker has left to the others because of NaN or Inf, each
+            worker counted, since the beginning.
     """
 
     def __init__(
@@ -63,20 +64,19 @@ class Voting:
         bucket_numel: int | None = None,
     ) -> None:
         self.settings, self.channel, self.node = settings, channel, node
-        self.buckets = split_into_buckets(
-            parameters, channel.size * (node.size if node else 1), bucket_numel
-        )
+        shards = channel.size * (node.size if node else 1)
+        self.buckets = split_into_buckets(parameters, shards, bucket_numel)
+
         self.step = 0
         self.stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
         self.ends: Callable[[], int] = lambda: 0
         self.parted = False
-        self.statistics = VoteStatistics()
+        self.abstentions = 0
+
         self._members = members
         self._background = Background(channel.ledger)
-        self._bucket_votes = [
-            BucketVote(bucket, channel, settings, node) for bucket in self.buckets
-        ]
+        self._votes = [BucketVote(bucket, channel, settings, node) for bucket in self.buckets]
         self._flights: list[BallotInFlight] = []
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
@@ -88,6 +88,13 @@ class Voting:
         """What is voted on."""
         return self._bucket_of.keys()
 
+    # -- what is sent, and figures of it
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
+        return sum(vote.bytes_by_tag.total() for vote in self._votes)
+
     def cycle(self) -> tuple[Counter[str], int]:
         """Return the bytes that this rank sends from one momentum sync to the next, and the steps.
 
@@ -95,35 +102,44 @@ class Voting:
         """
         every = max(self.settings.momentum_sync_every, 1)
         sent: Counter[str] = Counter()
-        for bucket_vote in self._bucket_votes:
-            for tag, num_bytes in bucket_vote.bytes_by_tag.items():
+        for vote in self._votes:
+            for tag, num_bytes in vote.bytes_by_tag.items():
                 sent[tag] += every * num_bytes
+
         if self.settings.momentum_sync_every:
             members = (self._members(bucket.parameters) for bucket in self.buckets)
             sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.channel, self.node) for m in members)
         return sent, every
 
+    def shares(self) -> dict[str, float]:
+        """Return what the votes of the last step were like; see `vote_shares`."""
+        return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
+
     def bits_per_parameter(self) -> dict[str, float]:
         """Return what this rank has sent up and down, in bits per parameter and step."""
         since, before = self._begun
-        places = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
+        voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
         names = {UP_TAG: "bits_up", DOWN_TAG: "bits_down"}
-        return {name: 8 * sent[tag] / max(places, 1) for tag, name in names.items()}
+        return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
+
+    def figures(self) -> dict[str, float]:
+        """Return what a log shows of the votes, by name; shares are those of the last step."""
+        abstentions = {"abstentions": float(self.abstentions)}
+        return {**self.shares(), **self.bits_per_parameter(), **abstentions}
+
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return what besides parameters and optimizer state an exact resume needs."""
-        return {"step": self.step, "abstentions": self.statistics.abstentions}
+        return {"step": self.step, "abstentions": self.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.step, self.statistics.abstentions = state["step"], state["abstentions"]
+        self.step, self.abstentions = state["step"], state["abstentions"]
         self._begun = (self.step, self._sent())
 
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
-        return sum(bucket_vote.bytes_by_tag.total() for bucket_vote in self._bucket_votes)
+    # -- a step
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -135,6 +151,7 @@ class Voting:
             if parameter.requires_grad and parameter not in self._hooks:
                 hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
                 self._hooks[parameter] = hook
+
         self._awaited = [{p for p in b.parameters if p.requires_grad} for b in self.buckets]
         try:
             yield
@@ -151,27 +168,21 @@ class Voting:
         while len(self._flights) < len(self.buckets):
             self._launch(len(self._flights))
         flights, self._flights = self._flights, []
-        for bucket_vote, flight in zip(self._bucket_votes, flights, strict=True):
-            bucket_vote.check_gradients(flight)
-        results = [flight.pending.wait() for flight in flights]
+        for vote, flight in zip(self._votes, flights, strict=True):
+            vote.check_gradients(flight)
+
+        results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
         summaries = [result.summary for result in results]
         self.stop_agreed = any(summary.stop for summary in summaries)
-        self.parted = (
-            len({i for summary in summaries for i, said in enumerate(summary.ends) if said}) > 1
-        )
+        said = {i for summary in summaries for i, was_said in enumerate(summary.ends) if was_said}
+        self.parted = len(said) > 1
         self._refuse(results)
-        self.statistics.begin_step()
-        for bucket_vote, flight, (summary, packed_delta) in zip(
-            self._bucket_votes, flights, results, strict=True
-        ):
-            assert packed_delta is not None, "a refused bucket has raised"
-            bucket = bucket_vote.bucket
-            members = self._members(bucket.parameters)
-            abstained = self.channel.rank in summary.abstaining
-            on_device = packed_delta.to(bucket.parameters[0].device)
-            take_step(bucket, members, on_device, summary.with_gradient, abstained)
-            self.statistics.count(bucket_vote.valid, flight.ballot, summary, packed_delta)
+
+        for vote, flight, result in zip(self._votes, flights, results, strict=True):
+            vote.apply(self._members(vote.bucket.parameters), flight, result)
+            self.abstentions += len(result.summary.abstaining)
         self.step += 1
+
         every = self.settings.momentum_sync_every
         if every and self.step % every == 0:
             for bucket in self.buckets:
@@ -189,24 +200,24 @@ class Voting:
     def _gradient_is_there(self, parameter: nn.Parameter) -> None:
         if not self._awaited:  # a backward that is not the step's last, or votes wait for the step
             return
-        index = self._bucket_of[parameter]
-        self._awaited[index].discard(parameter)
+        self._awaited[self._bucket_of[parameter]].discard(parameter)
         while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
             self._launch(len(self._flights))
 
     def _launch(self, index: int) -> None:
         members = self._members(self.buckets[index].parameters)
-        bucket_vote = self._bucket_votes[index]
-        wants = STOP * self.stop() + ENDS * self.ends()
-        self._flights.append(bucket_vote.launch(members, self.step, wants, self._background))
+        flags = STOP * self.stop() + ENDS * self.ends()
+        flight = self._votes[index].launch(members, self.step, flags, self._background)
+        self._flights.append(flight)
 
     def _sent(self) -> Counter[str]:
         sent = self.channel.ledger.bytes_by_tag
         return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
 
     def _refuse(self, results: Sequence[VoteResult]) -> None:
+        """See that the results may be applied; nothing has been changed yet."""
         for bucket, (summary, _) in zip(self.buckets, results, strict=True):
-            if summary.mistuned:
+            if summary.hyperparameters_differ:
                 here = "; ".join(hyperparameters(self._members(bucket.parameters)))
                 raise RuntimeError(
                     "Learning rate, betas or weight decay differ between the workers before step"
@@ -215,7 +226,7 @@ class Voting:
                     " changed. Set them alike on all ranks: a scheduler on a metric has to watch"
                     " one that is logged per epoch with `sync_dist=True`."
                 )
-            if summary.drifted:
+            if summary.parameters_differ:
                 raise RuntimeError(
                     f"The workers' parameters differ before step {self.step + 1}, among them"
                     f" {', '.join(map(repr, bucket.names[:5]))}. Only votes may change them:"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits_part
+from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
-from lightning_commfree.lion.header import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.vote import PackedDelta
 
 _DEVICE_CHUNK = 1 << 25  # few launches, in the middle of backward, where memory is short
@@ -48,7 +48,7 @@ def hyperparameters(members: list[Member]) -> list[str]:
 
 
 def cast_ballot(
-    bucket: Bucket, members: list[Member], valid: Tensor, wants: int, digest: Tensor | int
+    bucket: Bucket, members: list[Member], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
     """Write a worker's ballot on one bucket; nothing of the worker's state changes.
 
@@ -56,17 +56,19 @@ def cast_ballot(
         bucket: what is voted on.
         members: the bucket's parameters, in its order.
         valid: uint8, shape (bucket.plane_bytes,): the bits that are no padding.
-        wants: see `write_header`.
+        flags: see `write_header`.
         digest: see `write_header`.
 
     Returns:
         Header, plane of c > 0 and plane of c != 0 in one buffer, uint8, on the parameters' device.
     """
-    head = header_bytes(len(bucket))
+    count = len(bucket.parameters)
+    head = header_bytes(count)
     buffer = valid.new_zeros(head + 2 * bucket.plane_bytes)
     plus, nonzero = buffer[head:].view(2, -1)
-    marks = valid.new_zeros(len(bucket))
-    count = _Count(valid.device)
+    marks = valid.new_zeros(count)
+    signs = _Signs(valid.device)
+
     for i, member in enumerate(members):
         gradient = member.parameter.grad
         if gradient is None:
@@ -76,24 +78,26 @@ def cast_ballot(
                 f"The gradient of {bucket.names[i]!r} is sparse, and a vote takes all of it. Use"
                 " `sparse=False` in its `nn.Embedding`."
             )
-        count.begin()
-        for place, direction in _directions(member, gradient):
-            pack_bits_part(count.positive(direction), bucket.starts[i] + place, plus)
-        marks[i] = HAS_GRADIENT + NONFINITE * count.nonfinite
-    zeros, abstains = bucket.numel - count.voters, (marks & NONFINITE).any()
+        signs.begin()
+        for offset, direction in _directions(member, gradient):
+            pack_bits_part(signs.positive(direction), bucket.starts[i] + offset, plus)
+        marks[i] = HAS_GRADIENT + NONFINITE * signs.nonfinite
+
+    zeros, abstains = bucket.numel - signs.voters, (marks & NONFINITE).any()
     if valid.device.type != "cpu" or zeros:  # a GPU is not waited for
         for i, member in enumerate(members):
             if member.parameter.grad is not None:
-                for place, direction in _directions(member, member.parameter.grad):
-                    pack_bits_part(direction != 0, bucket.starts[i] + place, nonzero)
+                for offset, direction in _directions(member, member.parameter.grad):
+                    pack_bits_part(direction != 0, bucket.starts[i] + offset, nonzero)
     else:
         nonzero.copy_(valid)
-    write_header(buffer[:head], wants, zeros, abstains, digest, marks)
+
+    write_header(buffer[:head], flags, zeros, abstains, digest, marks)
     return buffer
 
 
-class _Count:
-    """Signs and what is to be known of them, in few passes over a chunk.
+class _Signs:
+    """Signs of directions, and how many there are, in few passes over a chunk.
 
     Attributes:
         voters: how many directions were not 0, int64.
@@ -117,15 +121,18 @@ class _Count:
             self.voters += torch.count_nonzero(direction)
             self.nonfinite |= ~torch.stack(torch.aminmax(direction)).isfinite().all()
             return direction > 0
+
         # on a CPU comparing is not vectorized, but taking signs and multiplying are
         size = direction.numel()
         if self._codes.numel() < size or self._signs.dtype != direction.dtype:
             self._signs, self._codes = torch.empty_like(direction), self._codes.new_empty(size)
+
         # a finite sum shows without another pass that all of them are
         if not math.isfinite(float(direction.sum())) and not bool(direction.isfinite().all()):
             self.nonfinite = torch.ones_like(self.nonfinite)
             self.voters += torch.count_nonzero(direction)
             return direction > 0
+
         signs = torch.sign(direction, out=self._signs[:size])
         self.voters += int(torch.dot(signs, signs))  # exact: a chunk has fewer than 2^24 values
         return self._codes[:size].copy_(signs).relu_().view(torch.bool)
@@ -134,7 +141,7 @@ class _Count:
 def take_step(
     bucket: Bucket,
     members: list[Member],
-    packed_delta: PackedDelta,
+    delta: PackedDelta,
     moved: tuple[bool, ...],
     abstained: bool,
 ) -> None:
@@ -143,31 +150,34 @@ def take_step(
     Args:
         bucket: what was voted on.
         members: the bucket's parameters, in its order.
-        packed_delta: Delta, on the parameters' device.
+        delta: on the parameters' device.
         moved: per parameter: some worker has a gradient. Without one it stays as it is.
         abstained: this worker left the bucket to the others; its momenta stay clean.
     """
     for start, member, moves in zip(bucket.starts, members, moved, strict=True):
         if moves:
-            _move(member, packed_delta, start)
+            _move(member, delta, start)
         if member.parameter.grad is not None and not abstained:
             _update_momentum(member, member.parameter.grad)
 
 
-def _move(member: Member, packed_delta: PackedDelta, start: int) -> None:
+def _move(member: Member, delta: PackedDelta, start: int) -> None:
     lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
     parameter = member.parameter.detach()
     values = flat(member.state.get("master", parameter))
     size = min(_chunk_size(values), values.numel())
-    deltas, room = values.new_empty(size), _room(size, values)
-    for place, chunk in _chunks(values):
-        delta = packed_delta.read(start + place, deltas[: chunk.numel()], room)
+    workspace = torch.empty(2, size, dtype=torch.uint8, device=values.device)
+    deltas = values.new_empty(size)
+
+    for offset, chunk in _chunks(values):
+        signs = delta.read(start + offset, deltas[: chunk.numel()], workspace)
         if lr * decay:
             chunk.mul_(1 - lr * decay)
-        if packed_delta.offset == 1:  # lr times -1, 0 or 1 is exact, fused or not
-            chunk.sub_(delta, alpha=lr)
+        if delta.offset == 1:  # lr times -1, 0 or 1 is exact, fused or not
+            chunk.sub_(signs, alpha=lr)
         else:
-            chunk.sub_(delta.mul_(lr))
+            chunk.sub_(signs.mul_(lr))
+
     if values.data_ptr() != parameter.data_ptr():  # a master, or a layout that is not flat
         parameter.copy_(values.view(parameter.shape))
 
@@ -176,25 +186,25 @@ def _update_momentum(member: Member, gradient: Tensor) -> None:
     beta = member.group["betas"][1]
     gradients = flat(gradient)
     scaled = member.state["momentum"].new_empty(min(_chunk_size(gradients), gradients.numel()))
-    for place, momentum in _chunks(member.state["momentum"].view(-1)):
+
+    for offset, momentum in _chunks(member.state["momentum"].view(-1)):
         share = scaled[: momentum.numel()]
-        _scale(gradients[place : place + momentum.numel()], 1 - beta, share)
+        _scale(gradients[offset : offset + momentum.numel()], 1 - beta, share)
         momentum.mul_(beta).add_(share)
 
 
 def _directions(member: Member, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield c chunk by chunk with the place of its first value; a chunk is valid until the next."""
+    """Yield c chunk by chunk with the index of its first value; it is valid until the next one."""
     beta = member.group["betas"][0]
     momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
     size = min(_chunk_size(gradients), gradients.numel())
     directions, scaled = momenta.new_empty(2, size).unbind(0)
-    for place, momentum in _chunks(momenta):
+
+    for offset, momentum in _chunks(momenta):
         count = momentum.numel()
         direction = torch.mul(momentum, beta, out=directions[:count])
-        yield (
-            place,
-            direction.add_(_scale(gradients[place : place + count], 1 - beta, scaled[:count])),
-        )
+        share = _scale(gradients[offset : offset + count], 1 - beta, scaled[:count])
+        yield offset, direction.add_(share)
 
 
 def _scale(values: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -209,13 +219,10 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1)
 
 
-def _room(size: int, like: Tensor) -> Tensor:
-    return torch.empty(2, size, dtype=torch.uint8, device=like.device)
-
-
 def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for place in range(0, values.numel(), _chunk_size(values)):
-        yield place, values[place : place + _chunk_size(values)]
+    size = _chunk_size(values)
+    for offset in range(0, values.numel(), size):
+        yield offset, values[offset : offset + size]
 
 
 def _chunk_size(values: Tensor) -> int:

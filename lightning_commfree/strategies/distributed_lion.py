@@ -187,9 +187,7 @@ class DistributedLionStrategy(ResumableStrategy):
     def _figures(self) -> dict[str, float]:
         """The shares of ties, zeros and agreement are those of the latest step."""
         assert self._voting is not None, "a step has been taken"
-        figures = {**self._voting.statistics.shares(), **self._voting.bits_per_parameter()}
-        figures["abstentions"] = float(self._voting.statistics.abstentions)
-        return {f"lion/{name}": figure for name, figure in figures.items()}
+        return {f"lion/{name}": figure for name, figure in self._voting.figures().items()}
 
     @override
     def on_validation_start(self) -> None:

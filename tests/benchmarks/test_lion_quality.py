@@ -87,7 +87,7 @@ def real_rank(
     for batch in batches(data, STEPS):
         take_step(module, made, batch, workers=1)
     momenta = [optimizer.state[p]["momentum"] for p in module.parameters()]
-    shares = voting.statistics.shares()
+    shares = voting.shares()
     optimizer.leave()
     return weights_of(module), momenta, shares
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits
+from lightning_commfree.lion.ballot import Ballot, HeaderSummary, header_bytes
 from lightning_commfree.lion.ballot_exchange import (
-    Ballot,
     GatheredBallotExchange,
     ShardedBallotExchange,
     VoteResult,
 )
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.header import HeaderSummary, header_bytes
 from lightning_commfree.lion.vote import Average, Majority, Rule
 from lightning_commfree.lion.worker import Member, cast_ballot
 from tests.lion import serial
@@ -58,14 +57,14 @@ def ballot_of(
         state = {"momentum": torch.zeros_like(parameter)}
         members.append(Member(own, state, {"lr": 1.0, "betas": (0.0, 0.99), "weight_decay": 0.0}))
     raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
-    cut = header_bytes(len(bucket))
+    cut = header_bytes(len(bucket.parameters))
     return Ballot(raw[:cut], *raw[cut:].view(2, -1))
 
 
 def exchange_of(
     way: str, channel: Any, bucket: Bucket, rule: Rule
 ) -> GatheredBallotExchange | ShardedBallotExchange:
-    place = (channel, bucket.plane_bytes, len(bucket), valid_of(bucket))
+    place = (channel, bucket.plane_bytes, len(bucket.parameters), valid_of(bucket))
     return (
         GatheredBallotExchange(*place) if way == "gather" else ShardedBallotExchange(*place, rule)
     )
@@ -88,7 +87,7 @@ def play(
         digest = 0 if digests is None else digests[rank]
         ballot = ballot_of(bucket, gradients[rank], rank in stops, digest)
         exchange = exchange_of(way, channel, bucket, rule)
-        result = exchange.run(ballot, rule, len(bucket), refuse_faults)
+        result = exchange.run(ballot, rule, len(bucket.parameters), refuse_faults)
         return Outcome(result.summary, read(result, bucket.numel), dict(channel.sent))
 
     return in_threads(len(gradients), worker)

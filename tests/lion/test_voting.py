@@ -206,9 +206,9 @@ def test_shares_of_ties_zeros_and_agreement(workers: int, vote: str) -> None:
 
     def worker_shares(channel: Any) -> dict[str, float]:
         one = Worker(channel, LionSettings(vote=vote))
-        assert one.voting.statistics.shares() == {"ties": 1, "zeros": 1, "agreement": 0}
+        assert one.voting.shares() == {"ties": 1, "zeros": 1, "agreement": 0}
         one.step(training.gradients(7, channel.rank))
-        shares = one.voting.statistics.shares()
+        shares = one.voting.shares()
         one.lion.leave()
         return shares
 

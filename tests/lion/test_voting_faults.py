@@ -118,7 +118,7 @@ def test_all_may_abstain() -> None:
         assert torch.equal(after["embed"], before["embed"] * (1 - 0.01 * 0.3))
         assert torch.equal(one.momenta()["embed"], momenta["embed"])
         assert not torch.equal(one.momenta()["head"], momenta["head"])
-        assert one.voting.statistics.abstentions == 3
+        assert one.voting.abstentions == 3
 
     in_threads(3, worker)
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits
+from lightning_commfree.lion.ballot import header_bytes, summarize_headers
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
-from lightning_commfree.lion.header import header_bytes, summarize_headers
 from lightning_commfree.lion.vote import PackedDelta
 from lightning_commfree.lion.worker import _CHUNK, Member, cast_ballot, take_step
 from tests.lion.ballots import valid_of
@@ -51,9 +51,9 @@ def ballot(members: list[Member], stop: bool = False, digest: int = 0) -> tuple[
     """Return what the header says, and the planes of c > 0 and c != 0 as flags in order."""
     bucket = bucket_of(members)
     raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
-    cut = header_bytes(len(bucket))
+    cut = header_bytes(len(bucket.parameters))
     assert raw.numel() == cut + 2 * bucket.plane_bytes
-    summary = summarize_headers(raw[:cut].unsqueeze(0), len(bucket))
+    summary = summarize_headers(raw[:cut].unsqueeze(0), len(bucket.parameters))
     return summary, *(flags(plane, bucket) for plane in raw[cut:].view(2, -1))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.lion.count import add, compare, compare_to, count_ones
+from lightning_commfree.lion.vote import add, compare, compare_to, count_ones
 
 WORDS = 3
 

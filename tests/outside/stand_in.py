@@ -73,6 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid not in named]
 
 
+def _said(report: pytest.TestReport) -> str:
+    """Return a failure's message, and of what it came: `pytest.warns` hides the exception."""
+    chain = getattr(report.longrepr, "chain", None)
+    if chain is None:
+        return str(report.longrepr or "")
+    return "\n".join(crash.message for _, crash, _ in reversed(chain) if crash is not None)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write how a test ended: its call, or what kept it from being called."""
@@ -80,8 +88,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return  # the controller sees every report once more, of workers that have died too
     if report.when != "call" and report.outcome == "passed":
         return
-    crash = getattr(report.longrepr, "reprcrash", None)
-    said = crash.message if crash is not None else str(report.longrepr or "")
-    row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "said": said}
+    row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome}
+    row["said"] = _said(report)
     with OUTCOMES.open("a") as file:
         file.write(json.dumps(row) + "\n")

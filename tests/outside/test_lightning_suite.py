@@ -8,7 +8,10 @@ import pytest
 
 PATH = Path(__file__).with_name("lightning_suite.py")
 TESTS = """
+import warnings
+
 import lightning.pytorch as pl
+import pytest
 from lightning.pytorch.strategies import DDPStrategy
 
 
@@ -23,6 +26,12 @@ def test_other_by_name():
 
 def test_other_by_class():
     assert DDPStrategy(find_unused_parameters=True)
+
+
+def test_hides_what_was_raised():
+    with pytest.warns(UserWarning, match="made"):
+        DDPStrategy(find_unused_parameters=True)
+        warnings.warn("made")
 
 
 def test_fails_with_both():
@@ -55,11 +64,11 @@ def test_a_difference_needs_a_reason(suite, tmp_path, capsys):
     words += ["--work", str(tmp_path / "work"), "--reasons", str(reasons)]
     assert suite.main(words) == 1
     said = capsys.readouterr().out
-    assert ": 3 tests of " in said
-    assert "2 of 3 tests that pass with `ddp` do not" in said
+    assert ": 4 tests of " in said
+    assert "3 of 4 tests that pass with `ddp` do not" in said
     assert "| 1 | it is another class |" in said
     assert "**none**: `tests_pytorch/test_made_up.py::test_other_by_class`: TypeError" in said
-    assert "1 differences without a reason" in said
+    assert "2 differences without a reason" in said
     reasons.write_text(REASONS + "[[reason]]\ntext = 'refused'\nsaid = 'find_unused_parameters'\n")
     assert suite.main([*words, "--keep"]) == 0
 
@@ -71,9 +80,9 @@ def test_briefly_only_the_others_run_with_ddp(suite, tmp_path, capsys):
     words = [str(tmp_path), "test_made_up.py", "--strategies", "streaming_diloco", "--brief"]
     assert suite.main([*words, "--workers", "0", "--work", str(tmp_path / "work")]) == 1
     said = capsys.readouterr().out
-    assert ": 3 tests of " in said
-    assert "2 of 3 tests that pass with `ddp` do not" in said
-    assert "1 failed, 2 passed, 1 deselected" in (tmp_path / "work" / "ddp.log").read_text()
+    assert ": 4 tests of " in said
+    assert "3 of 4 tests that pass with `ddp` do not" in said
+    assert "1 failed, 3 passed, 1 deselected" in (tmp_path / "work" / "ddp.log").read_text()
 
 
 def test_no_checkout_is_said(suite, tmp_path):

@@ -1,0 +1,77 @@
+"""`commfree-plan`: the figures it prints are the planner's, and bad input ends in a sentence."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from lightning_commfree.planner import Job, Model, advise, methods
+from lightning_commfree.planner.command import main
+
+GIVEN = ["--parameters", "124e6", "--blocks", "12", "--step-time", "0.35", "--bandwidth", "0.1"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    main([*GIVEN, *more])
+    return capsys.readouterr().out
+
+
+def test_the_table_and_the_advice_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--outside", "39000004", "--overlap-steps", "2")
+
+    sizes = [84_999_996 // 12] * 12
+    job = Job(Model(tuple(sizes), 39_000_004), 0.35, overlap_steps=2)
+    lines = {line[:13].strip(): line for line in text.splitlines()}
+    for name, setting, exchange in methods(job):
+        reached = job.utilization(exchange, 0.1)
+        cells = re.split(r"\s{2,}", lines[name].strip())
+        assert cells[:3] == [name, setting, f"{reached:.1%}"]
+        assert cells[3:5] == [f"{0.35 / reached:.4g}", f"{exchange.bytes_per_step / 1e6:.4g}"]
+        targets = (0.5, 0.9, 0.99)
+        assert cells[5:] == [f"{job.needed_gbit_per_s(exchange, t):.3g}" for t in targets]
+
+    advice = advise(job, 0.1, 0.95)
+    assert f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}" in text
+    assert all(f"- {reason}" in text for reason in advice.reasons)
+
+
+def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
+    """124e6 parameters in 12 blocks: no parameter is lost by rounding."""
+    text = printed(capsys)
+    job = Job(Model((124_000_000,), 0), 0.35)
+    everything = job.data_parallel().bytes_per_step / 1e6
+    assert re.search(rf"data parallel .* {everything:.4g} ", text)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--bandwidth", "-1"], "`bandwidth=-1.0` Gbit/s must be positive"),
+        (["--step-time", "0"], "`step_time=0.0` must be a positive number of seconds"),
+        (["--blocks", "0"], "at least one in each of 0 blocks"),
+        (["--outside", "125e6"], "cannot be 125,000,000 outside of blocks"),
+        (["--parameters", "1.5"], "'1.5' is no whole number"),
+        (["--wire-dtype", "fp5"], "invalid choice: 'fp5'"),
+        (["--target", "2"], "`advice_target=2.0` must lie strictly between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_planned(
+    more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*GIVEN, *more])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_pip_installs_the_command() -> None:
+    """By its declaration: what is installed here may be of another commit."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    declared = re.search(r'^commfree-plan = "(.*)"$', text, re.MULTILINE)
+    assert declared is not None
+    assert EntryPoint("commfree-plan", declared[1], "console_scripts").load() is main

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ from recipes.data.tokenizer import byte_tokenizer
 from tests.reader import COPY, ROOT, STOPPED, Reader, commands_of, python_of
 
 READMES = ("README.md", "recipes/README.md", "benchmarks/README.md")
-PAGES = {page: (ROOT / page).read_text("utf-8") for page in READMES}
+DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md")))
+PAGES = {page: (ROOT / page).read_text("utf-8") for page in READMES + DOCS}
 COMMANDS = dict.fromkeys(command for text in PAGES.values() for command in commands_of(text))
 BLOCKS = [block for text in PAGES.values() for block in python_of(text)]
 PUBLIC = {name: getattr(lightning_commfree, name) for name in lightning_commfree.__all__}
@@ -84,6 +86,29 @@ def _write_models(folder: Path) -> None:
     for path, model in models.items():
         model.save_pretrained(folder / path)
         tokenizer.save_pretrained(folder / path)
+
+
+def _broken_links(page: Path, text: str) -> list[str]:
+    """Return the relative links of a page that lead to nothing: no file, or no such heading."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        target, _, heading = link.partition("#")
+        if "://" in link:
+            continue
+        file = (page.parent / target) if target else page
+        headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M) if file.is_file() else []
+        anchors = {re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings}
+        if not file.exists() or (heading and heading not in anchors):
+            broken.append(link)
+    return broken
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for page, text in PAGES.items():
+        assert _broken_links(ROOT / page, text) == [], page
+
+    wrong = "[a](docs/nothing.md) [b](README.md#no-heading) [c](README.md#recipes) [d](docs)"
+    assert _broken_links(ROOT / "README.md", wrong) == ["docs/nothing.md", "README.md#no-heading"]
 
 
 def _shown(command: str) -> str:

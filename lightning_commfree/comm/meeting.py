@@ -16,12 +16,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from lightning_commfree.comm.liveness import Unwatched
 
 TAG = "meeting"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+class Stage(IntEnum):
+    """Where in a training step, and in what follows it, in this order."""
+
+    STEP = 0
+    VALIDATION = 1
+    EPOCH_END = 2
+    FIT_END = 3
 
 
 class Met(NamedTuple):
@@ -41,8 +51,7 @@ class _Place(NamedTuple):
 class Meeting:
     """One rank's way from step to step; every rank of a channel has one at a time.
 
-    What follows a step has *stages*, whole numbers from 0 on, the same on all ranks. Ranks that do
-    not meet at one may still meet at a later one.
+    Ranks that do not meet at one stage of a step may still meet at a later one.
 
     Args:
         watch: of the channel, whose timeout is how long the others are waited for.
@@ -56,11 +65,11 @@ class Meeting:
     def __init__(self, watch: Unwatched, unit: str = "step") -> None:
         self._watch, self._unit = watch, unit
         self._step = 0
-        self._together_from = 0
+        self._together_from = Stage.STEP
         # who finds that all have come may stand at its next place when another one asks for the
         # first time, and at no later one, for there it waits for that one: so two are told
         self._stood = [_Place(-1, 0, False), _Place(-1, 0, False)]
-        self.stage, self.stands = 0, False
+        self.stage, self.stands = Stage.STEP, False
 
     @property
     def alone(self) -> bool:
@@ -74,11 +83,11 @@ class Meeting:
 
     def move(self, step: int) -> None:
         """Go on: `step` steps are done."""
-        self._step, self._together_from = step, 0
-        self.enter(0)
+        self._step, self._together_from = step, Stage.STEP
+        self.enter(Stage.STEP)
         self._tell()
 
-    def enter(self, stage: int) -> None:
+    def enter(self, stage: Stage) -> None:
         """Come to a later stage."""
         self.stage, self.stands = stage, False
 
@@ -86,7 +95,7 @@ class Meeting:
         """Stand nowhere any more before the next step."""
         self._tell(leaves=1)
 
-    def part(self, together_from: int) -> None:
+    def part(self, together_from: Stage) -> None:
         """Be alone until that stage, the first one to which all ranks come."""
         self._together_from = together_from
 

@@ -15,38 +15,16 @@ If all ranks end alike, an epoch or the fit is over, and nothing is said or sent
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Sequence
-from enum import IntEnum
 from typing import cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.meeting import Meeting
+from lightning_commfree.comm.meeting import Meeting, Stage
+from lightning_commfree.comm.parting import Part, Why, part
 
-TAG = "end"
 _EVEN = "Give all ranks equally many batches, as with `limit_train_batches`"
-
-
-class Why(IntEnum):
-    """By what a rank's part ends."""
-
-    GOES_ON = 0  # it does not
-    DATA = 1
-    WILL = 2
-    MAX_STEPS = 3
-    APART = 4  # it would have gone on, from where the others do not come
-
-
-_SAID = {
-    Why.DATA: "The data of {ranks} ended",
-    Why.WILL: "{ranks} wanted to stop (`trainer.should_stop`)",
-    Why.MAX_STEPS: "{ranks} reached `max_steps`",
-    Why.APART: "{ranks} waited at the end of an epoch, a validation or a checkpoint",
-}
 
 
 class CommonEnd:
@@ -103,7 +81,7 @@ class CommonEnd:
             epoch.processed >= loop.max_epochs or batches_reached
         )
 
-    def agree(self, why: Why, step: int, common: int, in_step: bool = True) -> int:
+    def agree(self, why: Why, step: int, common: int, in_step: bool = True) -> Stage:
         """End the fit on all ranks after the same step, and say on each of them why.
 
         Collective over the world. Where it ends on all of them with the same step, by data here and
@@ -121,27 +99,23 @@ class CommonEnd:
         Raises:
             RuntimeError: `min_epochs` or `min_steps` forbids to end here; on all ranks alike.
         """
-        refused = why in (Why.GOES_ON, Why.APART) and not self._may_end(in_step)
-        row = torch.tensor([why, step, self.meeting.stage, refused], device=self._world.device)
-        told = self._world.all_gather(row, TAG).wait().tolist()
-        reasons, steps, stages, refusals = zip(*told, strict=True)
-
-        if {Why.GOES_ON, Why.APART} & set(reasons) or len(set(steps)) > 1:
-            said = _told_of_all(reasons, steps)
-            if any(refusals):
-                loop = self._trainer.fit_loop
-                raise RuntimeError(
-                    f"{said}. The fit cannot end here, for `min_epochs={loop.min_epochs}` and"
-                    f" `min_steps={loop.min_steps}`. {_EVEN}, or leave these out."
-                )
+        refuses = why.would_go_on and not self._may_end(in_step)
+        parted = part(self._world, Part(why, step, self.meeting.stage, refuses))
+        if parted.refused:
+            loop = self._trainer.fit_loop
+            raise RuntimeError(
+                f"{parted.said}. The fit cannot end here, for `min_epochs={loop.min_epochs}` and"
+                f" `min_steps={loop.min_steps}`. {_EVEN}, or leave these out."
+            )
+        if parted.said:
             warnings.warn(
-                f"{said}. All ranks end the fit when they learn of it, after step {common}, with"
-                f" the same weights. {_EVEN}, and let all of them decide alike when to stop, for a"
-                " fit that goes on.",
+                f"{parted.said}. All ranks end the fit when they learn of it, after step {common},"
+                f" with the same weights. {_EVEN}, and let all of them decide alike when to stop,"
+                " for a fit that goes on.",
                 stacklevel=2,
             )
         self._trainer.should_stop = True
-        return int(max(stages))
+        return parted.stage
 
     def _why_no_step_follows(self, in_step: bool) -> Why:
         trainer = self._trainer
@@ -155,23 +129,3 @@ class CommonEnd:
         epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
         steps = self._trainer.global_step + in_step
         return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
-
-
-def _told_of_all(reasons: Sequence[int], steps: Sequence[int]) -> str:
-    """Return a sentence from what all ranks have told, by rank."""
-    ranks = defaultdict(list)
-    for rank, told in enumerate(zip(steps, reasons, strict=True)):
-        ranks[told].append(rank)
-    said = "; ".join(
-        f"{_SAID[Why(reason)].format(ranks=_named(some))} after step {step}"
-        for (step, reason), some in sorted(ranks.items())
-        if reason != Why.GOES_ON
-    )
-    others = [rank for rank, reason in enumerate(reasons) if reason == Why.GOES_ON]
-    return f"{said}, and {_named(others)} would have gone on" if others else said
-
-
-def _named(ranks: list[int]) -> str:
-    """Return them for a message: "rank 1", "ranks 1, 2"."""
-    names = ", ".join(map(str, ranks[:20])) + (" and others" if len(ranks) > 20 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {names}"

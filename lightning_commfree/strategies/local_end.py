@@ -12,7 +12,6 @@ checkpoint is written when the fit ends.
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Protocol
 
 import lightning.pytorch as pl
@@ -20,19 +19,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import END
+from lightning_commfree.comm.meeting import Stage
+from lightning_commfree.comm.parting import Why
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies.early_saves import scores_its_saves
-from lightning_commfree.strategies.ending import CommonEnd, Why
+from lightning_commfree.strategies.ending import CommonEnd
 from lightning_commfree.strategies.signals import DeferredSigterm
-
-
-class Stage(IntEnum):
-    """Where in a step and in what follows it, in this order."""
-
-    STEP = 0
-    VALIDATION = 1
-    EPOCH_END = 2
-    FIT_END = 3
 
 
 class Finishing(Protocol):
@@ -165,7 +157,7 @@ class LocalEnd(CommonEnd):
             return False
         self.meeting.leave()
         with self._world.ledger.during(END):
-            stop_agreed = algorithm.finish(stop, goes_on=why in (Why.GOES_ON, Why.APART))
+            stop_agreed = algorithm.finish(stop, goes_on=why.would_go_on)
         self.finished_at = algorithm.step
         if algorithm.parted:
             algorithm.parted = False

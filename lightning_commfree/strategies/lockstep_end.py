@@ -15,14 +15,16 @@ fewer batches than its length, `on_train_batch_start` that returns -1 on some ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.parting import Why
 from lightning_commfree.lightning_internals import Patches
-from lightning_commfree.strategies.ending import CommonEnd, Why
+from lightning_commfree.strategies.ending import CommonEnd
 
 
 class LockstepEnd(CommonEnd):
@@ -31,8 +33,19 @@ class LockstepEnd(CommonEnd):
     def __init__(self) -> None:
         self._patches = Patches()
 
-    def install(self, trainer: pl.Trainer, world: Channel) -> None:
-        """Patch the ends of Lightning's two training loops."""
+    def install(
+        self,
+        trainer: pl.Trainer,
+        world: Channel,
+        before_epoch_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Patch the ends of Lightning's two training loops.
+
+        Args:
+            trainer: in its fit.
+            world: the channel to all ranks.
+            before_epoch_end: is called where a rank has no batch left.
+        """
         self.remove()
         self.watch(trainer, world, "chance to stop")
         self._places_passed = 0
@@ -48,6 +61,7 @@ class LockstepEnd(CommonEnd):
             self._stop_or_go_on()
 
         def end_epoch() -> None:
+            before_epoch_end()
             end_of_epoch()
             self._stop_or_go_on()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.meeting import Stage
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     EagerDiLoCo,
@@ -33,7 +34,7 @@ from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies._start import common_start
 from lightning_commfree.strategies._trial import let_finders_try
 from lightning_commfree.strategies.early_saves import EarlySaves, scores_its_saves
-from lightning_commfree.strategies.local_end import LocalEnd, Stage
+from lightning_commfree.strategies.local_end import LocalEnd
 
 T = TypeVar("T")
 

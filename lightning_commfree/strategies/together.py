@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.in_step import InStep, Place, Where, Word
-from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies.lockstep_end import LockstepEnd
 from lightning_commfree.strategies.signals import DeferredSigterm
 
@@ -24,7 +23,6 @@ class Together:
 
     def __init__(self) -> None:
         self._sigterm, self._end = DeferredSigterm(), LockstepEnd()
-        self._patches = Patches()
 
     def install(self, trainer: pl.Trainer, world: Channel) -> None:
         """Patch what Lightning would do without asking; in `Strategy.setup`.
@@ -35,20 +33,12 @@ class Together:
         """
         self._trainer, self._in_step = trainer, InStep(world)
         self._sigterm.install(trainer)
-        self._end.install(trainer, world)
-        loop = trainer.fit_loop
-        end_epoch = loop.on_advance_end
-
-        def end_together() -> None:
-            self._tell(Where.EPOCH, Word())
-            end_epoch()
-
-        self._patches.put(loop, "on_advance_end", end_together)
+        self._end.install(trainer, world, lambda: self._tell(Where.EPOCH, Word()))
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""
-        for patches in (self._patches, self._end, self._sigterm):
-            patches.remove()
+        self._end.remove()
+        self._sigterm.remove()
 
     def first_batch(self) -> None:
         """See that all ranks have got a batch of this epoch.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_commfree.comm.liveness import PeerWatch, Unwatched
-from lightning_commfree.comm.meeting import Meeting, Met
+from lightning_commfree.comm.meeting import Meeting, Met, Stage
 from tests.comm.watches import watches
 
 Walk = list[Any]  # numbers: so many steps are done; True or False: stands, and whether it ends
@@ -146,14 +146,14 @@ def test_they_meet_again_at_a_later_stage() -> None:
         meeting = Meeting(only)
         meeting.move(4)
         assert not meeting.alone
-        meeting.part(together_from=2)
+        meeting.part(together_from=Stage.EPOCH_END)
         assert meeting.alone
         meeting.stand()
         assert meeting.stands
-        meeting.enter(2)
+        meeting.enter(Stage.EPOCH_END)
         assert not meeting.alone
         assert not meeting.stands
-        meeting.part(together_from=3)
+        meeting.part(together_from=Stage.FIT_END)
         meeting.move(5)
         assert not meeting.alone, "the next step is a new beginning"
 

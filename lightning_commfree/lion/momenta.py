@@ -1,4 +1,7 @@
-"""Averaging the workers' momenta, which else stay private and drift apart (arXiv:2411.16462)."""
+"""The mean of the workers' momenta; without it they stay private and drift apart.
+
+After arXiv:2411.16462.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,14 @@ def average_momenta(
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
     values = torch.cat([momentum.to(channel.device) for momentum in momenta])
+
     parts, mine = (node.size, node.rank) if node else (1, 0)
-    cut = channel.size * parts
-    padded = pad(values, (0, -values.numel() % cut)).view(parts, channel.size, -1)
+    shards = channel.size * parts
+    padded = pad(values, (0, -values.numel() % shards)).view(parts, channel.size, -1)
     mean = _mean(padded[mine], channel)
     if node is not None:
         mean = node.all_gather(mean.to(node.device), TAG).wait()
+
     sizes = [momentum.numel() for momentum in momenta]
     means = torch.split(mean.flatten()[: values.numel()], sizes)
     for momentum, new in zip(momenta, means, strict=True):
@@ -57,6 +62,7 @@ def momentum_bytes(members: Sequence[Member], channel: Channel, node: Channel | 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the first of several `DistributedLion.state_dict()`s with the mean of all momenta."""
     first = {**states[0], "state": dict(states[0]["state"])}
+
     for index, state in first["state"].items():
         total = sum(other["state"][index]["momentum"] for other in states)
         first["state"][index] = {**state, "momentum": total / len(states)}
@@ -78,6 +84,7 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
         own = state.get(index)
         if not own:
             continue
+
         momentum = own.get("momentum")
         exact = torch.promote_types(parameter.dtype, torch.float32)
         wanted = f"{exact} of shape {list(parameter.shape)}"
@@ -87,6 +94,7 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
             found = f"it has {momentum.dtype} of shape {list(momentum.shape)}"
         else:
             continue
+
         raise ValueError(
             f"The optimizer state is not one of `DistributedLion` for this model: parameter {index}"
             f" needs a momentum, {wanted}, and {found}. Resume with the model, the precision and"

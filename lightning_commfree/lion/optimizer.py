@@ -76,6 +76,7 @@ class DistributedLion(Optimizer):
     ) -> None:
         self._voting: Voting | None = None
         self._join_again = False  # parameters have come that the other workers know nothing of
+
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -87,6 +88,7 @@ class DistributedLion(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
         joined = self._voting is not None and self._voting.channel.size > 1
         self.leave()
         self._join_again = joined
@@ -109,6 +111,7 @@ class DistributedLion(Optimizer):
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
+
         self.leave()
         self._voting = Voting(parameters, self._members, channel, settings, node)
         return self._voting
@@ -145,6 +148,7 @@ class DistributedLion(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+
         self._vote().run_step()
         return loss
 
@@ -163,6 +167,7 @@ class DistributedLion(Optimizer):
         if len(saved) == len(own):  # else torch says so
             check_momenta(state_dict["state"], dict(zip(saved, own, strict=True)))
         super().load_state_dict(state_dict)
+
         for index, parameter in zip(saved, own, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
@@ -190,11 +195,13 @@ class DistributedLion(Optimizer):
                 self._join_again = True
             else:
                 self.leave()
+
         if self._join_again:
             raise RuntimeError(
                 "The parameters of `DistributedLion` changed after it had joined other workers, who"
                 " must change theirs too. Call `join` again on all of them, or `leave`."
             )
+
         if self._voting is None:
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
             alone = Channel([0], 0, Ledger())
@@ -210,6 +217,7 @@ class DistributedLion(Optimizer):
         state: dict[str, Any] = self.state[parameter]
         exact = torch.promote_types(parameter.dtype, torch.float32)
         like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
+
         if "momentum" not in state:
             state["momentum"] = like(parameter)
         if exact != parameter.dtype and "master" not in state:
@@ -219,6 +227,7 @@ class DistributedLion(Optimizer):
 
 def _check(group: dict[str, Any]) -> None:
     lr, betas, decay = group["lr"], group["betas"], group["weight_decay"]
+
     if not float(lr) >= 0:
         raise ValueError(
             f"`lr={lr}` must be 0 or more: it is what every step moves a parameter by. Lion likes 3"
@@ -231,6 +240,7 @@ def _check(group: dict[str, Any]) -> None:
         )
     if not decay >= 0:
         raise ValueError(f"`weight_decay={decay}` must be 0 or more.")
+
     for parameter in group["params"]:
         if not parameter.is_floating_point():
             raise TypeError(

@@ -34,6 +34,7 @@ class LionSettings:
                 raise ValueError(
                     f"`{name}={value!r}` is unknown. Choose one of {', '.join(map(repr, choices))}."
                 )
+
         for name, least in (("momentum_sync_every", 0), ("node_size", 1), ("check_drift_every", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -46,6 +47,7 @@ class LionSettings:
                     f"`{name}={value}` must be at least {least}"
                     f"{', where 0 means never' if least == 0 else ''}."
                 )
+
         if self.vote == "average" and self.ties != "zero":
             raise ValueError(
                 f"`ties={self.ties!r}` means nothing with `vote='average'`, whose mean of a tie is"

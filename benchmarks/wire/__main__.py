@@ -27,8 +27,7 @@ from benchmarks.common.page import provenance, write_page
 from benchmarks.common.timing import seconds_of
 from benchmarks.wire.errors import Error, grid_errors, outer_gradients, wire_errors
 from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.blocks import BLOCK
-from lightning_commfree.diloco.wire import Fp4Format, Int8Format, WireFormat, decode
+from lightning_commfree.diloco.wire import BLOCK, Fp4Format, Int8Format, WireFormat, decode
 
 PAGE = Path(__file__).with_name("result.md")
 COPY = "copy"

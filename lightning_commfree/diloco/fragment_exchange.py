@@ -43,7 +43,6 @@ from torch.nn.functional import pad
 from lightning_commfree.comm.background import Background, Staging
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
-from lightning_commfree.diloco.blocks import BLOCK
 from lightning_commfree.diloco.message import (
     EndNotice,
     Header,
@@ -53,7 +52,7 @@ from lightning_commfree.diloco.message import (
     summarize_headers,
 )
 from lightning_commfree.diloco.outer import REPLICA_TAG
-from lightning_commfree.diloco.wire import WireFormat
+from lightning_commfree.diloco.wire import BLOCK, WireFormat
 
 TAG = "outer_gradient"
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import chunks
-from lightning_commfree.diloco.wire import WireFormat, decode
+from lightning_commfree.diloco.wire import WireFormat, chunks, decode
 
 _HEADER_BYTES = 3 * 8
 _STOP, _NONFINITE = 1, 2  # bits of the first word
@@ -140,11 +139,11 @@ class MessageLayout:
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
-        room_MV: Tensor | None = None
+        buffer_MV: Tensor | None = None
         for chunk in chunks(self._numel, device):
-            if room_MV is None:  # the first chunk is the largest
-                room_MV = torch.empty(size, chunk.numel, dtype=torch.float32, device=device)
-            rows_MV = room_MV[:, : chunk.numel]
+            if buffer_MV is None:  # the first chunk is the largest
+                buffer_MV = torch.empty(size, chunk.numel, dtype=torch.float32, device=device)
+            rows_MV = buffer_MV[:, : chunk.numel]
             for message, row in zip(messages, rows_MV, strict=True):
                 self._wire.decode_chunk(self._payload(message), self._numel, chunk, row)
             _average(rows_MV, out=mean[chunk.values])

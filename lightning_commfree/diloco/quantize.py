@@ -32,7 +32,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import Chunk, chunks
 from lightning_commfree.diloco.workspace import (
     EXPONENT_OF_NAN,
     MANTISSA_BITS,
@@ -43,104 +42,104 @@ from lightning_commfree.diloco.workspace import (
 SMALLEST_LARGEST = 2.0**-118  # so that neither 127 / largest overflows nor the scale is subnormal
 
 
-def encode_e3m0(values: Tensor, scales: Tensor, write_codes: Callable[[int, Tensor], None]) -> None:
-    """Encode fp32 `values` of shape (N,).
+def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
+    """Encode one chunk of fp32 values, blocks of V each.
 
     Args:
-        values: what is encoded.
-        scales: filled: uint8, shape (num_blocks(N),): E + 127, 0 for a block that becomes zero, 255
-            for one that becomes NaN.
-        write_codes: called with the index of a chunk's first value and its codes, uint8 in 0..15,
-            shape (n,), good during the call: bit 3 is the sign, bits 0 to 2 are 0 for zero and m
-            for 2^(E - 7 + m). In a block that becomes NaN they mean nothing.
+        values_BV: what is encoded.
+        scales_B: filled: uint8: E + 127, 0 for a block that becomes zero, 255 for one that becomes
+            NaN.
+
+    Returns:
+        The codes, uint8 in 0..15, shape (B * V,), good until the next call: bit 3 is the sign, bits
+        0 to 2 are 0 for zero and m for 2^(E - 7 + m). In a block that becomes NaN they mean
+        nothing.
     """
-    workspace = workspace_for(values.numel(), values.device)
-    for chunk in chunks(values.numel(), values.device):
-        room = workspace.room(chunk.shape)
-        values_BV = values[chunk.values].view(chunk.shape)
-        # a NaN counts as an Inf
-        top_B = _largest_bits(values_BV, room).clamp_(max=EXPONENT_OF_NAN << MANTISSA_BITS)
-        # adding half of the mantissa's range carries into the exponent where 1.5 * 2^k is reached:
-        # the exponent of the nearest power of two
-        top_B.add_(1 << (MANTISSA_BITS - 1)).bitwise_right_shift_(MANTISSA_BITS)
-        torch.index_select(workspace.scales, 0, top_B, out=scales[chunk.blocks])
-        torch.index_select(workspace.factors, 0, top_B, out=room.factor)
-        write_codes(chunk.values.start, _e3m0_codes(values_BV, room))
+    shape = values_BV.shape[0], values_BV.shape[1]
+    workspace = workspace_for(shape, values_BV.device)
+    buffers = workspace.chunk(shape)
+
+    # a NaN counts as an Inf
+    top_B = _largest_bits(values_BV, buffers).clamp_(max=EXPONENT_OF_NAN << MANTISSA_BITS)
+    # adding half of the mantissa's range carries into the exponent where 1.5 * 2^k is reached:
+    # the exponent of the nearest power of two
+    top_B.add_(1 << (MANTISSA_BITS - 1)).bitwise_right_shift_(MANTISSA_BITS)
+
+    torch.index_select(workspace.scales, 0, top_B, out=scales_B)
+    torch.index_select(workspace.factors, 0, top_B, out=buffers.factor)
+    return _e3m0_codes(values_BV, buffers)
 
 
-def _e3m0_codes(values_BV: Tensor, room: ChunkWorkspace) -> Tensor:
+def _e3m0_codes(values_BV: Tensor, buffers: ChunkWorkspace) -> Tensor:
     """Let fp16 do the rounding: 2^(E-6) becomes its least normal number, 2^-14.
 
     With the sign in bit 15, exponents in bits 10 to 14 and below 2^-14 a linear range, the code m
     of 2^(E-7+m) then stands where fp16 has its exponent: adding half of a mantissa carries into it
     at 1.5 * 2^k, and between 0 and 2^-14 at the middle, as the rounding rule has it.
     """
-    torch.mul(values_BV, room.factor, out=room.fp32)
+    torch.mul(values_BV, buffers.factor, out=buffers.fp32)
     # sign, exponent and the first bit of the mantissa decide; the conversion would round the rest
-    room.bits.bitwise_and_(-1 << (MANTISSA_BITS - 1))
-    room.half.copy_(room.fp32)
-    room.half_bits.add_(1 << 9).bitwise_right_shift_(10)
-    codes = room.codes
-    codes.copy_(room.half_bits.view(-1))  # m, or m - 32 = m + 224 with a sign
-    with_sign = torch.sub(codes, 224 - 8, out=room.more_codes)
+    buffers.bits.bitwise_and_(-1 << (MANTISSA_BITS - 1))
+    buffers.half.copy_(buffers.fp32)
+    buffers.half_bits.add_(1 << 9).bitwise_right_shift_(10)
+    codes = buffers.codes
+    codes.copy_(buffers.half_bits.view(-1))  # m, or m - 32 = m + 224 with a sign
+    with_sign = torch.sub(codes, 224 - 8, out=buffers.more_codes)
     return torch.minimum(codes, with_sign, out=codes)  # without a sign `with_sign` is m + 40
 
 
-def decode_e3m0(
-    read_codes: Callable[[int, Tensor], None], scales: Tensor, chunk: Chunk, out: Tensor
-) -> None:
+def decode_e3m0(lift_codes: Callable[[Tensor], None], scales_B: Tensor, out_BV: Tensor) -> None:
     """Decode one chunk of what `encode_e3m0` made codes and scales of.
 
     Args:
-        read_codes: called with the index of a value and an int16 tensor of shape (n,); writes the
-            codes of n values from that one on into its bits 12 to 15, and anything below.
-        scales: uint8, shape (num_blocks(N),), of all N values.
-        chunk: which of them.
-        out: filled: fp32, shape (n,).
+        lift_codes: called with an int16 tensor of shape (B * V,); writes the chunk's codes into its
+            bits 12 to 15, and anything below.
+        scales_B: uint8.
+        out_BV: filled: fp32.
     """
-    workspace = workspace_for(chunk.numel, out.device)
-    room = workspace.room(chunk.shape)
-    read_codes(chunk.values.start, room.half_bits.view(-1))
+    shape = out_BV.shape[0], out_BV.shape[1]
+    workspace = workspace_for(shape, out_BV.device)
+    buffers = workspace.chunk(shape)
+    lift_codes(buffers.half_bits.view(-1))
+
     # s and mmm to bits 15 and 12 to 10: fp16 then reads 0 or 2^(m-15)
-    room.half_bits.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
-    room.top.copy_(scales[chunk.blocks])
-    torch.index_select(workspace.powers, 0, room.top, out=room.factor)
-    out.view(chunk.shape).copy_(room.half).mul_(room.factor)
+    buffers.half_bits.bitwise_right_shift_(2).bitwise_and_(-0x8000 | 0x1C00)
+    buffers.top.copy_(scales_B)
+    torch.index_select(workspace.powers, 0, buffers.top, out=buffers.factor)
+    out_BV.copy_(buffers.half).mul_(buffers.factor)
 
 
-def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Encode fp32 `values` of shape (N,).
+def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
+    """Encode one chunk of fp32 values, blocks of V each.
 
     Args:
-        values: what is encoded.
-        codes: filled: int8 in -127..127, shape (N,). In a block with a NaN or an Inf they mean
-            nothing.
-        scales: filled: fp32, shape (num_blocks(N),); NaN for a block with a NaN or an Inf.
+        values_BV: what is encoded.
+        codes_BV: filled: int8 in -127..127. In a block with a NaN or an Inf they mean nothing.
+        scales_B: filled: fp32; NaN for a block with a NaN or an Inf.
     """
-    workspace = workspace_for(values.numel(), values.device)
+    shape = values_BV.shape[0], values_BV.shape[1]
+    buffers = workspace_for(shape, values_BV.device).chunk(shape)
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
-    limit = torch.full((), 127.0, dtype=torch.float32, device=values.device)
-    for chunk in chunks(values.numel(), values.device):
-        room = workspace.room(chunk.shape)
-        values_BV = values[chunk.values].view(chunk.shape)
-        largest_B = _largest_bits(values_BV, room).view(torch.float32)
-        largest_B.masked_fill_(largest_B < SMALLEST_LARGEST, 0.0)
-        factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
-        scales[chunk.blocks] = (largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan)
-        torch.mul(values_BV, factor_B.unsqueeze(1), out=room.fp32)
-        codes[chunk.values].view(chunk.shape).copy_(room.fp32.round_())
+    limit = torch.full((), 127.0, dtype=torch.float32, device=values_BV.device)
+
+    largest_B = _largest_bits(values_BV, buffers).view(torch.float32)
+    largest_B.masked_fill_(largest_B < SMALLEST_LARGEST, 0.0)
+    scales_B.copy_((largest_B / limit).masked_fill_(largest_B.isinf(), torch.nan))
+
+    factor_B = (127 / largest_B).nan_to_num_(posinf=0.0)
+    torch.mul(values_BV, factor_B.unsqueeze(1), out=buffers.fp32)
+    codes_BV.copy_(buffers.fp32.round_())
 
 
-def decode_int8(codes: Tensor, scales: Tensor, chunk: Chunk, out: Tensor) -> None:
-    """Decode one chunk of what `encode_int8` made codes and scales of, into fp32 `out`, (n,)."""
-    out_BV = out.view(chunk.shape).copy_(codes[chunk.values].view(chunk.shape))
-    out_BV.mul_(scales[chunk.blocks].unsqueeze(1))
+def decode_int8(codes_BV: Tensor, scales_B: Tensor, out_BV: Tensor) -> None:
+    """Decode one chunk of what `encode_int8` made codes and scales of, into fp32 `out_BV`."""
+    out_BV.copy_(codes_BV).mul_(scales_B.unsqueeze(1))
 
 
-def _largest_bits(values_BV: Tensor, room: ChunkWorkspace) -> Tensor:
+def _largest_bits(values_BV: Tensor, buffers: ChunkWorkspace) -> Tensor:
     """Return every block's largest magnitude as fp32 writes it: int32, shape (B,).
 
     The bits of magnitudes are in the order of their values, with Inf and then NaN above them.
     """
-    torch.abs(values_BV, out=room.fp32)
-    return torch.amax(room.bits, dim=1, out=room.top)
+    torch.abs(values_BV, out=buffers.fp32)
+    return torch.amax(buffers.bits, dim=1, out=buffers.top)

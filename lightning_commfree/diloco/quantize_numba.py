@@ -1,18 +1,18 @@
 """Fp4 and int8 on a CPU in loops that numba compiles: to the bit what `quantize` does.
 
-`quantize` takes a torch operation for every step of the arithmetic, each of them a pass; a loop
-holds a block in registers and the innermost cache, so that encoding and decoding run at the speed
-of memory. Payloads are the same, but for the codes of a block that becomes NaN, which mean nothing:
-replicas with numba and without it may train together.
+`quantize` takes a torch operation for every step of the arithmetic, and each of them is a pass over
+the values. A loop holds a block in registers and the innermost cache, so that encoding and decoding
+run at the speed of memory. Payloads are the same, but for the codes of a block that becomes NaN:
+they mean nothing. Replicas with numba and without it may train together.
 
 Importing this needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second, and the
 first call of a loop another one, unless numba finds it in its cache: beside this file if that can
 be written to, else in the user's cache folder. `wire` imports it where it is of use. The cache
-knows when this file changes, but not when others do: what `blocks` and `workspace` decide comes to
+knows when this file changes, but not when others do: what `wire` and `workspace` decide comes to
 the loops as arguments, and only what IEEE 754 decides is compiled into them.
 
 The loops let go of the GIL, take one thread and have fixed types: every operation is wrapped in
-`i32`, because numba would widen it to 64 bits, of which half as many fit into a register.
+`i32`, because numba would widen it to 64 bits, and half as many of these fit into a register.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import BLOCK, Chunk
 from lightning_commfree.diloco.quantize import SMALLEST_LARGEST
 from lightning_commfree.diloco.workspace import HIGHEST_TOP, LOWEST_TOP
 
@@ -39,29 +38,37 @@ _TOP_OF_NAN = i32(255)
 _LIMIT = f32(127.0)
 
 
-def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor) -> None:
+def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
     """Encode as `quantize.encode_e3m0` does, and pack as `bits.pack_nibbles` does.
 
     Args:
         values: fp32, shape (N,), contiguous.
         packed: filled: uint8, shape (packed_nibbles_size(N),).
         scales: filled: uint8, shape (num_blocks(N),).
+        block: values of a block.
     """
     bits = values.view(torch.int32).numpy()
-    _encode_e3m0(bits, packed.numpy(), scales.numpy(), BLOCK, LOWEST_TOP, HIGHEST_TOP)
+    _encode_e3m0(bits, packed.numpy(), scales.numpy(), block, LOWEST_TOP, HIGHEST_TOP)
 
 
-def decode_e3m0(packed: Tensor, scales: Tensor, chunk: Chunk, out: Tensor) -> None:
-    """Decode one chunk of what `encode_e3m0` made of N values into fp32 `out`, shape (n,)."""
-    tops, bits = scales[chunk.blocks].numpy(), out.view(torch.int32).numpy()
-    start = chunk.values.start
-    _decode_e3m0(packed.numpy(), start, tops, bits, BLOCK, LOWEST_TOP, HIGHEST_TOP)
+def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
+    """Decode one chunk of what `encode_e3m0` has made.
+
+    Args:
+        packed: of all values.
+        start: index of the chunk's first value.
+        scales: of the chunk's blocks.
+        out: filled: fp32, shape (n,).
+        block: values of a block.
+    """
+    tops, bits = scales.numpy(), out.view(torch.int32).numpy()
+    _decode_e3m0(packed.numpy(), start, tops, bits, block, LOWEST_TOP, HIGHEST_TOP)
 
 
-def encode_int8(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> None:
     """Encode as `quantize.encode_int8` does; a block that becomes NaN gets codes of 0."""
     bits, least = values.view(torch.int32).numpy(), f32(SMALLEST_LARGEST)
-    _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), BLOCK, least)
+    _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block, least)
 
 
 def try_out() -> None:
@@ -74,9 +81,9 @@ def try_out() -> None:
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
     value, word = torch.zeros(1, dtype=torch.float32), torch.zeros(8, dtype=torch.uint8)
-    encode_e3m0(value, word, word[:1].clone())
-    decode_e3m0(word, word[:1], Chunk(slice(0, 1), slice(0, 1)), value)
-    encode_int8(value, word[:1].view(torch.int8), value.clone())
+    encode_e3m0(value, word, word[:1].clone(), 1)
+    decode_e3m0(word, 0, word[:1], value, 1)
+    encode_int8(value, word[:1].view(torch.int8), value.clone(), 1)
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,11 +138,11 @@ def _write_high(codes: Any, packed: Any) -> None:
 def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any) -> None:
     row = packed.size  # bytes; code i lies in the low half of byte i, code row + i in the high one
     packed[bits.size :] = u8(0)  # of the last word, where fewer values come than a row holds
-    room = np.empty(size, u8)
+    codes_of_block = np.empty(size, u8)
     for b in range(scales.size):
         start = b * size
         stop = min(start + size, bits.size)
-        block, codes = bits[start:stop], room[: stop - start]
+        block, codes = bits[start:stop], codes_of_block[: stop - start]
         top = i32(i32(min(_largest(block), _INF) + _HALF) >> _SHIFT)
         floor = i32(i32(top - i32(7)) << _SHIFT)
         if top < lowest:

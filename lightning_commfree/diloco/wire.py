@@ -13,6 +13,9 @@ int8        8.125         to nearest in steps of a block's largest magnitude / 1
 fp4         4.03          to nearest of zero and seven powers of two with either sign (E3M0)
 ==========  ============  =====================================================================
 
+Int8 and fp4 have *blocks* of consecutive values, with a scale for each. Values are worked on in
+*chunks* of whole blocks, so that intermediate results stay in a cache.
+
 `quantize` says what the blocks of int8 and fp4 are, and what becomes of zeros, NaN and Inf there.
 Where numba is installed, a CPU encodes them, and decodes fp4, in the compiled loops of
 `quantize_numba`: the same values (a NaN block may hold other codes), two to four times as fast, one
@@ -22,11 +25,12 @@ thread against one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,9 +41,46 @@ from lightning_commfree.comm.bits import (
     packed_nibbles_size,
 )
 from lightning_commfree.diloco import quantize
-from lightning_commfree.diloco.blocks import Chunk, chunks, num_blocks
 
 _log = logging.getLogger(__name__)
+
+BLOCK = 256  # values
+_CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for torch's calls
+_DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
+
+
+class Chunk(NamedTuple):
+    """Values that are worked on together: whole blocks, or the last one where it is shorter."""
+
+    values: slice
+    blocks: slice
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return int(self.values.stop - self.values.start)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How its values are seen as blocks."""
+        num_blocks = int(self.blocks.stop - self.blocks.start)
+        return num_blocks, self.numel // num_blocks
+
+
+def num_blocks(numel: int) -> int:
+    """Return how many blocks `numel` values make."""
+    return -(-numel // BLOCK)
+
+
+def chunks(numel: int, device: torch.device) -> Iterator[Chunk]:
+    """Cut `numel` values into chunks of a size that suits the device, in ascending order."""
+    step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    whole = numel // BLOCK * BLOCK
+    for start in range(0, whole, step):
+        stop = min(start + step, whole)
+        yield Chunk(slice(start, stop), slice(start // BLOCK, stop // BLOCK))
+    if whole < numel:
+        yield Chunk(slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1))
 
 
 class WireFormat(Protocol):
@@ -93,15 +134,21 @@ class Int8Format:
         """See `WireFormat`."""
         split = self._scale_bytes(values.numel())
         scales, codes = out[:split].view(torch.float32), out[split:].view(torch.int8)
-        loops = self.compiled and _loops(values.device)
-        (loops or quantize).encode_int8(values, codes, scales)
+        if loops := self.compiled and _loops(values.device):
+            loops.encode_int8(values, codes, scales, BLOCK)
+            return
+
+        for chunk in chunks(values.numel(), values.device):
+            values_BV, codes_BV = (part[chunk.values].view(chunk.shape) for part in (values, codes))
+            quantize.encode_int8(values_BV, codes_BV, scales[chunk.blocks])
 
     def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
         """See `WireFormat`."""
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
         split = self._scale_bytes(numel)
         scales, codes = payload[:split].view(torch.float32), payload[split:].view(torch.int8)
-        quantize.decode_int8(codes, scales, chunk, out)
+        codes_BV = codes[chunk.values].view(chunk.shape)
+        quantize.decode_int8(codes_BV, scales[chunk.blocks], out.view(chunk.shape))
 
     def _scale_bytes(self, numel: int) -> int:
         return 4 * num_blocks(numel)
@@ -119,30 +166,42 @@ class Fp4Format:
 
     def num_bytes(self, numel: int) -> int:
         """See `WireFormat`."""
-        return packed_nibbles_size(numel) + num_blocks(numel)
+        return _packed_bytes(numel) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """See `WireFormat`."""
-        split = packed_nibbles_size(values.numel())
-        packed, scales = out[:split], out[split:]
+        packed, scales = _split_before_scales(out, values.numel())
         if loops := self.compiled and _loops(values.device):
-            loops.encode_e3m0(values, packed, scales)
+            loops.encode_e3m0(values, packed, scales, BLOCK)
             return
 
-        def pack(start: int, codes: Tensor) -> None:
-            pack_nibbles_part(codes, start, packed)
-
-        quantize.encode_e3m0(values, scales, pack)
+        for chunk in chunks(values.numel(), values.device):
+            values_BV = values[chunk.values].view(chunk.shape)
+            codes = quantize.encode_e3m0(values_BV, scales[chunk.blocks])
+            pack_nibbles_part(codes, chunk.values.start, packed)
 
     def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
         """See `WireFormat`."""
         assert payload.numel() == self.num_bytes(numel), "a payload has one size"
-        split = packed_nibbles_size(numel)
-        packed, scales = payload[:split], payload[split:]
+        packed, scales = _split_before_scales(payload, numel)
+        start = chunk.values.start
         if loops := self.compiled and _loops(payload.device):
-            loops.decode_e3m0(packed, scales, chunk, out)
+            loops.decode_e3m0(packed, start, scales[chunk.blocks], out, BLOCK)
             return
-        quantize.decode_e3m0(partial(lift_nibbles_part, packed), scales, chunk, out)
+
+        lift = partial(lift_nibbles_part, packed, start)
+        quantize.decode_e3m0(lift, scales[chunk.blocks], out.view(chunk.shape))
+
+
+def _split_before_scales(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+    """Return the packed codes and the scales, a byte for each block."""
+    split = _packed_bytes(numel)
+    return payload[:split], payload[split:]
+
+
+@cache  # asked for at every chunk of every message
+def _packed_bytes(numel: int) -> int:
+    return packed_nibbles_size(numel)
 
 
 def decode(wire: WireFormat, payload: Tensor, out: Tensor) -> Tensor:

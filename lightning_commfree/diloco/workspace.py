@@ -1,4 +1,4 @@
-"""ChunkWorkspace for what lies between the values and the codes of a chunk, and tables for E3M0."""
+"""Buffers for what lies between the values and the codes of a chunk, and tables for E3M0."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.blocks import chunks
-
 MANTISSA_BITS = 23
 EXPONENT_OF_NAN = 255
 LOWEST_TOP = 9  # biased exponent of 2^-118: below it the codes' lowest power would be subnormal
@@ -18,11 +16,11 @@ _EXPONENT_BIAS = 127
 
 
 class ChunkWorkspace:
-    """What lies between the values and the codes of one chunk; shape (B, V): blocks, their values.
+    """Buffers for what lies between the values and the codes of one chunk, shape (B, V).
 
     Args:
         workspace: from which it is cut.
-        shape: of the chunk.
+        shape: of the chunk: blocks, values of a block.
     """
 
     def __init__(self, workspace: Workspace, shape: tuple[int, int]) -> None:
@@ -82,13 +80,13 @@ class Workspace:
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
         self._flat: dict[tuple[torch.dtype, int], Tensor] = {}
-        self._room: ChunkWorkspace | None = None
+        self._chunk: ChunkWorkspace | None = None
 
-    def room(self, shape: tuple[int, int]) -> ChunkWorkspace:
+    def chunk(self, shape: tuple[int, int]) -> ChunkWorkspace:
         """Return what a chunk of this shape is worked on in; good until another shape comes."""
-        if self._room is None or self._room.shape != shape:
-            self._room = ChunkWorkspace(self, shape)
-        return self._room
+        if self._chunk is None or self._chunk.shape != shape:
+            self._chunk = ChunkWorkspace(self, shape)
+        return self._chunk
 
     def flat(self, dtype: torch.dtype, place: int) -> Tensor:
         """Return the whole of one buffer."""
@@ -133,14 +131,15 @@ class Workspace:
 _of_thread = threading.local()
 
 
-def workspace_for(numel: int, device: torch.device) -> Workspace:
-    """Return room for the chunks of `numel` values; on a CPU the thread's own, kept for all."""
-    size = max((chunk.numel for chunk in chunks(numel, device)), default=0)
+def workspace_for(shape: tuple[int, int], device: torch.device) -> Workspace:
+    """Return a workspace for a chunk of this shape; on a CPU the thread's own, kept for all."""
+    numel = shape[0] * shape[1]
     if device.type != "cpu":
-        return Workspace(size, device)
+        return Workspace(numel, device)
+
     kept: Workspace | None = getattr(_of_thread, "workspace", None)
-    if kept is None or kept.numel < size:
-        kept = _of_thread.workspace = Workspace(size, device)
+    if kept is None or kept.numel < numel:
+        kept = _of_thread.workspace = Workspace(numel, device)
     return kept
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import blocks
-from lightning_commfree.diloco.blocks import BLOCK
+from lightning_commfree.diloco import wire as wire_module
 from lightning_commfree.diloco.fragment_exchange import (
     GatheredFragmentExchange,
     ShardedFragmentExchange,
@@ -24,7 +23,7 @@ from lightning_commfree.diloco.fragment_exchange import (
 from lightning_commfree.diloco.fragments import split_into_fragments
 from lightning_commfree.diloco.message import Header
 from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.wire import WIRE_FORMATS
+from lightning_commfree.diloco.wire import BLOCK, WIRE_FORMATS
 from tests.diloco.training import (
     NESTEROV,
     Net,
@@ -84,7 +83,7 @@ def test_means_flags_and_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if piece is not None:
-        monkeypatch.setattr(blocks, "_CPU_CHUNK", piece)  # the ranks are forked
+        monkeypatch.setattr(wire_module, "_CPU_CHUNK", piece)  # the ranks are forked
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
     for name in WIRE_FORMATS:
         sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])

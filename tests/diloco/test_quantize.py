@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.diloco import blocks
-from lightning_commfree.diloco.blocks import BLOCK, chunks, num_blocks
+from lightning_commfree.diloco import wire as wire_module
 from lightning_commfree.diloco.quantize import (
     decode_e3m0,
     decode_int8,
     encode_e3m0,
     encode_int8,
 )
+from lightning_commfree.diloco.wire import BLOCK, chunks, num_blocks
 
 NAN_SCALE = 255
 LEAST_TOP, GREATEST_TOP = -118, 119
@@ -29,28 +29,32 @@ LEAST_TOP, GREATEST_TOP = -118, 119
 def e3m0_of(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_blocks(values.numel()), dtype=torch.uint8)
     codes = torch.full((values.numel(),), 0xA5, dtype=torch.uint8)
-    encode_e3m0(values, scales, lambda start, part: codes[start:][: part.numel()].copy_(part))
+    for chunk in chunks(values.numel(), values.device):
+        part = encode_e3m0(values[chunk.values].view(chunk.shape), scales[chunk.blocks])
+        codes[chunk.values].copy_(part)
     return codes, scales
 
 
 def int8_of(values: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(values.numel(), dtype=torch.int8)
     scales = torch.empty(num_blocks(values.numel()))
-    encode_int8(values, codes, scales)
+    for chunk in chunks(values.numel(), values.device):
+        values_BV, codes_BV = (part[chunk.values].view(chunk.shape) for part in (values, codes))
+        encode_int8(values_BV, codes_BV, scales[chunk.blocks])
     return codes, scales
 
 
-def read_codes(codes: Tensor, start: int, out: Tensor) -> None:
+def read_codes(codes: Tensor, out: Tensor) -> None:
     """Into bits 12 to 15; those below are full of what must not matter."""
-    out.copy_(codes[start:][: out.numel()]).bitwise_left_shift_(12).bitwise_or_(0x0FFF)
+    out.copy_(codes).bitwise_left_shift_(12).bitwise_or_(0x0FFF)
 
 
 def through_e3m0(values: Tensor) -> Tensor:
     codes, scales = e3m0_of(values)
     decoded = torch.full_like(values, math.pi)
     for chunk in chunks(values.numel(), values.device):
-        out = decoded[chunk.values]
-        decode_e3m0(partial(read_codes, codes), scales, chunk, out)
+        out = decoded[chunk.values].view(chunk.shape)
+        decode_e3m0(partial(read_codes, codes[chunk.values]), scales[chunk.blocks], out)
     return decoded
 
 
@@ -58,7 +62,8 @@ def through_int8(values: Tensor) -> Tensor:
     codes, scales = int8_of(values)
     decoded = torch.full_like(values, math.pi)
     for chunk in chunks(values.numel(), values.device):
-        decode_int8(codes, scales, chunk, decoded[chunk.values])
+        codes_BV, out = (part[chunk.values].view(chunk.shape) for part in (codes, decoded))
+        decode_int8(codes_BV, scales[chunk.blocks], out)
     return decoded
 
 
@@ -133,7 +138,7 @@ def test_every_block_has_its_own_scale(
 ) -> None:
     """Whatever the chunks are in which the blocks are worked on."""
     if chunk is not None:
-        monkeypatch.setattr(blocks, "_CPU_CHUNK", chunk)
+        monkeypatch.setattr(wire_module, "_CPU_CHUNK", chunk)
     values = torch.randn(numel) * 10.0 ** torch.arange(numel).div(BLOCK, rounding_mode="floor")
     expected = torch.cat([reference(block) for block in values.split(BLOCK)])
     assert_same_bits(through_e3m0(values), expected)

@@ -23,9 +23,8 @@ from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import quantize_numba, transfers, wire
-from lightning_commfree.diloco.blocks import BLOCK, Chunk, num_blocks
 from lightning_commfree.diloco.message import Header, MessageLayout
-from lightning_commfree.diloco.wire import Fp4Format, Int8Format, decode
+from lightning_commfree.diloco.wire import BLOCK, Chunk, Fp4Format, Int8Format, decode, num_blocks
 
 CPU = torch.device("cpu")
 PAIRS = {

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
-from lightning_commfree.diloco import blocks
-from lightning_commfree.diloco.blocks import BLOCK, Chunk, num_blocks
+from lightning_commfree.diloco import wire as wire_module
 from lightning_commfree.diloco.message import Header, MessageLayout
 from lightning_commfree.diloco.quantize import encode_e3m0
 from lightning_commfree.diloco.wire import (
+    BLOCK,
     WIRE_FORMATS,
+    Chunk,
     Fp4Format,
     Int8Format,
     WireFormat,
+    chunks,
     decode,
+    num_blocks,
 )
 
 FORMATS: dict[str, WireFormat] = {
@@ -133,11 +136,13 @@ def test_an_fp4_payload_is_packed_codes_then_scales(
 ) -> None:
     """Chunk by chunk as in one go: where a row of the packed codes ends, a chunk is cut in two."""
     if chunk is not None:
-        monkeypatch.setattr(blocks, "_CPU_CHUNK", chunk)
+        monkeypatch.setattr(wire_module, "_CPU_CHUNK", chunk)
     values = torch.randn(numel)
     scales = torch.empty(num_blocks(numel), dtype=torch.uint8)
     parts = [torch.empty(0, dtype=torch.uint8)]
-    encode_e3m0(values, scales, lambda start, codes: parts.append(codes.clone()))
+    for part in chunks(numel, values.device):
+        codes = encode_e3m0(values[part.values].view(part.shape), scales[part.blocks])
+        parts.append(codes.clone())
     codes = torch.cat(parts)
     payload = payload_of("fp4", values)
     split = packed_nibbles_size(numel)
@@ -153,7 +158,7 @@ def test_blocks_on_the_wire_are_what_each_would_be_alone(
 ) -> None:
     """Blocks differ in magnitude, so that a scale or a code at the wrong block would be seen."""
     if chunk is not None:
-        monkeypatch.setattr(blocks, "_CPU_CHUNK", chunk)
+        monkeypatch.setattr(wire_module, "_CPU_CHUNK", chunk)
     values = torch.randn(numel) * 10.0 ** (torch.arange(numel) // BLOCK)
     alone = [through_the_wire(name, block) for block in values.split(BLOCK)]
     assert torch.equal(through_the_wire(name, values), torch.cat(alone))
@@ -177,7 +182,7 @@ def test_a_chunk_is_that_part_of_the_whole_and_nothing_else(name: str, numel: in
         assert (torch.cat([out[:3], out[-3:]]) == torch.tensor(math.pi)).all()
 
 
-def test_threads_do_not_share_the_room_that_they_work_in() -> None:
+def test_threads_do_not_share_a_workspace() -> None:
     """The training thread encodes one fragment while the thread beside it decodes another."""
     tensors = [torch.randn(300 * BLOCK + 5) for _ in range(4)]
     jobs = [(name, values) for name in BY_BLOCKS for values in tensors] * 8

@@ -31,11 +31,13 @@ Ports, and what an outsider can do to them
 - One line of JSON comes and one goes. Nothing is pickled, run or written. All connections share one
   thread; there are 256 at a time, of more the oldest goes; each has 5 seconds and 16 KiB.
 - A question names a key of 32 random bits, else there is no answer. It travels unencrypted: it
-  keeps strangers and the former owners of a port apart, and nobody out who reads the network.
+  keeps out strangers, not those who read the network. An answer names none.
 - A stranger without the key can at worst take all 256 places again and again, so that a rank looks
-  silent. It is blamed for that only where an exchange fails or times out anyway.
-- Who has the key can end the job with an error that names a rank that is not gone, and can make a
-  fit end early. Nobody can change weights, run code or read anything but a few numbers.
+  silent. That ends nothing by itself: it is blamed where an exchange fails or times out anyway,
+  and ranks that ask where it is wait for the timeout.
+- Who has the key, or takes the port of a rank that has ended, can end the job with an error that
+  names the wrong rank, or end a fit early. Nobody can change weights, run code or read anything
+  but a few numbers about steps.
 
 gloo's own ports beside it ask for no key at all. A private network or a tunnel is needed for both.
 

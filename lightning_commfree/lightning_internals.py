@@ -1,30 +1,320 @@
-"""What we use of Lightning that it does not promise: private names and patches."""
+"""The door: every private name of Lightning that we use, and what is lost without it.
+
+A later release may rename what it does not promise. `probe` looks, when a fit begins, which names
+this Lightning lacks, and one warning says what is lost. Only that is lost: importing never fails,
+a fresh fit and a resume at an epoch's border work without any of them.
+
+The features and their names come first, then the functions that use them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import lightning
+import lightning.pytorch as pl
+from lightning_utilities.core.imports import RequirementCache
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.patches import Patches as Patches
+
+_LAUNCHERS = "lightning.pytorch.strategies.launchers"
+_CALL = "lightning.pytorch.trainer.call"
 
 
-class Patches:
-    """Functions that stand before the methods of single objects, from `put` to `remove`.
+class Feature(NamedTuple):
+    """What some private names are for.
 
-    They must be put in the process that trains: what is patched does not pickle.
+    Attributes:
+        lost: what there is not where one of them is missing.
+        names: attributes from the Trainer on, or from a module on: "module:name".
+        since: the release of Lightning that brought them.
     """
 
-    def __init__(self) -> None:
-        self._put: list[tuple[Any, str, Any]] = []
+    lost: str
+    names: tuple[str, ...]
+    since: str = "2.5.2"
 
-    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let `owner.name` be `function`; on other objects of its class nothing changes."""
-        assert callable(getattr(owner, name)), f"{owner} has no method {name}"
-        self._put.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, function)
+    def missing(self, trainer: pl.Trainer | None = None) -> list[str]:
+        """Return the names that are not there; without a Trainer of those in modules alone."""
+        if not RequirementCache(f"lightning>={self.since}"):
+            return []
+        return [name for name in self.names if not _is_there(trainer, name)]
 
-    def remove(self) -> None:
-        """Give the objects their own methods back."""
-        for owner, name, before in reversed(self._put):
-            vars(owner).pop(name, None)
-            if before is not None:  # one that stood there already
-                setattr(owner, name, before)
-        self._put = []
+    def works(self, trainer: pl.Trainer | None = None) -> bool:
+        """Return whether all of them are there."""
+        return not self.missing(trainer)
+
+
+SIGTERM = Feature(
+    "one stop of all ranks after SIGTERM, and steps without Lightning's broadcast per batch",
+    (
+        "fit_loop.epoch_loop._broadcast_sigterm_tensor",
+        "_signal_connector._sigterm_notifier_fn",
+        "_signal_connector._slurm_sigusr_handler_fn",
+        "_signal_connector.received_sigterm",
+    ),
+)
+ROWS = Feature(
+    "our figures in the loggers' rows (`strategy.figures()` has them)",
+    ("_logger_connector.log_metrics", "_logger_connector._logged_metrics"),
+)
+LAUNCH = Feature(
+    "an orderly end of forked and spawned ranks (after SIGTERM their launcher may wait for ever),"
+    " and mistakes that are told before ranks start",
+    (
+        f"{_LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
+        f"{_LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
+        f"{_LAUNCHERS}:_SubprocessScriptLauncher",
+        f"{_CALL}:_interrupt",
+        "lightning.pytorch:Trainer._teardown",
+    ),
+)
+MID_EPOCH = Feature(
+    "exact resume in the middle of an epoch: data begin again there",
+    (
+        "fit_loop._data_fetcher",
+        "fit_loop._restart_stage",
+        "fit_loop.epoch_loop._restart_stage",
+        "fit_loop.epoch_loop.val_loop._restart_stage",
+        "fit_loop.epoch_loop._batches_that_stepped",
+        "fit_loop.epoch_loop._should_check_val_fx",
+    ),
+)
+LOADERS = Feature(
+    "the place of data loaders whose state only pickle can load, at a resume",
+    ("fit_loop._combined_loader_states_to_load",),
+)
+RELOAD = Feature(
+    "the rhythm of `reload_dataloaders_every_n_epochs` after a resume",
+    ("fit_loop._last_train_dl_reload_epoch",),
+)
+MEANS = Feature(
+    "a step of `ReduceLROnPlateau` at the end of an epoch that is resumed in its middle",
+    ("fit_loop.epoch_loop._results",),
+)
+COMPILED = Feature(
+    "an error that says why a compiled LightningModule cannot be divided",
+    ("lightning_module._compiler_ctx",),
+)
+TIMED = Feature(
+    "the refusal of a time as `val_check_interval`, at which ranks may wait for each other",
+    ("_val_check_time_interval",),
+    since="2.6.0",
+)
+SYNC_BATCHNORM = Feature("the refusal of `sync_batchnorm=True`", ("strategy._layer_sync",))
+GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
+FEATURES = (
+    *(SIGTERM, ROWS, LAUNCH, MID_EPOCH, LOADERS, RELOAD, MEANS),
+    *(COMPILED, TIMED, SYNC_BATCHNORM, GROUPS),
+)
+
+
+def probe(trainer: pl.Trainer) -> None:
+    """Warn once if this Lightning lacks names, and say what is lost; when a fit begins."""
+    lacks = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
+    if lacks:
+        lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
+        rank_zero_warn(
+            f"Lightning {lightning.__version__} is another one inside than `lightning_commfree`"
+            f" knows. The fit goes on, without: {lost}. A later `lightning_commfree` may know it."
+        )
+
+
+def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
+    module, _, path = name.rpartition(":")
+    if not module and trainer is None:
+        return True
+    try:
+        attrgetter(path)(import_module(module) if module else trainer)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+# In place of Lightning's methods, while a fit runs
+
+
+def handle_signals(
+    trainer: pl.Trainer,
+    patches: Patches,
+    on_sigterm: Callable[..., None],
+    on_requeue: Callable[..., None],
+) -> None:
+    """Let these handle SIGTERM and SLURM's signal; Lightning broadcasts nothing per batch."""
+    if SIGTERM.works(trainer):
+        connector = trainer._signal_connector
+        patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+        patches.put(connector, "_sigterm_notifier_fn", on_sigterm)
+        patches.put(connector, "_slurm_sigusr_handler_fn", on_requeue)
+
+
+def tell_sigterm(trainer: pl.Trainer) -> None:
+    """Tell the Trainer that SIGTERM was received: it ends the fit after this step."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def add_to_rows(
+    trainer: pl.Trainer,
+    patches: Patches,
+    more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> None:
+    """Let the loggers' rows of the module's metrics hold more, and nothing else hold it.
+
+    Args:
+        trainer: in its fit.
+        patches: removed when it ends.
+        more: takes a row, returns what it shall hold besides.
+    """
+    if not ROWS.works(trainer):
+        return
+    connector = trainer._logger_connector
+    log = connector.log_metrics
+
+    def log_row(metrics: dict[str, Any], step: int | None = None) -> None:
+        own = more(metrics) if metrics and step is None else {}  # with a step: a callback's
+        log({**metrics, **own}, step)
+        for name in own:
+            connector._logged_metrics.pop(name, None)
+
+    patches.put(connector, "log_metrics", log_row)
+
+
+# Launchers
+
+
+def _of_launchers(name: str) -> Any:
+    return getattr(import_module(_LAUNCHERS), name, object)
+
+
+class ScriptLauncher(_of_launchers("_SubprocessScriptLauncher")):  # type: ignore[misc]
+    """Lightning's, which starts ranks as copies of the script."""
+
+
+class ProcessLauncher(_of_launchers("_MultiProcessingLauncher")):  # type: ignore[misc]
+    """Lightning's, which starts ranks in processes; a subclass says how they leave."""
+
+    def leave(
+        self, rank: int, trainer: pl.Trainer | None, end: SystemExit, put: Callable[[Any], None]
+    ) -> None:
+        """Leave a rank by `end`, without a result; what is `put` comes to the launching process."""
+
+    def take(self, output: Any, trainer: pl.Trainer) -> None:
+        """Take a result in the launching process, or what a rank has put in its place."""
+        super()._recover_results_in_main_process(output, trainer)
+
+    def _wrapping_function(
+        self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
+    ) -> None:
+        try:
+            super()._wrapping_function(process_idx, trainer, *args, **kwargs)
+        except SystemExit as end:
+            return_queue = args[3]  # behind a function, its arguments and its keyword arguments
+            self.leave(process_idx, trainer, end, return_queue.put)
+            raise
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        self.take(worker_output, trainer)
+
+
+def interrupt(trainer: pl.Trainer, exception: BaseException) -> None:
+    """Call the hooks of an exception and tear the Trainer down."""
+    import_module(_CALL)._interrupt(trainer, exception)
+    trainer._teardown()
+
+
+# The loops of a resumed fit
+
+
+def data_fetcher(trainer: pl.Trainer) -> Any:
+    """Return what hands out the training batches."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None, "the loaders are set up before `on_train_start`"
+    return fetcher
+
+
+def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
+    """Let the loops begin behind a batch of an epoch."""
+    loop = trainer.fit_loop
+    loop.restarting = True  # Lightning has set it, but where it has taken the epoch for over
+    loop._restart_stage = "restarted_mid_epoch"
+    loop.epoch_loop._restart_stage = "restarted_on_last"
+
+
+def step_at_epoch_end(trainer: pl.Trainer) -> None:
+    """Let schedulers that watch a metric step at the end of an epoch that is resumed."""
+    if MID_EPOCH.works(trainer):
+        trainer.fit_loop.on_iteration_done()  # no longer restarting, and this alone
+        trainer.fit_loop._restart_stage = "restarted_mid_epoch"
+
+
+def validate_first(trainer: pl.Trainer) -> bool:
+    """Let the validation run that the latest batch was to bring; return whether one was."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
+    if due:
+        epoch_loop.val_loop.restarting = False
+        epoch_loop.val_loop._restart_stage = "restarted_mid_evaluation"
+    return due
+
+
+def count_step(trainer: pl.Trainer) -> None:
+    """Count a step in the loggers' rows."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """Return the states of loaders that Lightning would load, and let it not do so."""
+    states: list[dict[str, Any]] = []
+    if LOADERS.works(trainer):
+        states = trainer.fit_loop._combined_loader_states_to_load
+        trainer.fit_loop._combined_loader_states_to_load = []
+    return states
+
+
+def reloaded_at(trainer: pl.Trainer, epoch: int) -> None:
+    """Let the training loaders count as made anew at this epoch."""
+    if RELOAD.works(trainer):
+        trainer.fit_loop._last_train_dl_reload_epoch = epoch
+
+
+def logged(trainer: pl.Trainer) -> list[Any]:
+    """Return what the module has logged in this epoch, with its `meta`."""
+    return [*trainer.fit_loop.epoch_loop._results.values()] if MEANS.works(trainer) else []
+
+
+# Settings
+
+
+def is_compiled(module: pl.LightningModule) -> bool:
+    """Return whether it is a LightningModule that `torch.compile` has got."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def validation_seconds(trainer: pl.Trainer) -> float | None:
+    """Return the time between validations, None where batches are counted."""
+    return getattr(trainer, "_val_check_time_interval", None)
+
+
+def syncs_batchnorm(strategy: Any) -> bool:
+    """Return whether the Trainer has `sync_batchnorm=True`."""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def set_ddp_group(strategy: Any, group: Any | None) -> None:
+    """Let DDP average gradients within a process group, None: in the world.
+
+    Raises:
+        RuntimeError: nobody can tell DDP.
+    """
+    if not hasattr(strategy, "_ddp_kwargs"):
+        if group is None:
+            return
+        raise RuntimeError(
+            f"Lightning {lightning.__version__} lets nobody tell DDP in which group of ranks it"
+            " averages gradients. Use single ranks as replicas and workers, or Lightning 2.6."
+        )
+    strategy._ddp_kwargs["process_group"] = group

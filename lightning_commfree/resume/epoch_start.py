@@ -14,13 +14,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.seed import _set_rng_states
-from lightning.pytorch.loops.fetchers import _DataFetcher
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-from lightning_commfree.lightning_internals import Patches
-from lightning_commfree.resume.random_state import random_state
+from lightning_commfree.patches import Patches
+from lightning_commfree.resume.random_state import random_state, set_random_state
 
 _State = dict[str, Any]  # "random": of the host; "generators": of loaders and samplers
 
@@ -52,26 +50,30 @@ class EpochStart:
         self._trainer, self._restored = trainer, False
         self._iterator = self._batch = self._host = None
         self._prepared = {}
-        connector, loop = trainer._data_connector, trainer.fit_loop.epoch_loop
-        prepare, begin = connector._prepare_dataloader, loop.on_run_start
+        strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
+        prepare, begin = strategy.process_dataloader, loop.on_run_start
 
-        def note_and_prepare(loader: object, *args: Any, **kwargs: Any) -> object:
-            if kwargs.get("mode") == RunningStage.TRAINING:
+        def note_and_prepare(loader: object) -> object:
+            if trainer.training:  # else it is a loader of a validation
                 self._host = _host_state()
                 self._prepared |= {own: own.get_state() for own in _generators([loader])}
-            return prepare(loader, *args, **kwargs)
+            return prepare(loader)
 
-        def note_and_begin(fetcher: _DataFetcher) -> None:
-            before, iterator = self._now(), fetcher.combined_loader._iterator
+        def note_and_begin(fetcher: Any) -> None:
+            before, made = self._now(), fetcher.iterator
+            fetcher.iterator = None  # to see whether it gets a new one: not in the first epoch
             begin(fetcher)
+            is_new = fetcher.iterator is not None
+            if not is_new:
+                fetcher.iterator = made
+
             if self._restored:  # this epoch was begun before the save
                 self._restored = False
                 return
-            is_new = fetcher.combined_loader._iterator is not iterator  # not in the first epoch
             self._iterator = before if is_new else self._when_prepared()
             self._batch = self._now()
 
-        self._patches.put(connector, "_prepare_dataloader", note_and_prepare)
+        self._patches.put(strategy, "process_dataloader", note_and_prepare)
         self._patches.put(loop, "on_run_start", note_and_begin)
 
     def remove(self) -> None:
@@ -109,8 +111,7 @@ class EpochStart:
                 generator.set_state(state)
 
     def _generators(self) -> list[torch.Generator]:
-        loaders = None if self._trainer is None else self._trainer.fit_loop._combined_loader
-        return [] if loaders is None else list(_generators(loaders.flattened))
+        return [] if self._trainer is None else list(_generators(training_loaders(self._trainer)))
 
     def _now(self) -> _State:
         generators = [generator.get_state() for generator in self._generators()]
@@ -125,8 +126,14 @@ class EpochStart:
 
     def _set(self, state: _State | None) -> None:
         if state is not None:
-            _set_rng_states(state["random"])
+            set_random_state(state["random"], torch.device("cpu"))
             self.set_generators(state["generators"])
+
+
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders of the training data, none before Lightning has prepared them."""
+    loaders = trainer.train_dataloader
+    return [] if loaders is None else CombinedLoader(loaders).flattened
 
 
 def _generators(loaders: Sequence[object]) -> Iterator[torch.Generator]:

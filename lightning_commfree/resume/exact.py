@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -37,7 +36,7 @@ from lightning_commfree.resume.position import (
 from lightning_commfree.resume.random_state import random_state
 from lightning_commfree.resume.rank_files import KEY, RankFiles, SavedParts
 from lightning_commfree.resume.rank_parts import Owner, known_tensors, seal
-from lightning_commfree.resume.whole_files import writes_later
+from lightning_commfree.resume.whole_files import FilePath, writes_later
 
 Part = dict[str, Any]  # of one rank, by the names in `ExactResume._own_part`
 
@@ -137,7 +136,7 @@ class _Fit:
 class _Source:
     """The checkpoint that a fit resumes from."""
 
-    path: _PATH
+    path: FilePath
     checkpoint: dict[str, Any]
     saved: Saved
     mine: Part | None  # this rank's part, where as many ranks had saved it and it is there
@@ -157,7 +156,7 @@ class ExactResume:
     def __init__(self, strategy: DDPStrategy, ranks: Agreeing) -> None:
         self._strategy, self._ranks = strategy, ranks
         self._epoch_start = EpochStart()
-        self._removed: list[_PATH] = []  # checkpoints, by rank 0, since the last save
+        self._removed: list[FilePath] = []  # checkpoints, by rank 0, since the last save
         self._fit: _Fit | None = None
         self._source: _Source | None = None
         self._resumes = False  # until `go_on`
@@ -174,7 +173,7 @@ class ExactResume:
     # -- resuming
 
     def read(
-        self, path: _PATH, checkpoint: dict[str, Any], weights_only: bool | None = None
+        self, path: FilePath, checkpoint: dict[str, Any], weights_only: bool | None = None
     ) -> None:
         """Read this rank's part of a checkpoint that a fit resumes; after `load_checkpoint`.
 
@@ -301,7 +300,7 @@ class ExactResume:
     # -- saving
 
     def save(
-        self, checkpoint: dict[str, Any], filepath: _PATH, write: Callable[[_PATH], None]
+        self, checkpoint: dict[str, Any], filepath: FilePath, write: Callable[[FilePath], None]
     ) -> None:
         """Write the ranks' files, then the checkpoint, then remove the files of its predecessor.
 
@@ -370,7 +369,7 @@ class ExactResume:
             "watched": watched_metrics(trainer),
         }
 
-    def remove(self, filepath: _PATH) -> None:
+    def remove(self, filepath: FilePath) -> None:
         """Remove the files of a checkpoint that rank 0 removes; in `remove_checkpoint`.
 
         Those on disks of other nodes go with the next save, or in `settle`.
@@ -384,7 +383,7 @@ class ExactResume:
         if self._fit is not None:
             self._forget(self._strategy.broadcast(self._removed))
 
-    def _forget(self, removed: list[_PATH]) -> None:
+    def _forget(self, removed: list[FilePath]) -> None:
         """Remove this node's files of checkpoints that rank 0 has removed."""
         for path in removed:
             RankFiles(path).remove()

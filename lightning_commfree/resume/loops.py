@@ -19,15 +19,22 @@ within an epoch                      over: it is taken up again
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.evaluation_loop import RestartStage as EvaluationStage
-from lightning.pytorch.loops.fit_loop import RestartStage as FitStage
-from lightning.pytorch.loops.progress import _ProcessedTracker, _Progress
-from lightning.pytorch.loops.training_epoch_loop import RestartStage as EpochStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.lightning_internals import (
+    MID_EPOCH,
+    count_step,
+    data_fetcher,
+    logged,
+    restart_in_mid_epoch,
+    step_at_epoch_end,
+    validate_first,
+)
+from lightning_commfree.loop_counters import accumulates
 
 
 class Moment(NamedTuple):
@@ -48,7 +55,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
     """
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
-    batch = _tracker(progress)
+    batch: Any = progress.current
     # in `on_train_batch_end`; a batch that was skipped is processed and never started
     in_hook = batch.started == batch.processed == batch.completed + 1
     trained = batch.processed >= trainer.num_training_batches or (
@@ -64,8 +71,12 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
         )
     elif batch.processed and not trained:
         begun, over = True, 1
-    for tracker in (epochs.total, epochs.current):
-        assert isinstance(tracker, _ProcessedTracker), "epochs are counted by one"
+
+    epoch: Any = epochs.current
+    if begun and not MID_EPOCH.works(trainer):  # as Lightning goes on
+        return Moment(epoch.processed - over, batch.processed, begun, trained, between=False)
+    total: Any = epochs.total
+    for tracker in (total, epoch):
         tracker.processed -= over
         tracker.completed = tracker.processed
         tracker.ready = tracker.started = tracker.processed + begun
@@ -74,14 +85,13 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
         between = _go_on_after_batch(trainer, batch.processed, trained, in_hook)
     else:
         _begin_epoch(trainer)
-    return Moment(_tracker(epochs).processed, batch.processed, begun, trained, between)
+    return Moment(epoch.processed, batch.processed, begun, trained, between)
 
 
 def _begin_epoch(trainer: pl.Trainer) -> None:
     loop = trainer.fit_loop
-    loop._restart_stage = FitStage.NONE
-    loop._restarting = loop._resuming_from_checkpoint = False
-    loop.epoch_loop._restart_stage = EpochStage.NONE
+    loop.on_iteration_done()
+    loop.epoch_loop.reset_restart_stage()
     loop.epoch_loop.restarting = False  # of its children too
 
 
@@ -95,32 +105,23 @@ def _go_on_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook
         Whether these steps are left out: where no validation is due Lightning begins with the next
         batch.
     """
-    loop = trainer.fit_loop
-    epoch_loop, fetcher = loop.epoch_loop, loop._data_fetcher
-    assert fetcher is not None, "the loaders are set up before `on_train_start`"
-    loop._restart_stage = FitStage.RESTARTED_MID_EPOCH
-    loop._restarting = True  # set by Lightning, but where it has taken the epoch for over
-    epoch_loop.restarting = True
-    epoch_loop._restart_stage = EpochStage.RESTARTED_ON_LAST
-    progress = epoch_loop.batch_progress
+    restart_in_mid_epoch(trainer)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
     for name in ("ready", "started", "completed"):
         extra = getattr(progress.current, name) - batches
         setattr(progress.current, name, batches)
         setattr(progress.total, name, getattr(progress.total, name) - extra)
     progress.is_last_batch = trained
     if trained:  # the loop ends as it does when the data are used up
+        fetcher = data_fetcher(trainer)
         fetcher.reset()
         fetcher.iterator, fetcher.done = iter(()), True
     if not in_hook:
         return False
     _warn_of_own_hook(trainer.lightning_module)
-    if epoch_loop._should_check_val_fx(fetcher):
-        epoch_loop.val_loop.restarting = False
-        epoch_loop.val_loop._restart_stage = EvaluationStage.RESTARTED_MID_EVALUATION
+    if validate_first(trainer) or accumulates(trainer):
         return False
-    if epoch_loop._should_accumulate():
-        return False
-    epoch_loop._batches_that_stepped += 1
+    count_step(trainer)
     return True
 
 
@@ -148,11 +149,11 @@ def watched_metrics(trainer: pl.Trainer) -> dict[str, Any]:
     watched = {str(config.monitor) for config in configs if config.reduce_on_plateau}
     if not watched:
         return {}
-    epoch = _tracker(trainer.fit_loop.epoch_progress)
+    epoch: Any = trainer.fit_loop.epoch_progress.current
     unfinished: set[str] = set()
     if epoch.processed < epoch.ready:
-        results = trainer.fit_loop.epoch_loop._results.values()
-        metas = [metric.meta for metric in results if metric.meta.on_epoch and not metric.has_reset]
+        open_metrics = [metric for metric in logged(trainer) if not metric.has_reset]
+        metas = [metric.meta for metric in open_metrics if metric.meta.on_epoch]
         unfinished = {name for meta in metas for name in (meta.name, meta.forked_name(False))}
     metrics = trainer.callback_metrics
     return {
@@ -176,7 +177,7 @@ def restore_watched(trainer: pl.Trainer, watched: dict[str, Any], moment: Moment
     if not watched:
         return
     loop = trainer.fit_loop
-    trainer._logger_connector._callback_metrics.update(watched["values"])
+    trainer.callback_metrics.update(watched["values"])
     if moment.between:
         loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
     if moment.begun and watched["open"]:
@@ -187,10 +188,6 @@ def restore_watched(trainer: pl.Trainer, watched: dict[str, Any], moment: Moment
             " may differ from an uninterrupted one from there on."
         )
     elif moment.begun:
-        loop._restarting = False  # else Lightning would leave out the scheduler's step
+        step_at_epoch_end(trainer)
     elif watched["due"]:
         loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-
-
-def _tracker(progress: _Progress) -> _ProcessedTracker:
-    return cast(_ProcessedTracker, progress.current)

@@ -15,16 +15,16 @@ restores them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.progress import _ProcessedTracker
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.loop_counters import accumulates
 
 
 class OwnTensors:
@@ -112,9 +112,8 @@ def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
 
     Those that are there, not copies; empty between two accumulations.
     """
-    loop = trainer.fit_loop.epoch_loop
-    batch = cast(_ProcessedTracker, loop.batch_progress.current)
-    stepped = batch.processed == batch.ready and not loop._should_accumulate()
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    stepped = batch.processed == batch.ready and not accumulates(trainer)
     if stepped or batch.processed % trainer.accumulate_grad_batches == 0:
         return {}  # what is there has been stepped with
     return {

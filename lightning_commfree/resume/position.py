@@ -14,11 +14,15 @@ from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.resume.epoch_start import EpochStart
+from lightning_commfree.lightning_internals import (
+    MID_EPOCH,
+    data_fetcher,
+    loaded_later,
+    reloaded_at,
+)
+from lightning_commfree.resume.epoch_start import EpochStart, training_loaders
 from lightning_commfree.resume.loops import Moment, restore_loops
 from lightning_commfree.resume.random_state import set_random_state, without_device
 
@@ -47,7 +51,7 @@ class Data(NamedTuple):
 
 def read_ahead(trainer: pl.Trainer) -> list[Any]:
     """Return the batches that Lightning has read and not handed out."""
-    return list(getattr(trainer.fit_loop._data_fetcher, "batches", []))
+    return list(getattr(data_fetcher(trainer), "batches", [])) if MID_EPOCH.works(trainer) else []
 
 
 def loadable(state: Any, what: str = "") -> Any:
@@ -111,18 +115,24 @@ def restore_place(
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
     moment = restore_loops(trainer)
-    assert loop._combined_loader is not None, "the loaders are set up before `on_train_start`"
+    loaders = training_loaders(trainer)
     if every := int(cast(Any, trainer).reload_dataloaders_every_n_epochs):
         latest = moment.epoch if moment.begun or opened else max(moment.epoch - 1, 0)
-        loop._last_train_dl_reload_epoch = latest // every * every
-    for loader in loop._combined_loader.flattened:
-        _set_sampler_epoch(loader, moment.epoch)
+        reloaded_at(trainer, latest // every * every)
+    for loader in loaders:
+        _begin_epoch(loader, moment.epoch)
     set_random_state(random, trainer.strategy.root_device)
+
     # Lightning has not loaded them where it took the epoch for over
-    states = data.loaders or loop._combined_loader_states_to_load
-    loop._combined_loader._load_state_dicts(states)
-    loop._combined_loader_states_to_load = []
-    if (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0):
+    later = loaded_later(trainer)
+    states = data.loaders or later
+    if states:
+        stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
+        for loader, state in zip(stateful, states, strict=True):
+            loader.load_state_dict(state)
+
+    at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
+    if at_batch and MID_EPOCH.works(trainer):
         unknown = {"iterator": {"random": without_device(random), "generators": []}, "batch": None}
         begin.load_state_dict(data.epoch_start or unknown, begun=moment.begun)
         _restore_iterator(trainer, moment, bool(states), data.ahead, begin)
@@ -139,18 +149,16 @@ def _restore_iterator(
     begin: EpochStart,
 ) -> None:
     """Make the iterator of an epoch of which some batches have been trained on."""
-    fetcher, combined = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
-    assert fetcher is not None, "the loaders are set up before `on_train_start`"
-    assert combined is not None, "the loaders are set up before `on_train_start`"
-    if any(hasattr(loader, "load_state_dict") for loader in combined.flattened):
+    fetcher, loaders = data_fetcher(trainer), training_loaders(trainer)
+    if any(hasattr(loader, "load_state_dict") for loader in loaders):
         if ahead is None:
             rank_zero_warn(
                 "A batch that was read ahead when the checkpoint was written is left out: it holds"
                 " more than tensors and plain values, which is not read from a rank's file."
             )
         if ahead:
-            assert isinstance(fetcher, _PrefetchDataFetcher), "others read nothing ahead"
-            _DataFetcher.__iter__(fetcher)  # its own would read ahead
+            fetcher.iterator = iter(fetcher.combined_loader)  # `iter(fetcher)` would read ahead
+            fetcher.reset()
             fetcher.batches = list(ahead)
         elif loaded:
             iter(fetcher)
@@ -162,7 +170,7 @@ def _restore_iterator(
                 " the loader `state_dict` and `load_state_dict` to resume exactly."
             )
     else:
-        for loader in combined.flattened:
+        for loader in loaders:
             if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
                 loader._iterator = None  # workers that persist; `setup_data` gave them other seeds
         begin.set_for_iterator()
@@ -171,3 +179,11 @@ def _restore_iterator(
         begin.set_for_batch()
         for _ in range(moment.batches):
             next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself
+
+
+def _begin_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader's samplers which epoch it is, as Lightning does at an epoch's beginning."""
+    for owner in (loader, getattr(loader, "batch_sampler", None)):
+        sampler: Any = getattr(owner, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)

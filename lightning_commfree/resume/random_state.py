@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning_utilities.core.imports import module_available
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -14,18 +15,26 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
     Only tensors and plain values, which load with `weights_only=True`.
     """
-    states = _collect_rng_states(include_cuda=False)
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":  # not of all that the process sees: it may see others at the resume
         states["device"] = torch.cuda.get_rng_state(device)
-    if "numpy" in states:
-        kind, keys, *rest = states["numpy"]
+    if module_available("numpy"):
+        import numpy as np
+
+        kind, keys, *rest = np.random.get_state()
         states["numpy"] = (kind, [int(key) for key in keys], *rest)
     return states
 
 
 def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
     """Draw from here on as at the moment at which `random_state` returned `states`."""
-    _set_rng_states(without_device(states))
+    torch.set_rng_state(states["torch"])
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))  # a tuple may come back as a list
+    if "numpy" in states and module_available("numpy"):
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
     if device.type == "cuda" and "device" in states:
         torch.cuda.set_rng_state(states["device"].cpu(), device)
 

@@ -26,10 +26,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.fabric.utilities.types import _PATH
 
 from lightning_commfree.resume.rank_parts import Owner, tensors_of, unseal
-from lightning_commfree.resume.whole_files import read_whole, write_whole
+from lightning_commfree.resume.whole_files import FilePath, read_whole, write_whole
 
 KEY = "lightning_commfree"  # of a checkpoint's entry
 _ENTRY = {"ranks", "token", "place", "algorithm", "fingerprint", "own"}  # "own": rank 0's part
@@ -44,7 +43,7 @@ class RankFiles:
         weights_only: as `Trainer.fit` got it; None stands for True.
     """
 
-    def __init__(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> None:
+    def __init__(self, checkpoint_path: FilePath, weights_only: bool | None = None) -> None:
         self._weights_only = weights_only is not False
         self._path = str(checkpoint_path)
         self._fs = get_filesystem(checkpoint_path)
@@ -147,7 +146,7 @@ class SavedParts:
     """
 
     def __init__(
-        self, checkpoint_path: _PATH, checkpoint: Mapping[str, Any], weights_only: bool | None
+        self, checkpoint_path: FilePath, checkpoint: Mapping[str, Any], weights_only: bool | None
     ) -> None:
         self.entry: Mapping[str, Any] = checkpoint.get(KEY, {})
         if self.entry and not self.entry.keys() >= _ENTRY:

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from lightning.fabric.utilities.cloud_io import _atomic_save, get_filesystem
-from lightning.fabric.utilities.cloud_io import _load as load_file
-from lightning.fabric.utilities.types import _PATH
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
+
+FilePath = str | Path
 
 _WRITING = ".writing"  # ends the hidden name
 _FOLDER_BIT = 0x10  # of a record's attributes in a zip archive
@@ -37,7 +37,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], path: FilePath, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint; where `path` is no file of this machine, Lightning does it.
 
@@ -52,7 +52,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         write_whole(checkpoint, path)
 
 
-def write_whole(state: Any, path: _PATH) -> None:
+def write_whole(state: Any, path: FilePath) -> None:
     """Write what `torch.save` writes; folders are made.
 
     Args:
@@ -64,8 +64,7 @@ def write_whole(state: Any, path: _PATH) -> None:
     """
     target = local_path(path)
     if target is None:
-        get_filesystem(path).makedirs(os.path.dirname(str(path)), exist_ok=True)
-        _atomic_save(state, path)
+        TorchCheckpointIO().save_checkpoint(state, path)
         return
     sink = _Sink()
     try:
@@ -182,7 +181,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
-def read_whole(path: _PATH, weights_only: bool = True) -> Any:
+def read_whole(path: FilePath, weights_only: bool = True) -> Any:
     """Read what `torch.save` wrote, tensors on the CPU.
 
     Args:
@@ -195,7 +194,8 @@ def read_whole(path: _PATH, weights_only: bool = True) -> Any:
     """
     check_whole(path)
     try:
-        return load_file(path, map_location="cpu", weights_only=weights_only)
+        with get_filesystem(path).open(str(path), "rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=weights_only)
     except Exception as error:
         if not isinstance(error, pickle.UnpicklingError) or not _is_archive(path):
             raise damaged(path, error) from error
@@ -206,7 +206,7 @@ def read_whole(path: _PATH, weights_only: bool = True) -> Any:
         ) from error
 
 
-def check_whole(path: _PATH) -> None:
+def check_whole(path: FilePath) -> None:
     """Compare every record of a file that `torch.save` wrote with its checksum.
 
     Files of other kinds, and those on other file systems than this machine's, are not looked at.
@@ -232,7 +232,7 @@ def check_whole(path: _PATH) -> None:
         raise damaged(path, ValueError(f"its record {bad!r} is not as it was written"))
 
 
-def damaged(path: _PATH, error: Exception) -> RuntimeError:
+def damaged(path: FilePath, error: Exception) -> RuntimeError:
     """Return the error for a checkpoint that cannot be read."""
     return RuntimeError(
         f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"
@@ -241,7 +241,7 @@ def damaged(path: _PATH, error: Exception) -> RuntimeError:
     )
 
 
-def local_path(path: _PATH) -> Path | None:
+def local_path(path: FilePath) -> Path | None:
     """Return the path of a file on this machine, None for what fsspec reaches otherwise."""
     fs: Any = get_filesystem(path)
     return Path(fs._strip_protocol(str(path))) if "file" in fs.protocol else None
@@ -254,7 +254,7 @@ def writes_later(checkpoint_io: Any) -> bool:
     return checkpoint_io is not None
 
 
-def _is_archive(path: _PATH) -> bool:
+def _is_archive(path: FilePath) -> bool:
     """Return whether the file ends as `torch.save` ends one: a cut file is no archive."""
     with get_filesystem(path).open(str(path), "rb") as file:
         try:

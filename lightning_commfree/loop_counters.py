@@ -1,0 +1,28 @@
+"""Where Lightning's fit loop stands, read from what it counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+def data_used_up(trainer: pl.Trainer) -> bool:
+    """Return whether the latest batch that was read is the epoch's last one."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+
+
+def may_stop_early(trainer: pl.Trainer) -> bool:
+    """Return whether `min_epochs` and `min_steps` are reached."""
+    loop = trainer.fit_loop
+    epoch: Any = loop.epoch_progress.current
+    return epoch.processed >= (loop.min_epochs or 0) and trainer.global_step >= (
+        loop.min_steps or 0
+    )
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Return whether the latest batch that was read brings no optimizer step."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return ready % trainer.accumulate_grad_batches != 0 and not data_used_up(trainer)

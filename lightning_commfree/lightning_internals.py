@@ -3,8 +3,6 @@
 A later release may rename what it does not promise. `probe` looks, when a fit begins, which names
 this Lightning lacks, and one warning says what is lost. Only that is lost: importing never fails,
 a fresh fit and a resume at an epoch's border work without any of them.
-
-The features and their names come first, then the functions that use them.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.patches import Patches as Patches
+from lightning_commfree.patches import Patches
 
 _LAUNCHERS = "lightning.pytorch.strategies.launchers"
 _CALL = "lightning.pytorch.trainer.call"
@@ -139,17 +137,14 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
 
 
 def handle_signals(
-    trainer: pl.Trainer,
-    patches: Patches,
-    on_sigterm: Callable[..., None],
-    on_requeue: Callable[..., None],
+    trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> None:
     """Let these handle SIGTERM and SLURM's signal; Lightning broadcasts nothing per batch."""
     if SIGTERM.works(trainer):
         connector = trainer._signal_connector
         patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        patches.put(connector, "_sigterm_notifier_fn", on_sigterm)
-        patches.put(connector, "_slurm_sigusr_handler_fn", on_requeue)
+        patches.put(connector, "_sigterm_notifier_fn", sigterm)
+        patches.put(connector, "_slurm_sigusr_handler_fn", slurm)
 
 
 def tell_sigterm(trainer: pl.Trainer) -> None:
@@ -158,17 +153,9 @@ def tell_sigterm(trainer: pl.Trainer) -> None:
 
 
 def add_to_rows(
-    trainer: pl.Trainer,
-    patches: Patches,
-    more: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    trainer: pl.Trainer, patches: Patches, more: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> None:
-    """Let the loggers' rows of the module's metrics hold more, and nothing else hold it.
-
-    Args:
-        trainer: in its fit.
-        patches: removed when it ends.
-        more: takes a row, returns what it shall hold besides.
-    """
+    """Let the loggers' rows of metrics hold what `more` returns for a row, and nothing else."""
     if not ROWS.works(trainer):
         return
     connector = trainer._logger_connector
@@ -190,11 +177,11 @@ def _of_launchers(name: str) -> Any:
     return getattr(import_module(_LAUNCHERS), name, object)
 
 
-class ScriptLauncher(_of_launchers("_SubprocessScriptLauncher")):  # type: ignore[misc]
+class Scripts(_of_launchers("_SubprocessScriptLauncher")):  # type: ignore[misc]
     """Lightning's, which starts ranks as copies of the script."""
 
 
-class ProcessLauncher(_of_launchers("_MultiProcessingLauncher")):  # type: ignore[misc]
+class Processes(_of_launchers("_MultiProcessingLauncher")):  # type: ignore[misc]
     """Lightning's, which starts ranks in processes; a subclass says how they leave."""
 
     def leave(
@@ -290,7 +277,7 @@ def logged(trainer: pl.Trainer) -> list[Any]:
 
 
 def is_compiled(module: pl.LightningModule) -> bool:
-    """Return whether it is a LightningModule that `torch.compile` has got."""
+    """Return whether `torch.compile` has made it."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
@@ -310,11 +297,8 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
     Raises:
         RuntimeError: nobody can tell DDP.
     """
-    if not hasattr(strategy, "_ddp_kwargs"):
-        if group is None:
-            return
-        raise RuntimeError(
-            f"Lightning {lightning.__version__} lets nobody tell DDP in which group of ranks it"
-            " averages gradients. Use single ranks as replicas and workers, or Lightning 2.6."
-        )
-    strategy._ddp_kwargs["process_group"] = group
+    try:
+        strategy._ddp_kwargs["process_group"] = group
+    except AttributeError as error:
+        if group is not None:
+            raise RuntimeError(f"This Lightning has not {GROUPS.lost}.") from error

@@ -13,13 +13,16 @@ def data_used_up(trainer: pl.Trainer) -> bool:
     return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
 
-def may_stop_early(trainer: pl.Trainer) -> bool:
-    """Return whether `min_epochs` and `min_steps` are reached."""
-    loop = trainer.fit_loop
+def may_stop_early(trainer: pl.Trainer, in_step: bool = False) -> bool:
+    """Return whether `min_epochs` and `min_steps` are reached.
+
+    Args:
+        trainer: in its fit.
+        in_step: an optimizer step runs, which the Trainer has not counted yet.
+    """
+    loop, steps = trainer.fit_loop, trainer.global_step + in_step
     epoch: Any = loop.epoch_progress.current
-    return epoch.processed >= (loop.min_epochs or 0) and trainer.global_step >= (
-        loop.min_steps or 0
-    )
+    return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
 
 
 def accumulates(trainer: pl.Trainer) -> bool:

@@ -17,7 +17,7 @@ from lightning.pytorch import callbacks
 from torch import Tensor
 
 from lightning_commfree.diloco import StreamingDiLoCo
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.patches import Patches
 
 _KIND = getattr(callbacks, "WeightAveraging", None)
 _UPDATES = ("on_train_batch_end", "on_train_epoch_end")

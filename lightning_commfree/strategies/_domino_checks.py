@@ -18,6 +18,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.domino import check_divisible
+from lightning_commfree.lightning_internals import is_compiled
 from lightning_commfree.strategies._sharded import check_model, find_models
 
 
@@ -34,7 +35,7 @@ def check_fit(strategy: str, module: pl.LightningModule, precision: Precision, r
         ValueError: it is compiled, manual optimization, fp16, no model that can be divided, or
             not among so many ranks.
     """
-    if getattr(module, "_compiler_ctx", None) is not None:  # Lightning's, of `torch.compile`
+    if is_compiled(module):
         raise ValueError(
             f"`{strategy}` does not support `torch.compile` of the LightningModule: the all-reduces"
             " of a divided model are launched and landed by Python between its layers, where the"

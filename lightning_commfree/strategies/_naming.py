@@ -8,28 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed import get_default_backend_for_device
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.interface import GlooInterface, unreachable
 from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.comm.world import join_restarted_world
+from lightning_commfree.lightning_internals import probe
 from lightning_commfree.resume.rank_parts import copied
 from lightning_commfree.resume.whole_files import (
+    FilePath,
     WholeCheckpointIO,
     check_whole,
     damaged,
     local_path,
     writes_later,
 )
-from lightning_commfree.strategies.launching import OrderlyLauncher, ScriptLauncher
+from lightning_commfree.strategies.launching import OrderlyLauncher, ScriptLauncher, own_launcher
 from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
@@ -48,16 +53,26 @@ class NamingStrategy(DDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.patience: timedelta = kwargs.get("timeout", default_pg_timeout)
+        self._starts_by: str = kwargs.get("start_method", "popen")
+        self._starter: OrderlyLauncher | ScriptLauncher | None = None
+        self._plugin: CheckpointIO | None = None
         self._sockets = Unshared()
         self._interface = GlooInterface()
 
+    @property
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self)
-        else:
-            self._launcher = OrderlyLauncher(self, start_method=self._start_method)
+    def launcher(self) -> Any:
+        """Lightning's where the Trainer has one, but its ranks leave in order."""
+        lightnings = super().launcher
+        if lightnings is not None and self._starter is None:
+            self._starter = own_launcher(self, self._starts_by)
+        return lightnings if self._starter is None else self._starter
+
+    @property
+    def backend(self) -> str:
+        """Of process groups on this rank's device."""
+        return self.process_group_backend or get_default_backend_for_device(self.root_device)
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         """Look at what is going to run, in the process that will launch the ranks.
@@ -70,8 +85,8 @@ class NamingStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(self._launcher, OrderlyLauncher):
-            self._launcher.restore_callbacks()  # Lightning has called their hooks by now
+        if isinstance(self.launcher, OrderlyLauncher):
+            self.launcher.restore_callbacks()  # Lightning has called their hooks by now
         super().on_exception(exception)
 
     @override
@@ -90,6 +105,12 @@ class NamingStrategy(DDPStrategy):
             raise
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            probe(trainer)
+        super().setup(trainer)
+
+    @override
     def teardown(self) -> None:
         self._interface.take_back()
         super().teardown()
@@ -98,10 +119,10 @@ class NamingStrategy(DDPStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         join_restarted_world(
-            self._get_process_group_backend(),
+            self.backend,
             self.global_rank,
             self.world_size,
-            self._timeout,
+            self.patience,
             self.root_device,
         )
         super().setup_distributed()
@@ -129,19 +150,19 @@ class NamingStrategy(DDPStrategy):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, else one whose files are whole; `AsyncCheckpointIO` wraps that."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeCheckpointIO()
-        elif hasattr(self._checkpoint_io, "checkpoint_io"):  # it keeps the first one that it gets
-            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()
-        return self._checkpoint_io
+        if self._plugin is None:
+            self._plugin = WholeCheckpointIO()
+        elif hasattr(self._plugin, "checkpoint_io"):  # it keeps the first one that it gets
+            self._plugin.checkpoint_io = WholeCheckpointIO()
+        return self._plugin
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
+        self._plugin = io
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: FilePath, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint on rank 0.
 
@@ -155,7 +176,9 @@ class NamingStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: FilePath, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Read a checkpoint.
 
         Raises:

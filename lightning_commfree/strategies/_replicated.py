@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, ring_all_reduce_bytes
 from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
+from lightning_commfree.lightning_internals import set_ddp_group, syncs_batchnorm
 from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._start import (
     check_ddp_kwargs,
@@ -106,7 +107,7 @@ class ReplicatedStrategy(CountingStrategy):
                 everybody,
                 self.global_rank,
                 self.ledger,
-                timeout=self._timeout,
+                timeout=self.patience,
                 full_duplex=self._group_size == 1,
                 liveness=self.liveness,
             )
@@ -117,7 +118,7 @@ class ReplicatedStrategy(CountingStrategy):
                     mesh.groups(REPLICA),
                     self.global_rank,
                     self.ledger,
-                    timeout=self._timeout,
+                    timeout=self.patience,
                     wider=world,
                     full_duplex=True,
                     liveness=self.liveness,
@@ -126,8 +127,8 @@ class ReplicatedStrategy(CountingStrategy):
                     mesh.groups(DATA),
                     self.global_rank,
                     self.group_ledger,
-                    self._get_process_group_backend(),
-                    self._timeout,
+                    self.backend,
+                    self.patience,
                     self.root_device,
                     world,
                     liveness=self.liveness,
@@ -170,7 +171,7 @@ class ReplicatedStrategy(CountingStrategy):
         assert channel is not None, "`setup_environment` comes first"
         common_start(channel, self._module, self._fingerprint())
         if self._group_channel is not None:
-            self._ddp_kwargs["process_group"] = self._group_channel.group
+            set_ddp_group(self, self._group_channel.group)
             super().configure_ddp()
 
     @override
@@ -226,7 +227,7 @@ class ReplicatedStrategy(CountingStrategy):
             assert channel is not None, "None was taken out"
             channel.close()
         self._channel = self._group_channel = self._world_channel = None
-        self._ddp_kwargs.pop("process_group", None)
+        set_ddp_group(self, None)
 
     # -- for subclasses
 
@@ -273,7 +274,9 @@ class ReplicatedStrategy(CountingStrategy):
                 " LightningModule with `automatic_optimization=False` may take any number of them"
                 " per batch. Set it to True, or use the strategy `ddp`."
             )
-        if self._layer_sync or any(isinstance(m, nn.SyncBatchNorm) for m in self._module.modules()):
+        if syncs_batchnorm(self) or any(
+            isinstance(m, nn.SyncBatchNorm) for m in self._module.modules()
+        ):
             raise ValueError(
                 f"`{name}` does not support SyncBatchNorm, which exchanges statistics in every"
                 " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"

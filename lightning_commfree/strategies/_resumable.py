@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_commfree.resume.exact import Adopted, ExactResume, Saved
+from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies.signals import warn_unsaved
 
@@ -57,7 +57,9 @@ class ResumableStrategy(ReplicatedStrategy):
         self._resume.install(self._module.trainer)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: FilePath, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         # later releases of Lightning pass more arguments
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         # the ranks' files are looked at before anything is restored
@@ -86,7 +88,7 @@ class ResumableStrategy(ReplicatedStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: FilePath, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint and the ranks' files beside it."""
         if self._stopped_by_hand():
@@ -98,7 +100,7 @@ class ResumableStrategy(ReplicatedStrategy):
         )
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: FilePath) -> None:
         super().remove_checkpoint(filepath)
         self._resume.remove(filepath)
 

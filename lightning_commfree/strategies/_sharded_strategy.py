@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
@@ -21,7 +20,9 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino import Channels, on_meta, refuse_nonfinite_weights
+from lightning_commfree.patches import Patches
 from lightning_commfree.resume.exact import ExactResume
+from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._rank_states import TensorRank
 from lightning_commfree.strategies._sharded import OptimizerParts, ShardedModule
@@ -105,20 +106,20 @@ class ShardedStrategy(CountingStrategy):
             self._sharded = None
         self._filled = False
         self._resume.end()
-        module = self._lightning_module
+        patches = Patches()
         if self._on_meta():  # an error came first, and moving it to the CPU would hide the text
-            self._lightning_module = None
+            patches.put(self._module, "cpu", lambda: self._module)
         try:
             super().teardown()
         finally:
-            self._lightning_module = module
+            patches.remove()
         self._close_channels()
 
     # -- checkpoints
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: FilePath, storage_options: Any | None = None
     ) -> None:
         """Write a checkpoint and the ranks' files beside it."""
         if self._stopped_by_hand():
@@ -128,12 +129,14 @@ class ShardedStrategy(CountingStrategy):
         self._resume.save(checkpoint, filepath, lambda at: write(checkpoint, at, storage_options))
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: FilePath) -> None:
         super().remove_checkpoint(filepath)
         self._resume.remove(filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: FilePath, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         # later releases of Lightning pass more arguments
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self.lightning_module is not None and self._module.trainer.state.fn == TrainerFn.FITTING:
@@ -170,7 +173,7 @@ class ShardedStrategy(CountingStrategy):
         if self._stopped_by_hand():
             return {}
         if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         with self._tensor_group() as channel:
             return parts.whole_state(optimizer, channel, keep=self.is_global_zero)
 
@@ -205,8 +208,8 @@ class ShardedStrategy(CountingStrategy):
 
     def _open_channels(self) -> None:
         if self._channels is None:
-            size, backend = self.tensor_parallel_size, self._get_process_group_backend()
-            near = (self.ledger, backend, self._timeout, self.root_device)
+            size = self.tensor_parallel_size
+            near = (self.ledger, self.backend, self.patience, self.root_device)
             self._channels = Channels.open(
                 self.global_rank, self.world_size, size, *near, self.liveness
             )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.sharing import START_TAG, take_first_rank
+from lightning_commfree.lightning_internals import validation_seconds
 
 _DDP_KWARGS = (
     "accelerator",
@@ -53,7 +54,7 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
     Raises:
         ValueError: the Trainer has a time for `val_check_interval`.
     """
-    seconds = getattr(trainer, "_val_check_time_interval", None)  # since Lightning 2.6
+    seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
         raise ValueError(
             f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"

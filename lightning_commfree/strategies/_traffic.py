@@ -10,7 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_commfree.comm.ledger import END, STEPS, Ledger
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.lightning_internals import add_to_rows
+from lightning_commfree.patches import Patches
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class FitLog:
         self._latest: dict[str, float] = {}
         self._runs = True
         self._patches = Patches()
-        self._log = trainer._logger_connector.log_metrics
-        self._patches.put(trainer._logger_connector, "log_metrics", self._log_row)
+        add_to_rows(trainer, self._patches, self._more_for)
 
     def after_step(self) -> None:
         """Count a step; from within `Strategy.optimizer_step`."""
@@ -89,16 +89,13 @@ class FitLog:
         self._runs = False
         self._patches.remove()
 
-    def _log_row(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Do what Lightning's method does, with the figures in the row and nowhere else."""
-        trainer, own = self._trainer, dict[str, Any]()
-        is_row = metrics and trainer.loggers and trainer.training and step is None  # no callback's
-        if is_row and self._steps > self._steps_in_rows:
-            own = {name: v for name, v in self.figures().items() if name not in metrics}
-            self._steps_in_rows = self._steps
-        self._log({**metrics, **own}, step)
-        for name in own:
-            trainer._logger_connector._logged_metrics.pop(name, None)
+    def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures for a row of the loggers, of whatever is trained or validated."""
+        logs = self._trainer.loggers and self._trainer.training
+        if not logs or self._steps == self._steps_in_rows:
+            return {}
+        self._steps_in_rows = self._steps
+        return {name: figure for name, figure in self.figures().items() if name not in row}
 
     def _sums(self) -> tuple[int, float]:
         return self._ledger.bytes_in(STEPS), self._ledger.seconds_by_phase[STEPS]

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.patches import Patches
 from lightning_commfree.strategies._phases import CountingStrategy
 
 # of a strategy; in a trial they do what they do without gradient sync

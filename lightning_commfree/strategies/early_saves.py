@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_commfree.resume.whole_files import FilePath
 
 
 def scores_its_saves(trainer: pl.Trainer) -> bool:
@@ -25,18 +26,18 @@ class EarlySaves:
     """
 
     def __init__(self) -> None:
-        self._saves: list[tuple[_PATH, int, bool]] = []
-        self._owed: list[tuple[_PATH, bool]] = []
+        self._saves: list[tuple[FilePath, int, bool]] = []
+        self._owed: list[tuple[FilePath, bool]] = []
 
-    def owe(self, filepath: _PATH, weights_only: bool) -> None:
+    def owe(self, filepath: FilePath, weights_only: bool) -> None:
         """Keep in mind that a checkpoint is still to be written, when all ranks are there."""
         self._owed.append((filepath, weights_only))
 
-    def note(self, filepath: _PATH, step: int, weights_only: bool) -> None:
+    def note(self, filepath: FilePath, step: int, weights_only: bool) -> None:
         """Keep in mind that a checkpoint is written, and after which inner step."""
         self._saves.append((filepath, step, weights_only))
 
-    def forget(self, filepath: _PATH) -> None:
+    def forget(self, filepath: FilePath) -> None:
         """A checkpoint is removed."""
         self._saves = [save for save in self._saves if save[0] != filepath]
         self._owed = [save for save in self._owed if save[0] != filepath]
@@ -51,7 +52,7 @@ class EarlySaves:
                 os.remove(path)  # else a move to another disk would write what it points to
             trainer.save_checkpoint(path, weights_only)
 
-    def _stale(self, trainer: pl.Trainer, step: int) -> list[tuple[_PATH, bool]]:
+    def _stale(self, trainer: pl.Trainer, step: int) -> list[tuple[FilePath, bool]]:
         """Return what must hold the final weights: path, and whether without trainer state."""
         early = {path: weights_only for path, after, weights_only in self._saves if after == step}
         savers = _savers(trainer)

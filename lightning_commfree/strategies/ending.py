@@ -15,14 +15,14 @@ If all ranks end alike, an epoch or the fit is over, and nothing is said or sent
 from __future__ import annotations
 
 import warnings
-from typing import cast
+from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loops.progress import _ProcessedTracker
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.meeting import Meeting, Stage
 from lightning_commfree.comm.parting import Part, Why, part
+from lightning_commfree.loop_counters import data_used_up, may_stop_early
 
 _EVEN = "Give all ranks equally many batches, as with `limit_train_batches`"
 
@@ -49,7 +49,7 @@ class CommonEnd:
         Args:
             in_step: with the optimizer step that runs, which the Trainer has not counted yet.
         """
-        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if data_used_up(self._trainer):
             return Why.DATA
         return self._why_no_step_follows(in_step)
 
@@ -67,13 +67,13 @@ class CommonEnd:
         if self._why_no_step_follows(in_step):
             return True
         loop = self._trainer.fit_loop
-        epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
+        epoch: Any = loop.epoch_progress.current
         if loop.max_epochs is None or loop.max_epochs == -1:
             return False
         if epoch.started < epoch.ready:  # it begins; the counter of batches is the last epoch's
             return False
 
-        batches_reached = loop.epoch_loop._num_ready_batches_reached()
+        batches_reached = data_used_up(self._trainer)
         if in_step:  # within an epoch, which is processed when it has run through
             return epoch.processed >= loop.max_epochs - 1 and batches_reached
         # `ready` counts the epochs that were begun; a fit resumed at an epoch's end counts one few
@@ -99,7 +99,7 @@ class CommonEnd:
         Raises:
             RuntimeError: `min_epochs` or `min_steps` forbids to end here; on all ranks alike.
         """
-        refuses = why.would_go_on and not self._may_end(in_step)
+        refuses = why.would_go_on and not may_stop_early(self._trainer, in_step)
         parted = part(self._world, Part(why, step, self.meeting.stage, refuses))
         if parted.refused:
             loop = self._trainer.fit_loop
@@ -121,11 +121,5 @@ class CommonEnd:
         trainer = self._trainer
         if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
             return Why.MAX_STEPS
-        wants = trainer.should_stop and trainer.fit_loop._can_stop_early
+        wants = trainer.should_stop and may_stop_early(trainer)
         return Why.WILL if wants else Why.GOES_ON
-
-    def _may_end(self, in_step: bool) -> bool:
-        loop = self._trainer.fit_loop
-        epoch = cast(_ProcessedTracker, loop.epoch_progress.current)
-        steps = self._trainer.global_step + in_step
-        return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)

@@ -11,16 +11,14 @@ a result; and the launching process ends as the ranks did.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
-from lightning.pytorch.trainer.call import _interrupt
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
+
+from lightning_commfree.lightning_internals import LAUNCH, Processes, Scripts, interrupt
 
 
 class _Left(NamedTuple):
@@ -29,22 +27,33 @@ class _Left(NamedTuple):
     by_sigterm: bool
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+def own_launcher(strategy: Any, start_method: str) -> OrderlyLauncher | ScriptLauncher | None:
+    """Return the launcher of a strategy, None where Lightning's own has to do."""
+    if not LAUNCH.works():
+        return None
+    return (
+        ScriptLauncher(strategy)
+        if start_method == "popen"
+        else OrderlyLauncher(strategy, start_method)
+    )
+
+
+class ScriptLauncher(Scripts):
     """Starts ranks as copies of the script; first lets the strategy look at what will be run."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
+        self._owner = strategy
 
     @override
     def launch(
         self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        self._strategy.check_before_launch(trainer)
+        self._owner.check_before_launch(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
-class OrderlyLauncher(_MultiProcessingLauncher):
+class OrderlyLauncher(Processes):
     """Starts ranks in processes; ends with `SystemExit` where they did so.
 
     First it lets the strategy look at what will be run.
@@ -54,7 +63,10 @@ class OrderlyLauncher(_MultiProcessingLauncher):
     `restore_callbacks`.
     """
 
-    _hidden: tuple[pl.Trainer, list[pl.Callback]] | None = None
+    def __init__(self, strategy: Any, start_method: str) -> None:
+        super().__init__(strategy, start_method)
+        self._owner = strategy
+        self._hidden: tuple[pl.Trainer, list[pl.Callback]] | None = None
 
     def restore_callbacks(self) -> None:
         """Give the Trainer its callbacks back."""
@@ -66,38 +78,23 @@ class OrderlyLauncher(_MultiProcessingLauncher):
     def launch(
         self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        strategy: Any = self._strategy
-        strategy.check_before_launch(trainer)
+        self._owner.check_before_launch(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
-    def _wrapping_function(
-        self,
-        process_idx: int,
-        trainer: pl.Trainer | None,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        return_queue: Any,
-        global_states: Any = None,
+    def leave(
+        self, rank: int, trainer: pl.Trainer | None, end: SystemExit, put: Callable[[Any], None]
     ) -> None:
-        try:
-            super()._wrapping_function(
-                process_idx, trainer, function, args, kwargs, return_queue, global_states
-            )
-        except SystemExit as end:
-            if trainer is not None and isinstance(end, SIGTERMException):  # all ranks are here
-                _interrupt(trainer, end)
-                trainer._teardown()
-            if process_idx == 0 and not end.code:  # else the launching process sees the code
-                return_queue.put(_Left(isinstance(end, SIGTERMException)))
-            raise
+        if trainer is not None and isinstance(end, SIGTERMException):  # all ranks are here
+            interrupt(trainer, end)
+        if rank == 0 and not end.code:  # else the launching process sees the code
+            put(_Left(isinstance(end, SIGTERMException)))
 
     @override
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        if not isinstance(worker_output, _Left):
-            super()._recover_results_in_main_process(worker_output, trainer)
+    def take(self, output: Any, trainer: pl.Trainer) -> None:
+        if not isinstance(output, _Left):
+            super().take(output, trainer)
             return
         self._hidden = (trainer, trainer.callbacks)  # type: ignore[attr-defined]
         trainer.callbacks = []  # type: ignore[attr-defined]
-        raise SIGTERMException if worker_output.by_sigterm else SystemExit
+        raise SIGTERMException if output.by_sigterm else SystemExit

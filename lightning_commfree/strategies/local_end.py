@@ -21,7 +21,8 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import END
 from lightning_commfree.comm.meeting import Stage
 from lightning_commfree.comm.parting import Why
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.loop_counters import data_used_up
+from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.early_saves import scores_its_saves
 from lightning_commfree.strategies.ending import CommonEnd
 from lightning_commfree.strategies.signals import DeferredSigterm
@@ -129,8 +130,7 @@ class LocalEnd(CommonEnd):
             ending = first and self.is_near()
             met = self.meeting.stand(ending)
             if met.ends or not met.all_stand:
-                loop = self._trainer.fit_loop.epoch_loop
-                over = ending or loop._num_ready_batches_reached()
+                over = ending or data_used_up(self._trainer)
                 apart = Why.APART if met.passed else Why.GOES_ON
                 self.finish(None if over else apart)
         return not self.meeting.alone

@@ -23,7 +23,8 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.parting import Why
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.loop_counters import may_stop_early
+from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.ending import CommonEnd
 
 
@@ -91,7 +92,7 @@ class LockstepEnd(CommonEnd):
         trainer = self._trainer
         if self._agreed:
             return
-        if trainer.should_stop and trainer.fit_loop._can_stop_early:
+        if trainer.should_stop and may_stop_early(trainer):
             if self.meeting.can_ask and self.meeting.stand().all_stand:
                 self._agreed = True
                 return

@@ -34,7 +34,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.lightning_internals import handle_signals, tell_sigterm
+from lightning_commfree.patches import Patches
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +82,12 @@ class DeferredSigterm:
         if trainer.world_size == 1:
             return
         self._trainer = trainer
-        connector = trainer._signal_connector
-        self._patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
-        self._patches.put(connector, "_sigterm_notifier_fn", self._on_sigterm)
-        self._patches.put(connector, "_slurm_sigusr_handler_fn", self._on_requeue)
+        handle_signals(trainer, self._patches, self._on_sigterm, self._on_requeue)
 
     def agree(self) -> None:
         """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
         if self._trainer is not None:
-            self._trainer._signal_connector.received_sigterm = True
+            tell_sigterm(self._trainer)
 
     def remove(self) -> None:
         """Give Lightning its own methods back."""

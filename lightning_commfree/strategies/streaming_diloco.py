@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -25,7 +24,8 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.fragment_exchange import TAG
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.patches import Patches
+from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies._averages import average_outer_weights
 from lightning_commfree.strategies._callbacks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies._foretell import foretell
@@ -212,22 +212,13 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         # a factory cannot be compared, what it makes can
         assert self._world_channel is not None, "it is open while a fit runs"
         check_agreement(self._world_channel, self._diloco.fingerprint())
-        connector = trainer._checkpoint_connector
-        dump = connector.dump_checkpoint
-
-        def dump_settled(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            with self._settled() as stay:  # hooks that add to a checkpoint see what it holds
-                checkpoint = dump(*args, **kwargs)
-                return checkpoint if stay else copies(checkpoint, self._running)
-
         save = trainer.save_checkpoint
 
         def save_settled(*args: Any, **kwargs: Any) -> None:
             self._meet(again=True)
-            with self._settled():  # until it is written: nothing is copied
+            with self._settled():  # hooks that add to a checkpoint see what it holds
                 save(*args, **kwargs)
 
-        self._patches.put(connector, "dump_checkpoint", dump_settled)
         self._patches.put(trainer, "save_checkpoint", save_settled)
         let_finders_try(self, trainer, self._patches)
         averages = average_outer_weights(trainer, module, self._diloco, self._patches)
@@ -336,7 +327,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: FilePath, storage_options: Any | None = None
     ) -> None:
         if self._diloco is not None and not self._stopped_by_hand():
             if self._end.alone:
@@ -351,7 +342,7 @@ class StreamingDiLoCoStrategy(ResumableStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: FilePath) -> None:
         self._early_saves.forget(filepath)
         super().remove_checkpoint(filepath)
 

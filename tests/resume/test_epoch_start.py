@@ -178,7 +178,7 @@ def export(rank: int, size: int, folder: Path) -> Any:
         callbacks=[recorder, SavesEveryBatch(folder)],
     )
     trainer.fit(Exporting(), loader(16 * size))
-    own_again = "dump_checkpoint" not in vars(trainer._checkpoint_connector)
+    own_again = "save_checkpoint" not in vars(trainer)
     saved = torch.load(folder / "5.ckpt", weights_only=True)
     (head,) = saved["more"]["parameters"]
     return {**saved["exported"], "head": head}, saved["state_dict"], recorder.local[4], own_again

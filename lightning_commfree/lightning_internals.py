@@ -36,13 +36,13 @@ class Feature(NamedTuple):
     names: tuple[str, ...]
     since: str = "2.5.2"
 
-    def missing(self, trainer: pl.Trainer | None = None) -> list[str]:
-        """Return the names that are not there; without a Trainer of those in modules alone."""
+    def missing(self, trainer: pl.Trainer | None) -> list[str]:
+        """Return the names that are not there; without a Trainer where all are a module's."""
         if not RequirementCache(f"lightning>={self.since}"):
             return []
         return [name for name in self.names if not _is_there(trainer, name)]
 
-    def works(self, trainer: pl.Trainer | None = None) -> bool:
+    def works(self, trainer: pl.Trainer | None) -> bool:
         """Return whether all of them are there."""
         return not self.missing(trainer)
 
@@ -105,10 +105,7 @@ TIMED = Feature(
 )
 SYNC_BATCHNORM = Feature("the refusal of `sync_batchnorm=True`", ("strategy._layer_sync",))
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
-FEATURES = (
-    *(SIGTERM, ROWS, LAUNCH, MID_EPOCH, LOADERS, RELOAD, MEANS),
-    *(COMPILED, TIMED, SYNC_BATCHNORM, GROUPS),
-)
+FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
 
 
 def probe(trainer: pl.Trainer) -> None:
@@ -124,8 +121,6 @@ def probe(trainer: pl.Trainer) -> None:
 
 def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
     module, _, path = name.rpartition(":")
-    if not module and trainer is None:
-        return True
     try:
         attrgetter(path)(import_module(module) if module else trainer)
     except (ImportError, AttributeError):

@@ -29,7 +29,7 @@ class _Left(NamedTuple):
 
 def own_launcher(strategy: Any, start_method: str) -> OrderlyLauncher | ScriptLauncher | None:
     """Return the launcher of a strategy, None where Lightning's own has to do."""
-    if not LAUNCH.works():
+    if not LAUNCH.works(None):
         return None
     return (
         ScriptLauncher(strategy)

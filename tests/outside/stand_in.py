@@ -48,6 +48,15 @@ class _LionFor(lightning_commfree.DistributedLion):
         super().__init__(params, lr=lr, weight_decay=more.get("weight_decay", 0.0))
 
 
+if NAME == "distributed_lion":
+    for _name in ("SGD", "Adam", "AdamW"):
+        setattr(torch.optim, _name, type(_name, (_LionFor,), {"__module__": __name__}))
+
+
+class _HereToo:
+    """Part of a Trainer: a spawned rank imports this module with it, and replaces optimizers."""
+
+
 def pytest_configure() -> None:
     """Put the strategy in where a Trainer is made, before any test module is imported."""
     init = pl.Trainer.__init__
@@ -58,19 +67,22 @@ def pytest_configure() -> None:
         if isinstance(strategy, str):
             kwargs["strategy"] = _NAMES.get(strategy, strategy)
         init(self, *args, **kwargs)
+        vars(self)["_stand_in"] = _HereToo()
 
     pl.Trainer.__init__ = with_stand_in  # type: ignore[method-assign]
     strategies.DDPStrategy = KINDS[NAME]  # type: ignore[misc]  # what test modules import
-    if NAME == "distributed_lion":
-        for name in ("SGD", "Adam", "AdamW"):
-            setattr(torch.optim, name, _LionFor)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that are named."""
     named = set(Path(LEAVE_OUT).read_text().splitlines()) if LEAVE_OUT else set()
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in named])
-    items[:] = [item for item in items if item.nodeid not in named]
+    config.hook.pytest_deselected(items=[item for item in items if _name(item.nodeid) in named])
+    items[:] = [item for item in items if _name(item.nodeid) not in named]
+
+
+def _name(test: str) -> str:
+    """Return the test's name in the control: a parameter may be the strategy's class."""
+    return test.replace(KINDS[NAME].__name__, KINDS["ddp"].__name__)
 
 
 def _said(report: pytest.TestReport) -> str:
@@ -88,7 +100,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return  # the controller sees every report once more, of workers that have died too
     if report.when != "call" and report.outcome == "passed":
         return
-    row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome}
+    row = {"test": _name(report.nodeid), "when": report.when, "outcome": report.outcome}
     row["said"] = _said(report)
     with OUTCOMES.open("a") as file:
         file.write(json.dumps(row) + "\n")

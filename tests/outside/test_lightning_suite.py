@@ -73,16 +73,19 @@ def test_a_difference_needs_a_reason(suite, tmp_path, capsys):
     assert suite.main([*words, "--keep"]) == 0
 
 
-def test_briefly_only_the_others_run_with_ddp(suite, tmp_path, capsys):
+def test_briefly_only_what_has_no_reason_runs_with_ddp(suite, tmp_path, capsys):
     folder = tmp_path / "tests" / "tests_pytorch"
     folder.mkdir(parents=True)
     (folder / "test_made_up.py").write_text(TESTS)
+    (tmp_path / "reasons.toml").write_text(REASONS)
     words = [str(tmp_path), "test_made_up.py", "--strategies", "streaming_diloco", "--brief"]
+    words += ["--reasons", str(tmp_path / "reasons.toml")]
     assert suite.main([*words, "--workers", "0", "--work", str(tmp_path / "work")]) == 1
     said = capsys.readouterr().out
-    assert ": 4 tests of " in said
     assert "3 of 4 tests that pass with `ddp` do not" in said
-    assert "1 failed, 3 passed, 1 deselected" in (tmp_path / "work" / "ddp.log").read_text()
+    assert "| 1 | it is another class |" in said
+    assert "2 differences without a reason" in said
+    assert "1 failed, 2 passed, 2 deselected" in (tmp_path / "work" / "ddp.log").read_text()
 
 
 def test_no_checkout_is_said(suite, tmp_path):

@@ -58,13 +58,14 @@ class Meeting:
         unit: what messages call a step.
 
     Attributes:
-        stage: where this rank is.
-        stands: it has stood since it came to this stage.
+        step: steps that this rank has done.
+        stage: where it is since then.
+        stands: it has stood since it came to that stage.
     """
 
     def __init__(self, watch: Unwatched, unit: str = "step") -> None:
         self._watch, self._unit = watch, unit
-        self._step = 0
+        self.step = 0
         self._together_from = Stage.STEP
         # who finds that all have come may stand at its next place when another one asks for the
         # first time, and at no later one, for there it waits for that one: so two are told
@@ -83,7 +84,7 @@ class Meeting:
 
     def move(self, step: int) -> None:
         """Go on: `step` steps are done."""
-        self._step, self._together_from = step, Stage.STEP
+        self.step, self._together_from = step, Stage.STEP
         self.enter(Stage.STEP)
         self._tell()
 
@@ -113,8 +114,8 @@ class Meeting:
         """
         self.stands = True
         last = self._stood[1]
-        number = last.number + 1 if last.step == self._step else 1
-        self._stood = [last, _Place(self._step, number, ends)]
+        number = last.number + 1 if last.step == self.step else 1
+        self._stood = [last, _Place(self.step, number, ends)]
         self._tell()
 
         end, pause_s = time.monotonic() + self._watch.seconds, _FIRST_PAUSE_S
@@ -125,7 +126,7 @@ class Meeting:
 
             elsewhere = {rank: told[rank] for rank, ended in said.items() if ended is None}
             left = any("closed" in words or words.get("leaves") for words in elsewhere.values())
-            passed = any(words.get("step", 0) > self._step for words in elsewhere.values())
+            passed = any(words.get("step", 0) > self.step for words in elsewhere.values())
             if left or passed:
                 return Met(False, ends, passed and not left)
 
@@ -154,10 +155,10 @@ class Meeting:
             for rank, words in sorted(elsewhere.items())
         )
         return (
-            f"This rank waits for all others at {self._unit} {self._step}, and after"
+            f"This rank waits for all others at {self._unit} {self.step}, and after"
             f" {self._watch.seconds:.0f} s {found}. They are slow or hang; if they were only slow,"
             " make `timeout` longer."
         )
 
     def _tell(self, leaves: int = 0) -> None:
-        self._watch.tell(step=self._step, stood=self._stood, leaves=leaves)
+        self._watch.tell(step=self.step, stood=self._stood, leaves=leaves)

@@ -3,13 +3,22 @@
 The data or the will of some ranks end with a step, and those of others do not. A rank that left
 alone would be waited for. So:
 
-1. What a rank sends says whether its part ends, and it is sent often enough (`LockstepEnd`: in
-   every step; `LocalEnd`: with a fragment, or when ranks meet).
+1. With what a rank sends anyway it says whether its part ends (`CommonEnd.why`).
 2. All ranks learn from the same exchange that not all have said the same.
 3. In one small exchange they tell each other who ends by what and after which step (`agree`). They
    end after the same step, with the same weights, and a message names the ranks.
 
-If all ranks end alike, an epoch or the fit is over, and nothing is said or sent.
+If all ranks end alike, an epoch or the fit is over, and nothing is said or sent. Only where ranks
+meet differs:
+
+======== ============================ ========================================= =============
+strategy ranks meet                   the word travels with                     object
+======== ============================ ========================================= =============
+Domino   behind every backward        32 bytes of its own (`comm.in_step`)      `Together`
+Lion     in every optimizer step      the header of the votes                   `LockstepEnd`
+DiLoCo   at a fragment's landing, and the header of a fragment, or an answer    `LocalEnd`
+         where Lightning sends        (`comm.meeting`)
+======== ============================ ========================================= =============
 """
 
 from __future__ import annotations

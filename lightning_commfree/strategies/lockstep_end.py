@@ -49,7 +49,6 @@ class LockstepEnd(CommonEnd):
         """
         self.remove()
         self.watch(trainer, world, "chance to stop")
-        self._places_passed = 0
         self._wants_to_stop = self._agreed = False
         self.meeting.move(0)
 
@@ -97,5 +96,4 @@ class LockstepEnd(CommonEnd):
                 self._agreed = True
                 return
             self._wants_to_stop, trainer.should_stop = True, False
-        self._places_passed += 1
-        self.meeting.move(self._places_passed)
+        self.meeting.move(self.meeting.step + 1)

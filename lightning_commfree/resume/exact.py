@@ -35,7 +35,7 @@ from lightning_commfree.resume.position import (
 )
 from lightning_commfree.resume.random_state import random_state
 from lightning_commfree.resume.rank_files import KEY, RankFiles, SavedParts
-from lightning_commfree.resume.rank_parts import Owner, known_tensors, seal
+from lightning_commfree.resume.rank_parts import Key, Owner, by_key, kinds_of, seal
 from lightning_commfree.resume.whole_files import FilePath, writes_later
 
 Part = dict[str, Any]  # of one rank, by the names in `ExactResume._own_part`
@@ -326,11 +326,12 @@ class ExactResume:
         files = RankFiles(filepath)
         owner = Owner(strategy.global_rank, strategy.world_size, token)
         part = self._own_part(fit, checkpoint)
-        known = {}
+        known: set[Key] = set()
         if strategy.is_global_zero:
-            known = known_tensors(checkpoint)
+            kinds = kinds_of(part)  # the others' are the same
+            known = {*by_key(checkpoint, kinds)}
             own = seal(owner, part, known)
-            known |= known_tensors(own, (KEY, "own"))
+            known |= by_key(own, kinds).keys()
             checkpoint[KEY] = {
                 "ranks": strategy.world_size,
                 "token": token,

@@ -27,7 +27,7 @@ from typing import Any
 
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
-from lightning_commfree.resume.rank_parts import Owner, tensors_of, unseal
+from lightning_commfree.resume.rank_parts import Owner, unseal
 from lightning_commfree.resume.whole_files import FilePath, read_whole, write_whole
 
 KEY = "lightning_commfree"  # of a checkpoint's entry
@@ -157,7 +157,7 @@ class SavedParts:
             )
         self._files = RankFiles(checkpoint_path, weights_only)
         self._path = str(checkpoint_path)
-        self._tensors = tensors_of(checkpoint)
+        self._checkpoint = dict(checkpoint)
 
     def load(self, rank: int) -> Any:
         """Return what this rank had saved, None where its file is not there.
@@ -168,8 +168,8 @@ class SavedParts:
         owner = Owner(rank, self.entry["ranks"], self.entry["token"])
         if rank == 0:
             name = f"Rank 0's part in {self._path!r}"
-            return unseal(self.entry["own"], owner, self._tensors, name)
+            return unseal(self.entry["own"], owner, self._checkpoint, name)
         file = self._files.find(self.entry["place"], rank)
         if file is None:
             return None
-        return unseal(self._files.read(file), owner, self._tensors, f"The file {file!r}")
+        return unseal(self._files.read(file), owner, self._checkpoint, f"The file {file!r}")

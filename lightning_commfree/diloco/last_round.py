@@ -103,12 +103,12 @@ class LastRound(FragmentTransfers):
             return []
         self.parted = len(set(ended)) > 1
         marks = [EndNotice.decode(code) for code in ended]
+        self.step = max(mark.step for mark in marks)  # before errors and messages tell it
         if self.means[p].as_difference:
             settled.append(p)
             stop = self._settle_arrived(p)
         else:
             stop = self._receive(p).stop
-        self.step = max(mark.step for mark in marks)
         return [stop]
 
     def _go_along(self, stop: bool) -> list[bool]:

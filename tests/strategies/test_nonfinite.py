@@ -124,6 +124,7 @@ def test_the_last_round_looks_too(two_ranks: list[dict[str, Outcome]]) -> None:
     for outcomes in two_ranks:
         got = outcomes["last round"]
         assert "What replica 0 (rank 0) sent of fragment 0 is not finite" in got.error
+        assert f"to land after inner step {STEPS}." in got.error  # not the launch it was due for
         assert got.saved.keys() == {"last.ckpt", "step=4.ckpt", "step=8.ckpt", "step=12.ckpt"}
         assert got.saved["last.ckpt"] == 12
 

@@ -70,7 +70,9 @@ class Meeting:
         # who finds that all have come may stand at its next place when another one asks for the
         # first time, and at no later one, for there it waits for that one: so two are told
         self._stood = [_Place(-1, 0, False), _Place(-1, 0, False)]
+        self._leaves = False
         self.stage, self.stands = Stage.STEP, False
+        watch.tell(self._words)
 
     @property
     def alone(self) -> bool:
@@ -84,9 +86,9 @@ class Meeting:
 
     def move(self, step: int) -> None:
         """Go on: `step` steps are done."""
+        self._leaves = False  # first: who asks between finds this rank on its way, and asks again
         self.step, self._together_from = step, Stage.STEP
         self.enter(Stage.STEP)
-        self._tell()
 
     def enter(self, stage: Stage) -> None:
         """Come to a later stage."""
@@ -94,7 +96,7 @@ class Meeting:
 
     def leave(self) -> None:
         """Stand nowhere any more before the next step."""
-        self._tell(leaves=1)
+        self._leaves = True
 
     def part(self, together_from: Stage) -> None:
         """Be alone until that stage, the first one to which all ranks come."""
@@ -116,7 +118,6 @@ class Meeting:
         last = self._stood[1]
         number = last.number + 1 if last.step == self.step else 1
         self._stood = [last, _Place(self.step, number, ends)]
-        self._tell()
 
         end, pause_s = time.monotonic() + self._watch.seconds, _FIRST_PAUSE_S
         while (told := self._watch.told(TAG)) is not None:
@@ -160,5 +161,6 @@ class Meeting:
             " make `timeout` longer."
         )
 
-    def _tell(self, leaves: int = 0) -> None:
-        self._watch.tell(step=self.step, stood=self._stood, leaves=leaves)
+    def _words(self) -> dict[str, Any]:
+        """Return what others are told, in the thread that answers them."""
+        return {"step": self.step, "stood": self._stood, "leaves": self._leaves}

@@ -108,7 +108,6 @@ def stand_ahead(meeting: Meeting, step: int) -> None:
     """Tell that this rank stands there, and do not look about yet."""
     meeting.move(step)
     meeting._stood = [meeting._stood[1], meeting._stood[1]._replace(step=step, number=1)]
-    meeting._tell()
 
 
 def test_who_has_met_and_stands_at_the_next_place_was_here() -> None:

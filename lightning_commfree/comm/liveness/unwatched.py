@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from datetime import timedelta
+from typing import Any, Protocol
 
-from lightning_commfree.comm.liveness.works import Work
+
+class Work(Protocol):
+    """A collective in flight; `torch.distributed.Work` is one."""
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, well or not."""
+
+    def wait(self, timeout: timedelta = ...) -> Any:
+        """Block until it has ended, at most `timeout`.
+
+        Raises:
+            RuntimeError: it failed, or the time is over.
+        """
 
 
 class Unwatched:
@@ -52,8 +65,8 @@ class Unwatched:
         """Return the ranks that are gone, with reasons, and tell the others of them."""
         return {}
 
-    def tell(self, **told: Any) -> None:
-        """Add `told`, plain values, to every answer from now on, in place of what was told."""
+    def tell(self, words: Callable[[], Mapping[str, Any]]) -> None:
+        """Add `words()`, plain values, to every answer from now on; it runs in another thread."""
 
     def told(self, tag: str) -> dict[int, dict[str, Any]] | None:
         """Ask every other rank what it tells about itself; None where ranks cannot be asked."""

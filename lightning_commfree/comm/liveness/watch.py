@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -25,10 +25,10 @@ from lightning_commfree.comm.liveness.blame import (
 )
 from lightning_commfree.comm.liveness.port import ANSWER_SECONDS, Listener
 from lightning_commfree.comm.liveness.questions import ADDRESS_BYTES, Answers, PeerAddress, ask_all
-from lightning_commfree.comm.liveness.unwatched import Unwatched
-from lightning_commfree.comm.liveness.works import Work, has_ended
+from lightning_commfree.comm.liveness.unwatched import Unwatched, Work
 
 TAG = "peers"
+_SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices what it was told
 _NAMED = 50  # lost ranks in a message, which has to fit into a line
 
 
@@ -55,7 +55,7 @@ class PeerWatch(Unwatched):
         self._patience = min(ANSWER_SECONDS, self.seconds / 2)
         self._launched = 0
         self._peers: dict[int, PeerAddress | None] = {}
-        self._told: dict[str, Any] = {}
+        self._about_this_rank: Callable[[], Mapping[str, Any]] = dict
         self._left: dict[int, dict[str, Any]] = {}  # by rank that closed its channel: what it said
         self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class PeerWatch(Unwatched):
         last_s = self.seconds - self._patience
         next_s = min(ANSWER_SECONDS, last_s)
         try:
-            while not all(map(has_ended, works)):
+            while not all(map(_has_ended, works)):
                 waited = time.monotonic() - start
                 if self._lost:
                     raise _GivenUpError("another rank found out")
@@ -177,8 +177,8 @@ class PeerWatch(Unwatched):
         return self._lost
 
     @override
-    def tell(self, **told: Any) -> None:
-        self._told = told
+    def tell(self, words: Callable[[], Mapping[str, Any]]) -> None:
+        self._about_this_rank = words
 
     @override
     def told(self, tag: str) -> dict[int, dict[str, Any]] | None:
@@ -236,7 +236,7 @@ class PeerWatch(Unwatched):
         return self._words()
 
     def _words(self) -> dict[str, Any]:
-        return {**self._told, "launched": self._launched}
+        return {**self._about_this_rank(), "launched": self._launched}
 
     def _left_at(self, rank: int) -> int:
         """Return what a rank had launched that has closed its channel; -1 if it has not."""
@@ -246,3 +246,14 @@ class PeerWatch(Unwatched):
         with self._lock:
             if not self._lost:
                 self._lost = {r: lost[r][:REASON_CHARACTERS] for r in sorted(lost)[:_NAMED]}
+
+
+def _has_ended(work: Work) -> bool:
+    """Wait for a slice of time; return whether `work` has ended, raise what it failed with."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait(_SLICE)  # it may have ended well just after the slice
+    return True

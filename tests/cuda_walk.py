@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
@@ -186,19 +186,23 @@ class CudaWalk(TorchDispatchMode):
 
 def _place(frame: FrameType | None) -> str:
     """Return file and function of the innermost frame that is neither torch's nor this module's."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file != __file__ and not file.startswith((TORCH, "<")) and "contextlib" not in file:
-            break
+    while frame is not None and _is_passed_over(frame.f_code):
         frame = frame.f_back
     assert frame is not None, "somebody asks"
-    path = Path(file)
+    path = Path(frame.f_code.co_filename)
     parts = path.relative_to(ROOT).parts if path.is_relative_to(ROOT) else path.parts
     if "site-packages" in parts:
         parts = parts[parts.index("site-packages") + 1 :]
     if parts[0] == "lightning_commfree":
         parts = parts[1:]
     return f"{'/'.join(parts)} {frame.f_code.co_name}"
+
+
+def _is_passed_over(code: CodeType) -> bool:
+    file = code.co_filename
+    # a comprehension is a frame of its own in some Pythons only
+    inner = code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+    return inner or file == __file__ or file.startswith((TORCH, "<")) or "contextlib" in file
 
 
 def _refuse_mix(func: Any, tensors: list[Tensor]) -> None:
@@ -301,6 +305,10 @@ class _StandIns:
         with ExitStack() as stack:
             for name, value in stands.items():
                 stack.enter_context(patch.object(torch.cuda, name, value))
+            # they would say what autograd is told
+            for kind in ("cpu", "cuda", "meta"):
+                asks = property(lambda tensor, kind=kind: tensor.device.type == kind)
+                stack.enter_context(patch.object(FakeTensor, f"is_{kind}", asks, create=True))
             yield
 
     def _set_random(self, state: Tensor, *_: Any) -> None:

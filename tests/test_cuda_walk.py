@@ -103,6 +103,14 @@ def test_autograd_stays_on_the_device() -> None:
     assert walk.questions == []
 
 
+def test_a_tensor_says_where_it_is() -> None:
+    with CudaWalk() as walk:
+        x = torch.empty(3, device=walk.device)
+        assert (x.device, x.is_cuda, x.is_cpu, x.is_meta) == (walk.device, True, False, False)
+        x = torch.empty(3)
+        assert (x.device, x.is_cuda, x.is_cpu, x.is_meta) == (CPU, False, True, False)
+
+
 def test_a_channel_wants_its_device() -> None:
     with CudaWalk() as walk:
         channel, x = InstantChannel(size=3), torch.empty(3, 4, device=walk.device)

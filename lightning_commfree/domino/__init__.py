@@ -19,9 +19,10 @@ A, M       `Sublayer`                    sublayers           2 a layer    attent
 Read in this order: `layers` (the sharded modules), `sublayers` (what lies between two all-reduces),
 `micro_sublayer` (one of them, for one part of a batch), `splits` and `choose_split` (how a batch is
 split), `schedule` (who computes while whose sum flies), `shard_spec` and `sharding` (how a
-transformers model is divided), `plan` (one that has a plan of its own), `materialize` (one that has
-no values yet), `loss` (cross entropy without whole logits), `finite` (NaN and Inf end a fit),
-`forecast` (what a step sends), `parallel` (all of it put into the model).
+transformers model is divided), `families` (what each architecture says of itself), `plan` (one that
+has a plan in its config), `materialize` (one that has no values yet), `loss` (cross entropy without
+whole logits), `finite` (NaN and Inf end a fit), `forecast` (what a step sends), `parallel` (all of
+it put into the model), `sharded_module` (what others ask of a divided model).
 
 Departures from the paper:
 
@@ -34,6 +35,14 @@ Departures from the paper:
 """
 
 from lightning_commfree.domino.channels import Channels
+from lightning_commfree.domino.checks import (
+    check_batch,
+    check_module,
+    check_optimizers,
+    check_states,
+    find_models,
+)
+from lightning_commfree.domino.families import FAMILIES
 from lightning_commfree.domino.finite import (
     looks_finite,
     refuse_nonfinite,
@@ -43,22 +52,31 @@ from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_ste
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.materialize import on_meta
-from lightning_commfree.domino.parallel import FAMILIES, ParallelModel, check_divisible
+from lightning_commfree.domino.parallel import ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.shard_spec import ShardSpec
+from lightning_commfree.domino.sharded_module import HeldTensor, OptimizerParts, ShardedModule
 from lightning_commfree.domino.sharding import whole_tensor
 
 __all__ = [
     "FAMILIES",
     "Channels",
-    "ShardSpec",
     "DominoSettings",
     "GradientAverage",
+    "HeldTensor",
+    "OptimizerParts",
     "ParallelModel",
+    "ShardSpec",
+    "ShardedModule",
     "TensorGroup",
     "bytes_of_gradients",
     "bytes_per_step",
+    "check_batch",
     "check_divisible",
+    "check_module",
+    "check_optimizers",
+    "check_states",
+    "find_models",
     "gradient_norm",
     "looks_finite",
     "on_meta",

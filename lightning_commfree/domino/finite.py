@@ -47,6 +47,7 @@ def refuse_nonfinite(
     text = _describe(gradients, "the gradients of ")
     if text and not math.isfinite(value):
         text = f"a loss of {value} and {text}"
+
     if found := _named(channel, text, group_size):
         raise RuntimeError(
             f"Gradients are not finite, before step {step}: {found}. All ranks stop; no parameter"
@@ -71,6 +72,7 @@ def refuse_nonfinite_weights(
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")
+
     if found := _named(channel, text, group_size):
         raise RuntimeError(
             f"Weights are not finite, after step {steps}: {found}. No checkpoint is written, and"
@@ -98,6 +100,7 @@ def _describe(tensors: Mapping[str, Tensor], of: str) -> str:
     bad = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
     if not bad:
         return ""
+
     kind = "NaN" if bool(tensors[bad[0]].isnan().any()) else "Inf"
     rest = f" and {len(bad) - 1} more of {len(tensors)}" if len(bad) > 1 else ""
     return f"{kind} in {of}{bad[0]!r}{rest}"

@@ -21,7 +21,8 @@ AVERAGE_TAG = "data_gradient"
 SHARED_TAG = "tensor_shared"
 NORM_TAG = "tensor_norm"
 
-Flying = tuple[list[nn.Parameter], Pending[Tensor]]  # gradients side by side, on their way
+# parameters, their gradients as they left, and those side by side, on their way
+Flying = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
 
 
 class GradientAverage:
@@ -49,7 +50,7 @@ class GradientAverage:
         """Launch what has not been launched of `parameters`, and put all means into place."""
         if self._channel.size == 1:
             return
-        parameters = list(parameters)
+
         # Two forwards, one backward: the first stack's sublayer is done, its gradients leave,
         # and the second stack adds to them. Those leave again, whole.
         late = {
@@ -57,23 +58,24 @@ class GradientAverage:
             for p, (gradient, version) in self._launched.items()
             if p.grad is not gradient or gradient._version != version
         }
-        early, self._flying = self._flying, []
         for p in late:
             del self._launched[p]
+
+        early, self._flying = self._flying, []
         self._launch(parameters)
-        self._put(early, late)
-        self._put(self._flying, set())
-        self._flying = []
+        again, self._flying = self._flying, []
         self._launched.clear()
 
+        self._put(early, late)
+        self._put(again, set())
+
     def _put(self, flying: Sequence[Flying], late: set[nn.Parameter]) -> None:
-        for members, pending in flying:
+        for parameters, gradients, pending in flying:
             mean = pending.wait().div_(self._channel.size)
-            sizes = [p.numel() for p in members]
-            for p, part in zip(members, torch.split(mean, sizes), strict=True):
-                assert p.grad is not None, "its gradient has been launched"
+            parts = torch.split(mean, [gradient.numel() for gradient in gradients])
+            for p, gradient, part in zip(parameters, gradients, parts, strict=True):
                 if p not in late:
-                    p.grad.copy_(part.view(p.shape))
+                    gradient.copy_(part.view(gradient.shape))
 
     def _launch(self, parameters: Iterable[nn.Parameter]) -> None:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -81,10 +83,12 @@ class GradientAverage:
             if p.grad is not None and p not in self._launched:
                 self._launched[p] = (p.grad, p.grad._version)
                 by_dtype.setdefault(p.grad.dtype, []).append(p)
+
         for members in by_dtype.values():
-            flat = torch.cat([p.grad.reshape(-1) for p in members if p.grad is not None])
+            gradients = [self._launched[p][0] for p in members]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
-            self._flying.append((members, flying))
+            self._flying.append((members, gradients, flying))
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
@@ -94,6 +98,7 @@ def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> N
             shape = list(parameter.shape)
             shape[spec.dim] = spec.size
             start, stop = spec.ranges[group.rank]
+
             whole = parameter.grad.new_zeros(shape)
             whole.narrow(spec.dim, start, stop - start).copy_(parameter.grad)
             group.all_reduce(whole, SHARED_TAG).wait()
@@ -108,6 +113,7 @@ def gradient_norm(
     for p in parameters:
         if p.grad is None:
             continue
+
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
         square = (
@@ -116,6 +122,7 @@ def gradient_norm(
         )
         key = spec is not None
         total[key] = total[key] + square if key in total else square
+
     if not total:
         return torch.zeros(())
     first = next(iter(total.values()))

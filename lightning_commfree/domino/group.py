@@ -69,9 +69,11 @@ class TensorGroup:
     def own_random(self, device: torch.device) -> Iterator[None]:
         """In the body random numbers differ from rank to rank; outside they are the same."""
         shared, on_device = random_state(device)
+
         if self._own_device_random is None and on_device is not None:
             torch.manual_seed(self._seed + 1 + self.rank)
             self._own_device_random = random_state(device)[1]
+
         set_random_state(device, (self._own_random, self._own_device_random))
         try:
             yield

@@ -76,6 +76,7 @@ class _Head(torch.autograd.Function):
         ctx.group, ctx.dtypes = group, (x.dtype, weight.dtype)
         if torch.is_autocast_enabled(kind):
             x, weight = (t.to(torch.get_autocast_dtype(kind)) for t in (x, weight))
+
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight)
 
@@ -84,10 +85,12 @@ class _Head(torch.autograd.Function):
         (gradient,), (x, weight) = grads, ctx.saved_tensors
         d_x = (gradient @ weight).to(ctx.dtypes[0])
         flying = ctx.group.all_reduce(d_x, BACKWARD_TAG)
+
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
             d_weight = d_weight.to(ctx.dtypes[1])
+
         return flying.wait(), d_weight, None
 
 
@@ -174,6 +177,7 @@ class RowLinear(_Linear):
             return self._slices(x, self._launch)
         if self.group.scheduled:
             return self.product(x)
+
         return self.finish(summed(self.product(x), self.group))
 
     def finish(self, total: Tensor) -> Tensor:
@@ -223,11 +227,14 @@ class VocabEmbedding(nn.Module):
         """Return the embeddings, shape (..., H), of whole numbers."""
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
+
         skip = None if self.padding_idx is None else self.padding_idx - self.first
         if skip is not None and not 0 <= skip < len(self.weight):
             skip = None
+
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, skip)
         partial = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
         if self.group.sums_flow and not self._forward_hooks:  # a hook would see a partial sum
             self.group.unsummed = partial
             return partial
@@ -255,7 +262,9 @@ class VocabHead(nn.Module):
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias
+
         if self.group.local_logits:
             return local
+
         whole: Tensor = _Gather.apply(local, self.group)  # type: ignore[no-untyped-call]
         return whole[..., : self.words]

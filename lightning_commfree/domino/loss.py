@@ -25,19 +25,23 @@ class _CrossEntropy(torch.autograd.Function):
         if first + width > words:  # padding scores nothing
             logits_NV = logits_NV.clone()
             logits_NV[:, max(words - first, 0) :] = float("-inf")
+
         # a rank may hold nothing but padding
         lowest = torch.finfo(logits_NV.dtype).min
         largest_N = logits_NV.amax(1).clamp(min=lowest)
         exponentials_NV = (logits_NV - largest_N.unsqueeze(1)).exp()
+
         local_N = targets_N - first
         mine_N = (local_N >= 0) & (local_N < width)
         index_N = local_N.masked_fill(~mine_N, 0).unsqueeze(1)
         found_N = logits_NV.gather(1, index_N).squeeze(1).masked_fill(~mine_N, 0.0)
+
         # one exchange: everybody brings its own maximum and puts all on the common one
         own = torch.stack([largest_N, exponentials_NV.sum(1), found_N])
         largest_RN, sums_RN, found_RN = group.channel.all_gather(own, LOSS_TAG).wait().unbind(1)
         common_N = largest_RN.amax(0)
         total_N = (sums_RN * (largest_RN - common_N).exp()).sum(0)
+
         scale_N = (largest_N - common_N).exp() / total_N
         ctx.save_for_backward(exponentials_NV.mul_(scale_N.unsqueeze(1)), index_N, mine_N)
         losses_N: Tensor = total_N.log() + common_N - found_RN.sum(0)
@@ -85,8 +89,10 @@ def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., 
             shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         counted = targets != ignore_index
+
         flat = logits.reshape(-1, logits.shape[-1])
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+
         each = vocab_cross_entropy(flat, targets.masked_fill(~counted, 0), first, words, group)
         total = each.masked_fill(~counted, 0.0).sum()
         return total / (counted.sum() if num_items_in_batch is None else num_items_in_batch)

@@ -6,8 +6,7 @@
 
 So a rank never holds more than its part of the model and one whole layer. All ranks draw the same
 random numbers, for the whole of a layer: the values do not depend on how many ranks there are.
-They are not those that the model would have got if it had been built with them, layers being
-filled in another order.
+A model that is built with values has other ones: it fills its layers in another order.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Materializer:
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def materialize(self, layer: nn.Module) -> None:
-        """Give all tensors of `layer` and below values, in CPU memory, if they have none.
+        """Give values to all tensors of `layer` and below that have none, in CPU memory.
 
         Raises:
             ValueError: the model's `_init_weights` leaves some out.
@@ -55,11 +54,13 @@ class Materializer:
         made = [(module, tensor) for module in modules for tensor in _make_room(module)]
         if not made:
             return
+
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
             for module in modules:
                 self._model._init_weights(module)
             self._random = torch.get_rng_state()
+
         left = [type(module).__name__ for module, tensor in made if bool(tensor.isnan().any())]
         if left:
             raise ValueError(
@@ -88,6 +89,7 @@ def _make_room(module: nn.Module) -> list[Tensor]:
                     " holds no numbers that could be drawn. Build the model on the CPU, or use a"
                     " newer transformers."
                 )
+
             new = torch.full_like(old, float("nan"), device="cpu")
             if isinstance(old, nn.Parameter):
                 tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)

@@ -12,44 +12,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.domino.choose_split import choose_split
+from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
 from lightning_commfree.domino.materialize import Materializer
 from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
-from lightning_commfree.domino.schedule import Done, ScheduleRun, run_schedule
+from lightning_commfree.domino.schedule import Done, ScheduleRun
 from lightning_commfree.domino.settings import DominoSettings
-from lightning_commfree.domino.sharding import (
-    Sharding,
-    check_gpt2,
-    check_llama,
-    shard_gpt2,
-    shard_llama,
-)
+from lightning_commfree.domino.sharding import Sharding
+from lightning_commfree.domino.stack import run_schedule
 
-
-class Family(NamedTuple):
-    """How models of one build are divided."""
-
-    check: Callable[[nn.Module, int], None]  # among so many ranks; changes nothing
-    divide: Callable[[Sharding], None]
-
-
-_LLAMA = Family(check_llama, shard_llama)
-# by class name: transformers is not imported, so that the library does not need it
-FAMILIES: dict[str, Family] = {
-    "GPT2LMHeadModel": Family(check_gpt2, shard_gpt2),
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-}
 _NOT_FOR_BLOCKS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
 
@@ -60,16 +39,17 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     Raises:
         ValueError: it cannot, with the reason.
     """
-    name = type(model).__name__
-    if name in FAMILIES:
-        FAMILIES[name].check(model, ranks)
+    family = family_of(model)
+    if family is not None:
+        family.check(model, ranks)
     elif plan_of(model):
         check_plan(model, ranks)
     else:
         raise ValueError(
-            f"Tensor parallelism of `{name}` is not supported: its config has no tensor-parallel"
-            f" plan. Scheduled are {', '.join(FAMILIES)}; any other model of transformers whose"
-            " config has a `base_model_tp_plan` of column- and row-wise linears is divided by it."
+            f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
+            f" tensor-parallel plan. Scheduled are {', '.join(FAMILIES)}; any other model of"
+            " transformers whose config has a `base_model_tp_plan` of column- and row-wise linears"
+            " is divided by it."
         )
 
 
@@ -85,12 +65,12 @@ class ParallelModel:
         init_seed: of the values of a model on `meta`, the same on all ranks.
 
     Attributes:
-        sharding: what was sharded, and how.
+        sharding: what is divided, and how.
         trace: if set, told of every event of the schedule: what, which sublayer, micro-batch.
         done: if set, told of a sublayer whose gradients are there, in backward.
         scheduled: the schedule runs its blocks; else they do their own all-reduces.
         divides_loss: its own loss is computed of this rank's logits.
-        fell_back: told, once, why a batch was split in another way than asked for.
+        fell_back: told why a batch was split in another way than asked for.
 
     Raises:
         ValueError: the model cannot be divided, or not among so many ranks; it is unchanged.
@@ -113,62 +93,65 @@ class ParallelModel:
         self.fell_back: Callable[[str], None] = lambda _: None
         self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
-        name = type(model).__name__
-        if name in FAMILIES:
-            FAMILIES[name].divide(self.sharding)
+
+        family = family_of(model)
+        if family is not None:
+            family.shard(self.sharding)
             self.sharding.materializer.materialize_rest()
             self._schedule(model)
+            self._divide_loss(model)
         else:
             apply_plan(self.sharding)
-        if isinstance(getattr(model, "save_pretrained", None), MethodType):
-            vars(model)["save_pretrained"] = _refuse_to_save
-            self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
+        self._refuse_to_save(model)
 
     def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
         """Make the model transformers' own again.
 
         Args:
-            wholes: the whole tensors, by this rank's parts; see `whole_tensors`.
+            wholes: the whole tensors, by this rank's parts; see `whole_tensor`.
         """
         for handle in self._handles:
             handle.remove()
+
         for parameter, whole in wholes.items():
             parameter.data = whole
             parameter.grad = None
         for undo in reversed(self.sharding.restore):
             undo()
 
-    # -- inside
+    # -- what is put into the model
 
     def _schedule(self, model: Any) -> None:
-        base = getattr(model, model.base_model_prefix)
-        blocks = base.h if hasattr(base, "h") else base.layers
         kinds = getattr(model.config, "layer_types", None) or ["same"]
-        if len(set(kinds)) == 1:  # else each kind of block has a mask of its own
-            self.scheduled = True
-            _become_scheduled(blocks, self._stack(blocks[0]), self.sharding)
-            self._handles += [
-                base.register_forward_pre_hook(self._begin, with_kwargs=True),
-                base.register_forward_hook(self._end, always_call=True),
-            ]
-        if model.loss_function.__name__ == "ForCausalLMLoss":
-            self.divides_loss = True
-            head = model.lm_head
-            first = head.weight.shape[0] * self.group.rank
-            own = "_loss_function" in vars(model)
-            before = vars(model).get("_loss_function")
-            model.loss_function = causal_lm_loss(self.group, first, head.words)
-            self.sharding.restore.append(
-                lambda: (
-                    setattr(model, "_loss_function", before)
-                    if own
-                    else delattr(model, "_loss_function")
-                )
-            )
-            self._handles += [
-                model.register_forward_pre_hook(self._begin_loss, with_kwargs=True),
-                model.register_forward_hook(self._end_loss, always_call=True),
-            ]
+        if len(set(kinds)) > 1:  # each kind of block has a mask of its own
+            return
+
+        self.scheduled = True
+        blocks, base = self.sharding.blocks, getattr(model, model.base_model_prefix)
+        _become_scheduled(blocks, self._stack(blocks[0]), self.sharding)
+        self._handles += [
+            base.register_forward_pre_hook(self._begin, with_kwargs=True),
+            base.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _divide_loss(self, model: Any) -> None:
+        if model.loss_function.__name__ != "ForCausalLMLoss":  # the user's own
+            return
+
+        self.divides_loss = True
+        head = model.lm_head
+        first = head.weight.shape[0] * self.group.rank
+        self.sharding.restore.append(_put_back_loss(model))
+        model.loss_function = causal_lm_loss(self.group, first, head.words)
+        self._handles += [
+            model.register_forward_pre_hook(self._begin_loss, with_kwargs=True),
+            model.register_forward_hook(self._end_loss, always_call=True),
+        ]
+
+    def _refuse_to_save(self, model: nn.Module) -> None:
+        if isinstance(getattr(model, "save_pretrained", None), MethodType):
+            vars(model)["save_pretrained"] = _refuse_to_save
+            self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
     def _stack(self, block: nn.Module) -> Callable[..., Any]:
         signature = inspect.signature(type(block).forward)
@@ -180,25 +163,28 @@ class ParallelModel:
             extra.update(extra.pop("kwargs", {}))
             arguments = {k: v for k, v in extra.items() if k not in _NOT_FOR_BLOCKS}
             arguments = {k: v for k, v in arguments.items() if not k.startswith("encoder_")}
-            unsummed, self.group.unsummed = self.group.unsummed, None
-            assert unsummed is None or hidden is unsummed, (
-                "the model has changed its embedding before the first block"
-            )
-            sublayers = self.sharding.sublayers
-            config = getattr(sublayers[0].attention, "config", None)
-            run = ScheduleRun(
-                sublayers,
-                self.group,
-                choose_split(self.settings, hidden, arguments, config, self.fell_back),
-                _checkpointed(block),
-                self.trace,
-                self.done,
-                unsummed is not None,
-            )
+
+            run = self._run(hidden, arguments, _checkpointed(block))
             output = run_schedule(run, hidden, arguments)
             return output if returns_tensor else (output,)
 
         return stack
+
+    def _run(self, hidden: Tensor, arguments: dict[str, Any], checkpoint: bool) -> ScheduleRun:
+        unsummed, self.group.unsummed = self.group.unsummed, None
+        assert unsummed is None or hidden is unsummed, (
+            "the model has changed its embedding before the first block"
+        )
+
+        sublayers = self.sharding.sublayers
+        config = getattr(sublayers[0].attention, "config", None)
+        split = choose_split(self.settings, hidden, arguments, config, self.fell_back)
+        embedding_flows = unsummed is not None
+        return ScheduleRun(
+            sublayers, self.group, split, checkpoint, self.trace, self.done, embedding_flows
+        )
+
+    # -- hooks around a forward
 
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
@@ -208,12 +194,13 @@ class ParallelModel:
         )
         # what the model's config implies is put in later: here True was asked for
         cached = cache is not None or kwargs.get("use_cache") is True
+
         active = torch.is_grad_enabled() and not asked and not cached
-        _blocks(base).active = active
+        self._blocks.active = active
         self.group.sums_flow = active and self.sharding.embedding_is_stream
 
     def _end(self, base: Any, args: Any, output: Any) -> None:
-        _blocks(base).active = False
+        self._blocks.active = False
         self.group.sums_flow, self.group.unsummed = False, None
 
     def _begin_loss(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -225,16 +212,14 @@ class ParallelModel:
         local, self.group.local_logits = self.group.local_logits, False
         if not local or output is None:
             return output
+
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
 
-
-def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "The model is divided: `save_pretrained` would write one rank's part of it. Call it after"
-        " `fit` has returned, or load a checkpoint, which is whole, into a model of your own."
-    )
+    @property
+    def _blocks(self) -> Any:
+        return self.sharding.blocks
 
 
 class _ScheduledBlocks(nn.ModuleList):
@@ -252,7 +237,7 @@ class _ScheduledBlocks(nn.ModuleList):
         return super().__getitem__(index)
 
 
-def _become_scheduled(blocks: Any, stack: Callable[..., Any], sharded: Sharding) -> None:
+def _become_scheduled(blocks: Any, stack: Callable[..., Any], sharding: Sharding) -> None:
     before = type(blocks)
     blocks.__class__ = _ScheduledBlocks
     blocks.stack = stack
@@ -261,11 +246,26 @@ def _become_scheduled(blocks: Any, stack: Callable[..., Any], sharded: Sharding)
         blocks.__class__ = before
         del blocks.stack
 
-    sharded.restore.append(undo)
+    sharding.restore.append(undo)
 
 
-def _blocks(base: Any) -> Any:
-    return base.h if hasattr(base, "h") else base.layers
+def _put_back_loss(model: Any) -> Callable[[], None]:
+    own, before = "_loss_function" in vars(model), vars(model).get("_loss_function")
+
+    def undo() -> None:
+        if own:
+            model._loss_function = before
+        else:
+            del model._loss_function
+
+    return undo
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "The model is divided: `save_pretrained` would write one rank's part of it. Call it after"
+        " `fit` has returned, or load a checkpoint, which is whole, into a model of your own."
+    )
 
 
 def _checkpointed(block: Any) -> bool:

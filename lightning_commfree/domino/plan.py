@@ -20,8 +20,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_commfree.domino.divisible import check_heads
 from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharding import Sharding, check_heads, column, row, shared_by_heads
+from lightning_commfree.domino.sharding import Sharding, column, row, shared_by_heads
 
 _LINEAR_STYLES = ("colwise", "rowwise")
 _SHARED_STYLE = "replicated_with_grad_allreduce"
@@ -31,6 +32,11 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
     """Return the tensor-parallel plan in a model's config; empty for none."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     return plan or {}
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Return whether this is a model of transformers whose config has a plan."""
+    return bool(plan_of(model)) and hasattr(model, "base_model_prefix")
 
 
 def check_plan(model: Any, ranks: int) -> None:
@@ -50,10 +56,12 @@ def check_plan(model: Any, ranks: int) -> None:
                 " 'rowwise' are, of linear layers. Nothing was changed; train it with another"
                 " strategy."
             )
+
     config = model.config
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     check_heads(name, heads, key_heads, ranks)
+
     if key_heads % ranks:
         raise ValueError(
             f"{name} has {key_heads} key-value heads; by its plan {ranks} ranks cannot"
@@ -61,23 +69,25 @@ def check_plan(model: Any, ranks: int) -> None:
         )
 
 
-def apply_plan(sharded: Sharding) -> None:
+def apply_plan(sharding: Sharding) -> None:
     """Divide a model by its plan, which `check_plan` has seen."""
-    base, ranks = _base(sharded.model), sharded.group.size
-    for path, style, module in _styled(sharded.model):
+    base, ranks = _base(sharding.model), sharding.group.size
+
+    for path, style, module in _styled(sharding.model):
         if isinstance(module, nn.Embedding):
             continue
         if style == _SHARED_STYLE:
             assert isinstance(module, nn.Module), "a style of single parameters is refused"
-            shared_by_heads(sharded, module)
+            shared_by_heads(sharding, module)
             continue
+
         parent_path, _, child = path.rpartition(".")
         parent = base.get_submodule(parent_path)
         assert isinstance(module, nn.Linear), "another one is refused"
         if style == "colwise":
-            column(sharded, parent, child, ShardSpec.even(0, module.weight.shape[0], ranks))
+            column(sharding, parent, child, ShardSpec.even(0, module.weight.shape[0], ranks))
         else:
-            row(sharded, parent, child)
+            row(sharding, parent, child)
 
 
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:

@@ -17,11 +17,11 @@ class ShardSpec:
     head that several ranks need is held by all of them.
 
     Attributes:
-        dim: the dimension that is sharded.
+        dim: the dimension that is divided.
         ranges: first and behind-last index within a block, for every rank.
         size: length of the whole dimension.
         blocks: equal parts of it.
-        padded: length to which a whole tensor is padded with zeros before it is sharded.
+        padded: length to which a whole tensor is padded with zeros before it is divided.
     """
 
     dim: int
@@ -51,20 +51,21 @@ class ShardSpec:
             shape = list(whole.shape)
             shape[self.dim] = self.padded - self.size
             whole = torch.cat([whole, whole.new_zeros(shape)], self.dim)
+
         start, stop = self.ranges[rank]
         block = whole.shape[self.dim] // self.blocks
-        pieces = [
-            whole.narrow(self.dim, b * block + start, stop - start) for b in range(self.blocks)
-        ]
-        return torch.cat(pieces, self.dim)
+        firsts = [b * block + start for b in range(self.blocks)]
+        return torch.cat([whole.narrow(self.dim, f, stop - start) for f in firsts], self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Put the parts of all ranks together again, without the padding."""
         shape = list(parts[0].shape)
         shape[self.dim] = self.padded or self.size
         whole = parts[0].new_empty(shape)
+
         block = shape[self.dim] // self.blocks
         for (start, stop), part in zip(self.ranges, parts, strict=True):
-            for b, piece in enumerate(part.chunk(self.blocks, self.dim)):
-                whole.narrow(self.dim, b * block + start, stop - start).copy_(piece)
+            for b, values in enumerate(part.chunk(self.blocks, self.dim)):
+                whole.narrow(self.dim, b * block + start, stop - start).copy_(values)
+
         return whole.narrow(self.dim, 0, self.size).contiguous()

@@ -19,13 +19,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino import Channels, on_meta, refuse_nonfinite_weights
+from lightning_commfree.domino import (
+    Channels,
+    OptimizerParts,
+    ShardedModule,
+    on_meta,
+    refuse_nonfinite_weights,
+)
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies._phases import CountingStrategy
 from lightning_commfree.strategies._rank_states import TensorRank
-from lightning_commfree.strategies._sharded import OptimizerParts, ShardedModule
 from lightning_commfree.strategies.signals import warn_unsaved
 
 
@@ -159,7 +164,7 @@ class ShardedStrategy(CountingStrategy):
             return {}
         steps, size = self._module.trainer.global_step, self.tensor_parallel_size
         refuse_nonfinite_weights(self._open.world, self._module, steps, size)
-        return self._sharded.state_dict(keep=self.is_global_zero)
+        return self._sharded.whole_state_dict(keep=self.is_global_zero)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -175,19 +180,19 @@ class ShardedStrategy(CountingStrategy):
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         with self._tensor_group() as channel:
-            return parts.whole_state(optimizer, channel, keep=self.is_global_zero)
+            return parts.whole_state_dict(optimizer, channel, keep=self.is_global_zero)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._sharded is not None:
-            parts = self._sharded.parts_of(checkpoint["state_dict"])
+            parts = self._sharded.part_state_dict(checkpoint["state_dict"])
             checkpoint = {**checkpoint, "state_dict": parts}
         super().load_model_state_dict(checkpoint, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = [
-            self.sharded.optimizer_parts_of(optimizer, state)
+            self.sharded.part_optimizer_state(optimizer, state)
             for optimizer, state in zip(
                 self.optimizers, checkpoint["optimizer_states"], strict=True
             )

@@ -21,22 +21,16 @@ from lightning_commfree.comm.sharing import START_TAG, share_random_state
 from lightning_commfree.domino import (
     DominoSettings,
     GradientAverage,
+    ShardedModule,
     bytes_per_step,
-    gradient_norm,
-    looks_finite,
-    refuse_nonfinite,
-    sum_shared,
-)
-from lightning_commfree.strategies._callbacks import PARTS, refuse_callbacks
-from lightning_commfree.strategies._domino_checks import (
     check_batch,
-    check_fit,
     check_optimizers,
     check_states,
-    may_change,
-    warn_once,
+    looks_finite,
+    refuse_nonfinite,
 )
-from lightning_commfree.strategies._sharded import ShardedModule
+from lightning_commfree.strategies._callbacks import PARTS, refuse_callbacks
+from lightning_commfree.strategies._domino_checks import check_fit, may_change, warn_once
 from lightning_commfree.strategies._sharded_strategy import ShardedStrategy
 from lightning_commfree.strategies._start import (
     check_ddp_kwargs,
@@ -194,7 +188,7 @@ class DominoTPStrategy(ShardedStrategy):
         common_start(world, self._module, {**self.settings.fingerprint(), **meta})
         seed = torch.initial_seed() % 2**31
         init_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
-        self._sharded = ShardedModule(self._module, tensor, self.settings, seed, init_seed)
+        self._sharded = ShardedModule.prepare(self._module, tensor, self.settings, seed, init_seed)
         self._module.to(self.root_device)
         self._average = GradientAverage(data)
         for model in self._sharded.models:
@@ -245,8 +239,7 @@ class DominoTPStrategy(ShardedStrategy):
         self._check_finite(closure_loss, self._average.active)
         if self._average.active:
             self._average.land(self._module.parameters())
-            for model in self.sharded.models:
-                sum_shared(model.sharding.specs, model.group)
+            self.sharded.sum_shared_gradients()
 
     @override
     def optimizer_step(
@@ -304,9 +297,6 @@ class DominoTPStrategy(ShardedStrategy):
 
     def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the whole model's gradient, every number counted once."""
-        specs = {
-            p: spec for model in self.sharded.models for p, spec in model.sharding.specs.items()
-        }
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = gradient_norm(parameters, specs, self.sharded.models[0].group)
+        norm = self.sharded.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import END, all_gather_bytes
-from lightning_commfree.strategies._sharded import TAG
+from lightning_commfree.domino.sharded_module import STATE_TAG
 from tests.strategies.causal_lm import CausalLM, loader
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
@@ -42,7 +42,7 @@ def fit(folder: Path, group: int) -> dict[str, Any]:
         callbacks=callbacks if group == 2 else [],
     )
     trainer.fit(module, loader(32 * SIZE, 2))
-    sent = strategy.ledger.bytes_by_phase[END][TAG]
+    sent = strategy.ledger.bytes_by_phase[END][STATE_TAG]
     (optimizer,) = trainer.optimizers
     held = {p: state["exp_avg"].shape for p, state in optimizer.state.items() if p in module.parts}
     trainer.save_checkpoint(folder / "behind_the_fit.ckpt")

@@ -1,0 +1,251 @@
+"""A module with transformers models divided inside: wholes out of parts, and parts of wholes.
+
+What an algorithm outside asks of a model that several ranks hold together:
+
+=======================  =======================================================================
+`prepare`                divide the models, before the optimizer is made
+`held`                   the tensors of this rank, and which of them are whole, parts or copies
+`whole_state_dict`       the module's state as if it were not divided, one tensor at a time
+`part_state_dict`        this rank's parts of such a state
+`optimizer_parts`        the same of optimizers
+`sum_shared_gradients`   make the gradients of copies what they are of the whole
+`gradient_norm`          of the whole model
+`same_batch`             the ranks that must see the same batch
+`join`                   make the models transformers' own again
+=======================  =======================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.domino.checks import find_models
+from lightning_commfree.domino.gradients import gradient_norm, sum_shared
+from lightning_commfree.domino.parallel import ParallelModel, check_divisible
+from lightning_commfree.domino.settings import DominoSettings
+from lightning_commfree.domino.shard_spec import ShardSpec
+from lightning_commfree.domino.sharding import whole_tensor
+
+STATE_TAG = "tensor_state"
+
+Kind = Literal["whole", "part", "copy"]
+
+
+class HeldTensor(NamedTuple):
+    """A parameter of this rank.
+
+    Attributes:
+        name: in the module, the same with and without a division.
+        tensor: this rank's.
+        kind: "whole": the same on all ranks of the tensor group; "part": numbers that no other rank
+            has; "copy": a part that several ranks have, or a whole one that each uses in part.
+        spec: how it is divided; None for a whole one.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    kind: Kind
+    spec: ShardSpec | None
+
+
+class OptimizerParts:
+    """Optimizer states of which each rank of a tensor group has its part: in a fit, and after it.
+
+    After a fit the models are whole on every rank. What an optimizer knows of them is twice as
+    much, few ask for it, and it stays where it is.
+
+    Args:
+        specs: of the divided parameters, in the fit.
+    """
+
+    def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
+        self._parts = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
+
+    def whole_state_dict(
+        self, optimizer: Optimizer, channel: Channel, keep: bool
+    ) -> dict[str, Any]:
+        """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
+
+        Collective, one tensor at a time.
+
+        Args:
+            optimizer: of the fit.
+            channel: to the tensor group.
+            keep: whether this rank wants it; else the result is empty.
+        """
+        saved = optimizer.state_dict()
+        result: dict[int, Any] = {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            for key, value in saved["state"].get(index, {}).items():
+                whole = self._whole(parameter, value, channel)
+                if keep:
+                    on_cpu = whole.cpu() if isinstance(whole, Tensor) else whole
+                    result.setdefault(index, {})[key] = on_cpu
+        return {**saved, "state": result} if keep else {}
+
+    def part_state_dict(
+        self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
+    ) -> dict[str, Any]:
+        """Return a rank's parts of a whole optimizer state.
+
+        Args:
+            optimizer: of the fit.
+            state: as `whole_state_dict` returned it.
+            rank: place in the tensor group.
+        """
+        parts: dict[int, Any] = {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            spec, _ = self._parts.get(parameter, (None, None))
+            own = dict(state["state"].get(index, {}))
+            for key, value in own.items():
+                if spec is not None and isinstance(value, Tensor) and value.dim() > spec.dim:
+                    own[key] = spec.part(value, rank)
+            if own:
+                parts[index] = own
+        return {**state, "state": parts}
+
+    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel) -> Any:
+        spec, part_shape = self._parts.get(parameter, (None, None))
+        if spec is None or not isinstance(value, Tensor) or value.shape != part_shape:
+            return value
+        return whole_tensor(value, spec, channel, STATE_TAG)
+
+
+class ShardedModule:
+    """A module whose transformers models are divided among a tensor group; see `prepare`.
+
+    Attributes:
+        models: the divided models.
+        optimizer_parts: what optimizers know of them.
+    """
+
+    def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
+        self.models = models
+        self._module, self._channel = module, channel
+        self.optimizer_parts = OptimizerParts(self.specs)
+
+    @classmethod
+    def prepare(
+        cls,
+        module: nn.Module,
+        channel: Channel,
+        settings: DominoSettings,
+        seed: int = 0,
+        init_seed: int = 0,
+    ) -> ShardedModule:
+        """Divide the models inside `module`, in place, before the optimizer is made.
+
+        Args:
+            module: the same on every rank.
+            channel: to the tensor group.
+            settings: split and micro-batches.
+            seed: see `ParallelModel`.
+            init_seed: see `ParallelModel`.
+
+        Raises:
+            ValueError: one of them cannot be divided; none is changed then.
+        """
+        found = find_models(module)
+        for model in found:
+            check_divisible(model, channel.size)
+        models = [ParallelModel(model, channel, settings, seed, init_seed) for model in found]
+        return cls(module, channel, models)
+
+    # -- what this rank holds
+
+    @property
+    def specs(self) -> dict[nn.Parameter, ShardSpec]:
+        """How each divided parameter is divided."""
+        return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
+
+    @property
+    def same_batch(self) -> tuple[int, ...]:
+        """The ranks that must see the same batch."""
+        return self._channel.ranks
+
+    def held(self) -> list[HeldTensor]:
+        """Return the parameters of this rank, a tied one once, in the order of the module's."""
+        specs, found = self.specs, []
+        for name, parameter in self._module.named_parameters():
+            spec = specs.get(parameter)
+            kind: Kind = "whole" if spec is None else "copy" if spec.overlapping else "part"
+            found.append(HeldTensor(name, parameter, kind, spec))
+        return found
+
+    # -- states
+
+    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+        """Return the module's whole state, tensors of divided parameters in CPU memory.
+
+        Collective, one tensor at a time.
+
+        Args:
+            keep: whether this rank wants it; else the result is empty.
+        """
+        specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
+        known: dict[int, Tensor] = {}  # tied parameters are gathered once
+
+        state = self._module.state_dict()
+        for name, value in list(state.items()):
+            if isinstance(value, Tensor) and value.data_ptr() in specs:
+                place = value.data_ptr()
+                if place not in known:
+                    whole = whole_tensor(value, specs[place], self._channel, STATE_TAG)
+                    known[place] = whole.cpu() if keep else whole.new_empty(0)
+                state[name] = known[place]
+        return state if keep else {}
+
+    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's parts of a whole module's state."""
+        own = self._module.state_dict(keep_vars=True)
+        specs, rank = self.specs, self._channel.rank
+        return {
+            name: specs[own[name]].part(value, rank) if own.get(name) in specs else value
+            for name, value in state.items()
+        }
+
+    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
+        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, keep)
+
+    def part_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's parts of a whole optimizer state."""
+        return self.optimizer_parts.part_state_dict(optimizer, state, self._channel.rank)
+
+    # -- gradients
+
+    def sum_shared_gradients(self) -> None:
+        """Add up the gradients of copies over the ranks that have them; collective."""
+        for model in self.models:
+            sum_shared(model.sharding.specs, model.group)
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the Euclidean norm of the whole gradient; collective. See `gradients`.
+
+        Args:
+            parameters: of this rank.
+        """
+        return gradient_norm(parameters, self.specs, self.models[0].group)
+
+    # -- the end
+
+    def join(self) -> None:
+        """Make the models transformers' own again, whole on every rank; optimizers stay as is."""
+        for model in self.models:
+            wholes = {}
+            for parameter, spec in model.sharding.specs.items():
+                whole = whole_tensor(parameter.detach(), spec, self._channel, STATE_TAG)
+                # to CPU memory, where Lightning puts a module after a fit: it may be too big
+                wholes[parameter] = whole.cpu()
+            model.join(wholes)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

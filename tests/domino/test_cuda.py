@@ -1,0 +1,197 @@
+"""A step on a CUDA device, walked without one: one device, and what the host waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_commfree.domino import (
+    GradientAverage,
+    ShardedModule,
+    check_batch,
+    looks_finite,
+    refuse_nonfinite,
+)
+from lightning_commfree.domino.schedule import ScheduleRun
+from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
+from tests.domino.models import Case, batch_for, make_for
+from tests.domino.ranks import divide
+
+F32, BF16 = torch.float32, torch.bfloat16
+CASES = [
+    Case("gpt2", 2, dtype=F32),
+    Case("gpt2", 1, "token", 2, checkpoint=True, dtype=F32),
+    Case("llama", 3, "batch", 3, padding="right", dtype=F32),
+    Case("llama one key head", 2, "token", 3, dtype=BF16),
+    Case("llama", 2, loss="gathered", embeds=True, dtype=F32),
+    Case("mistral", 2, "none", frozen="embeddings", dtype=F32),
+    Case("qwen3", 2, "weight", 3, checkpoint=True, dtype=BF16),
+]
+# dropout inside attention, whose random numbers are each rank's own, and behind it
+DROPOUT = {"gpt2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1}}
+MASKED_ROW = Case("gpt2", 1, padding="left", dtype=F32)
+
+# What a step waits for, by the step at which it happens, and why.
+EVERY_STEP = {
+    # NaN and Inf end the fit before the optimizer steps: the host has to know. Backward is over
+    # then, and of the next step nothing can be launched before the optimizer's.
+    Question("gradients", "domino/finite.py _norm_is_finite", "value"),
+}
+ONE_ROW_WITH_A_MASK = {
+    # A batch of one row is split by tokens, if its mask lets no token see a later one.
+    Question("forward", "domino/choose_split.py is_causal", "value"),
+}
+FIRST_BATCH = {
+    # The ranks of a tensor group must have the same one: its digest goes round as text, by the CPU.
+    Question("first batch", "domino/checks.py check_batch", "value"),
+}
+AFTER_A_SUSPICION = {
+    # The fit is about to end: what is not finite gets a name.
+    Question("suspicion", "domino/finite.py refuse_nonfinite", "value"),
+    Question("suspicion", "domino/finite.py _describe", "value"),
+}
+
+
+def on_cuda(batch: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: torch.empty(value.shape, dtype=value.dtype, device=CUDA).requires_grad_(
+            value.requires_grad
+        )
+        if isinstance(value, Tensor)
+        else value
+        for key, value in batch.items()
+    }
+
+
+class Step:
+    """A training step on rank 1 of 2, and of 2 replicas."""
+
+    def __init__(self, walk: CudaWalk, case: Case, model: Any) -> None:
+        self.walk, self.case, self.events = walk, case, Counter[str]()
+        self.model = walk.on_cuda(model)
+        self.parallel = divide(self.model, InstantChannel(2, rank=1), case)
+        self.average = GradientAverage(InstantChannel(2))
+        self.parallel.done = self.average.sublayer_is_done
+        self.parallel.trace = self._trace
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def _trace(self, what: str, sublayer: str, i: int) -> None:
+        self.events[what] += 1
+
+    def forward(self) -> Tensor:
+        batch = on_cuda(batch_for(self.case))
+        with self.walk.during("forward"):
+            if self.case.loss == "own":
+                loss: Tensor = self.model(**batch).loss
+                return loss
+            labels = batch.pop("labels")
+            return self.model(**batch).logits.gather(-1, labels[..., None]).mean()
+
+    def gradients(self) -> None:
+        """From backward to the clipped gradient, as `DominoTPStrategy` does it."""
+        parameters = list(self.model.parameters())
+        sharded = ShardedModule(self.model, self.parallel.group.channel, [self.parallel])
+        with self.walk.during("gradients"):
+            looks_finite(parameters)
+            self.average.land(parameters)
+            sharded.sum_shared_gradients()
+            norm = sharded.gradient_norm(parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        assert is_walked(norm)
+
+    def take(self) -> None:
+        loss = self.forward()
+        assert is_walked(loss)
+        with self.walk.during("backward"):
+            loss.backward()
+        self.gradients()
+        with self.walk.during("optimizer"):
+            self.optimizer.step()
+        assert all(is_walked(p.grad) for p in self.model.parameters() if p.grad is not None)
+
+
+@contextmanager
+def walking(case: Case, answers: dict[str, Any] | None = None) -> Iterator[Step]:
+    """In the body there is a device, and a model of the case on it."""
+    model = make_for(case, **DROPOUT.get(case.kind, {}))
+    with CudaWalk(answers) as walk:
+        yield Step(walk, case, model)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_waits_for_nothing_but_the_finite_norm(case: Case) -> None:
+    with walking(case) as step:
+        step.take()
+    assert step.walk.asked() == EVERY_STEP
+    assert len(step.walk.questions) == 1
+    assert step.events["launch backward"] == step.events["land backward"] > 0, "it was scheduled"
+
+
+def test_one_row_with_a_mask_is_looked_at() -> None:
+    with walking(MASKED_ROW, {"domino/choose_split.py is_causal": False}) as step:
+        step.take()
+    assert step.walk.asked() == EVERY_STEP | ONE_ROW_WITH_A_MASK
+
+
+def test_the_first_batch_is_compared() -> None:
+    """And no later one."""
+    with CudaWalk() as walk, walk.during("first batch"):
+        channel: Any = InstantChannel(2, device=CPU)
+        check_batch(channel, "train", on_cuda(batch_for(CASES[0])))
+    assert walk.asked() == FIRST_BATCH
+
+
+def test_a_suspicion_is_looked_into() -> None:
+    channel: Any = InstantChannel(2, device=CPU)
+    with walking(CASES[0]) as step:
+        loss = step.forward()
+        loss.backward()
+        with step.walk.during("suspicion"):
+            refuse_nonfinite(channel, step.model, loss, 1, group_size=2)
+    assert step.walk.asked() == AFTER_A_SUSPICION
+
+
+# The tests above can fail.
+
+
+def planted(patch: pytest.MonkeyPatch, method: str, plant: Any) -> None:
+    """Let a method of the schedule do something more with the tensor that it gets or returns."""
+    whole = getattr(ScheduleRun, method)
+
+    def more(run: ScheduleRun, *args: Any) -> Any:
+        found = whole(run, *args)
+        plant(found)
+        return found
+
+    patch.setattr(ScheduleRun, method, more)
+
+
+@pytest.mark.parametrize(("method", "during"), [("_land", "forward"), ("backward", "backward")])
+def test_a_planted_item_is_seen(monkeypatch: pytest.MonkeyPatch, method: str, during: str) -> None:
+    planted(monkeypatch, method, lambda tensor: tensor.sum().item())
+    with walking(CASES[0]) as step:
+        step.take()
+    here = "tests/domino/test_cuda.py <lambda>"
+    assert Question(during, here, "value") in step.walk.asked()
+
+
+@pytest.mark.parametrize("method", ["_land", "backward"])
+def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    planted(monkeypatch, method, lambda tensor: tensor.add_(torch.ones(tensor.shape)))
+    with walking(CASES[0]) as step, pytest.raises(RuntimeError, match="cpu and cuda:0"):
+        step.take()
+
+
+def test_a_model_left_on_the_cpu_is_seen() -> None:
+    model = make_for(CASES[0])
+    with CudaWalk() as walk:
+        divide(model, InstantChannel(2), CASES[0])
+        with pytest.raises((RuntimeError, AssertionError), match="cpu"):
+            model(**on_cuda(batch_for(CASES[0])))
+    assert walk.questions == []

@@ -143,7 +143,7 @@ def test_all_ranks_end_after_the_same_step_and_say_why(
         assert len(outcome["said"]) == bool(said)
         assert all(text.startswith(said) for text in outcome["said"])
         assert outcome["validated"]
-        assert outcome["files"] == [f"step={steps}.ckpt"], "saved, whole, and nothing else"
+        assert outcome["files"] == [".commfree", f"step={steps}.ckpt"], "saved, and nothing else"
         assert torch.equal(outcome["weights"], found[0]["weights"])
 
 

@@ -21,10 +21,10 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 
 Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travels; `quantize` and
 `quantize_numba` make the codes), `outer` (what one replica does with it), `message` and
-`fragment_exchange` (how the mean is formed), `nonfinite` (a replica with NaN), `late_parameters`
-(what is thawed or moved later), `transfers`, `last_round` and `streaming` (the algorithm),
-`weight_swap` (outer weights in the module for a while), `eager` (the form that hides a whole
-cycle).
+`fragment_exchange` (how the mean is formed), `transfers` (what is in flight), `streaming` (the
+algorithm), `replica` (its state and figures). Then what is rare: `last_round` and `evaluation` (the
+mean of the local copies), `refusals` and `nonfinite` (a replica with NaN), `late_parameters` (what
+is thawed or moved later), `eager` (the form that hides a whole cycle), `forecast` (sentences).
 
 Departures from the paper:
 

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_commfree.diloco.evaluation import LocalMean
-from lightning_commfree.diloco.fragment_exchange import cheaper_fragment_exchanges
 from lightning_commfree.diloco.nonfinite import take_global
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
 from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
@@ -40,7 +40,7 @@ from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
 class EagerDiLoCo(StreamingDiLoCo):
     """`StreamingDiLoCo` with `overlap_steps="eager"`; same arguments and attributes."""
 
-    _lands_first = True
+    lands_first = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,33 +60,32 @@ class EagerDiLoCo(StreamingDiLoCo):
     def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
         stops = []
         for p in launches:
-            arrives = p in self._in_flight
+            arrives = p in self.flights
             late, stopped = self._take_late(p)
+            stops.append(stopped)
             if self.parted:  # all end here
                 self._land_late(p, late)
-                stops.append(stopped)
                 break
-            nonfinite = self._launch(p, stop)
-            late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
-            self.fragments[p].outer_step(late)
-            if self.settings.nonfinite == "abstain" and nonfinite:
-                self._restart_from_global(p, take_global(self.fragments, p, self._replica))
-            else:
-                self.fragments[p].merge(self.settings.mix, buffers=arrives)
-            stops.append(stopped)
+
+            nonfinite = self.launch(p, stop)
+            with record_function(f"land fragment #{p}"):
+                late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size
+                self.fragments[p].outer_step(late)
+                if self.settings.nonfinite == "abstain" and nonfinite:
+                    self._restart_from_global(p, take_global(self.fragments, p, self._replica))
+                else:
+                    self.fragments[p].merge(self.settings.mix, buffers=arrives)
         return stops
 
     @override
-    def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
-        fp32 = WIRE_FORMATS["fp32"]
-        exchanges = cheaper_fragment_exchanges(self._channel, self._background, fp32, sizes)
-        ways = zip(self.fragments, exchanges, strict=True)
+    def _make_means(self) -> list[LocalMean]:
+        ways = zip(self.fragments, self._transfers.ways(WIRE_FORMATS["fp32"]), strict=True)
         return [LocalMean(fragment, exchange, as_difference=False) for fragment, exchange in ways]
 
     @override
-    def _land_in_flight(self) -> list[bool]:
+    def land_in_flight(self) -> list[bool]:
         stops = []
-        for p in list(self._in_flight):
+        for p in list(self.flights):
             late, stopped = self._take_late(p)
             self._land_late(p, late)
             stops.append(stopped)
@@ -94,7 +93,7 @@ class EagerDiLoCo(StreamingDiLoCo):
 
     @property
     @override
-    def _lands_after(self) -> int:
+    def lands_after(self) -> int:
         return self.settings.sync_every
 
     def _land_late(self, p: int, late: Tensor) -> None:
@@ -108,24 +107,28 @@ class EagerDiLoCo(StreamingDiLoCo):
         Zeros before the first arrival. The buffers that arrive go into the global copy.
         """
         fragment = self.fragments[p]
-        if p not in self._in_flight:
+        if p not in self.flights:
             return torch.zeros_like(fragment.global_copy), False
-        own = self._own(p)
-        arrival = self._receive(p)
-        fragment.average_buffers(arrival.mean)
-        late = arrival.mean.clone()
-        counted = self._channel.size - len(arrival.nonfinite)
-        late[: fragment.parameter_numel] -= own / counted
-        return late, arrival.stop
+
+        with record_function(f"land fragment #{p}"):
+            own = self._own(p)
+            arrival = self._receive(p)
+            fragment.average_buffers(arrival.mean)
+
+            late = arrival.mean.clone()
+            counted = self._channel.size - len(arrival.nonfinite)
+            late[: fragment.parameter_numel] -= own / counted
+            return late, arrival.stop
 
     @override
-    def _launch(self, p: int, stop: bool) -> Tensor:
-        nonfinite = super()._launch(p, stop)
+    def launch(self, p: int, stop: bool) -> Tensor:
+        nonfinite = super().launch(p, stop)
         gradient = self.fragments[p].outer_gradient()[: self.fragments[p].parameter_numel]
         gradient.masked_fill_(nonfinite, 0.0)  # it counts for nothing here either
-        size = self._wire.num_bytes(gradient.numel())
+
+        size = self._transfers.wire.num_bytes(gradient.numel())
         sent = torch.empty(size, dtype=torch.uint8, device=gradient.device)
-        self._wire.encode(gradient, out=sent)
+        self._transfers.wire.encode(gradient, out=sent)
         self._sent[p] = sent
         return nonfinite
 
@@ -133,7 +136,7 @@ class EagerDiLoCo(StreamingDiLoCo):
         fragment = self.fragments[p]
         sent = self._sent[p].to(fragment.global_copy.device)
         own = torch.empty(fragment.parameter_numel, dtype=torch.float32, device=sent.device)
-        return decode(self._wire, sent, own)
+        return decode(self._transfers.wire, sent, own)
 
     @override
     def _digest(self, p: int) -> int:

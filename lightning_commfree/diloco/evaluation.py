@@ -16,11 +16,11 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.diloco.fragment_exchange import FragmentExchange
-from lightning_commfree.diloco.landing import FragmentInFlight, receive, refuse_landing
 from lightning_commfree.diloco.message import Header
-from lightning_commfree.diloco.nonfinite import is_nonfinite
 from lightning_commfree.diloco.outer import OuterFragment
+from lightning_commfree.diloco.refusals import refuse_landing
 from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.transfers import FragmentInFlight, is_nonfinite
 
 TAG = "evaluation"
 
@@ -31,7 +31,7 @@ class LocalMean:
 
     Args:
         fragment: as this replica holds it.
-        exchange: what it goes through.
+        exchange: its way to the other replicas.
         as_difference: to the global copy, which the replicas share; else the values themselves.
     """
 
@@ -41,13 +41,36 @@ class LocalMean:
 
     def values(self) -> Tensor:
         """Return what leaves: fp32, shape (S,), a new tensor."""
-        return (
-            self.fragment.outer_gradient() if self.as_difference else self.fragment.local_values()
-        )
+        if self.as_difference:
+            return self.fragment.outer_gradient()
+        return self.fragment.local_values()
 
     def of(self, mean: Tensor) -> Tensor:
         """Return the mean local copy, fp32, shape (S,), by the mean of what has left."""
-        return self.fragment.local_mean(mean) if self.as_difference else mean
+        if not self.as_difference:
+            return mean
+        values, numel = mean.clone(), self.fragment.parameter_numel
+        torch.sub(self.fragment.global_copy[:numel], values[:numel], out=values[:numel])
+        return values
+
+    def settle(self, mean: Tensor | None) -> None:
+        """Make the replicas' mean both copies; the outer optimizer has no part in it.
+
+        The global copy then is what the local one holds, in bf16 too: a second time moves nothing.
+
+        Args:
+            mean: of what has left, the same on all replicas. None: of one replica alone. Its local
+                copy stays as it is.
+        """
+        fragment = self.fragment
+        if mean is not None:
+            fragment.global_copy.copy_(self.of(mean))
+            fragment.merge(mix=0.0)
+        fragment.take_local()
+
+        if mean is None and fragment.replica.size > 1:  # its ranks have buffers of their own
+            fragment.merge(mix=0.0)
+        fragment.landings += 1
 
 
 class Evaluation:
@@ -58,6 +81,10 @@ class Evaluation:
         settings: of the fit.
         channel: to the other replicas; one replica alone shows its local copy.
         replica: to the other ranks of the same replica.
+
+    Attributes:
+        latest: the mean, of every fragment. None where there is none yet; whoever changes the
+            weights makes it None.
     """
 
     def __init__(
@@ -69,11 +96,7 @@ class Evaluation:
     ) -> None:
         self._means, self._settings = means, settings
         self._channel, self._replica = channel, replica
-        self._latest: list[Tensor] | None = None
-
-    def forget(self) -> None:
-        """Let go of the latest mean: the weights have changed."""
-        self._latest = None
+        self.latest: list[Tensor] | None = None
 
     @torch.no_grad()
     def weights(self, step: int) -> list[Tensor]:
@@ -87,13 +110,13 @@ class Evaluation:
         Raises:
             RuntimeError: a replica's values are not finite, or the replicas are at different steps.
         """
-        if self._latest is None:
+        if self.latest is None:
             if self._channel.size == 1:
-                self._latest = [mean.fragment.local_values() for mean in self._means]
+                self.latest = [mean.fragment.local_values() for mean in self._means]
             else:
                 flights = [self._launch(mean, step) for mean in self._means]
-                self._latest = [self._receive(p, flight, step) for p, flight in enumerate(flights)]
-        return self._latest
+                self.latest = [self._receive(p, flight, step) for p, flight in enumerate(flights)]
+        return self.latest
 
     def _launch(self, mean: LocalMean, step: int) -> FragmentInFlight:
         values = mean.values()
@@ -103,7 +126,7 @@ class Evaluation:
 
     def _receive(self, p: int, flight: FragmentInFlight, step: int) -> Tensor:
         mean = self._means[p]
-        arrival = receive(flight, mean.fragment.global_copy.device, self._replica)
+        arrival = flight.receive(mean.fragment.global_copy.device, self._replica)
         names = mean.fragment.fragment.parameters
         refuse_landing(arrival, p, names, step, self._channel, self._settings)
         return mean.of(arrival.mean)

@@ -1,4 +1,4 @@
-"""What a fit says at its start: how often its fragments will be exchanged."""
+"""What a fit says of exchanges: how many will come, and which weights none has moved yet."""
 
 from __future__ import annotations
 
@@ -55,3 +55,25 @@ def forecast_exchanges(
         f" validation sees a fragment as it was at the start, unless `evaluate='mean'`. {advice}"
     )
     return Forecast(text, warns=True)
+
+
+def unready_weights(
+    what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
+) -> str:
+    """Return what to say of outer weights that nothing has moved yet.
+
+    Args:
+        what: uses them.
+        settings: of the fit.
+        schedule: of its fragments.
+        step: inner steps done.
+        count: how many fragments have not landed yet.
+    """
+    return (
+        f"This {what} uses the outer weights, and after {step} inner steps those of"
+        f" {count} of {schedule.total} fragments are still those with which the fit began."
+        f" With `sync_every={settings.sync_every}` and"
+        f" `overlap_steps={settings.overlap_steps}` every fragment has landed once after"
+        f" step {schedule.complete_after}. `evaluate='mean'` takes the mean of the"
+        " replicas' local weights."
+    )

@@ -6,7 +6,8 @@ them join later, each time as a fragment of their own behind those that are ther
 - *Thawed* ones are trained from now on. They join before the step that trains them first, when all
   replicas still hold them alike. Their offset is the step of the next launch: they leave a cycle
   after it. The headers of that launch and of all later ones carry a hash of what has joined
-  (`LateParameters.word`): replicas that have not thawed the same find out before any of it travels.
+  (`LateParameters.digest`): replicas that have not thawed the same find out before any of it
+  travels.
 - *Moved* ones are not trained, but hooks write to them (a teacher in BYOL, DINO, MoCo, a mean
   teacher) and they are no longer the same on all replicas. Whether there are any is told by a hash
   of all frozen parameters in the headers of fragment 0. Where it differs, the replicas compare the
@@ -22,7 +23,7 @@ what is not saved is each rank's own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.outer import REPLICA_TAG
 
 TAG = "moved"
-_WORD_BYTES = 5
+_DIGEST_BYTES = 5
 
 
 class LateParameters:
@@ -45,37 +46,41 @@ class LateParameters:
     Args:
         module: the model.
         fragments: those with which the fit begins.
+
+    Attributes:
+        outside: those parameters, by name.
+        joined: what has joined, in words.
     """
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
-        self._parameters: dict[str, Tensor] = {
+        self.outside: dict[str, Tensor] = {
             name: p for name, p in module.named_parameters() if name not in held
         }
-        self._joined: dict[str, str] = {}
+        self.joined: dict[str, str] = {}
 
     def thawed(self) -> list[str]:
         """Return the names of those that are trained now."""
-        return [name for name, p in self._parameters.items() if p.requires_grad]
+        return [name for name, p in self.outside.items() if p.requires_grad]
 
     def join(self, p: int, fragment: Fragment, offset: int) -> None:
         """Note that some of them are fragment `p` from now on."""
         for name in (*fragment.parameters, *fragment.buffers):
-            del self._parameters[name]
-        self._joined[f"what has joined as fragment {p}"] = f"{fragment} with offset {offset}"
+            del self.outside[name]
+        self.joined[f"what has joined as fragment {p}"] = f"{fragment} with offset {offset}"
 
-    def word(self, values: bool) -> Tensor | int:
+    def digest(self, values: bool) -> Tensor | int:
         """Return a hash of what has joined, and of the frozen `values` where they are asked for.
 
         Returns:
             Less than 2^40, int64; 0 where there is nothing. A tensor is not waited for.
         """
-        text = repr(self._joined).encode() if self._joined else b""
-        joined = int.from_bytes(hashlib.sha256(text).digest()[:_WORD_BYTES], "big") if text else 0
+        text = repr(self.joined).encode() if self.joined else b""
+        joined = int.from_bytes(hashlib.sha256(text).digest()[:_DIGEST_BYTES], "big") if text else 0
         digests_T = self._digests() if values else None
         if digests_T is None:
             return joined
-        return (mix_digests(digests_T) & ((1 << 8 * _WORD_BYTES) - 1)) ^ joined
+        return (mix_digests(digests_T) & ((1 << 8 * _DIGEST_BYTES) - 1)) ^ joined
 
     def moved(self, channel: Channel, background: Background, replica: Channel | None) -> list[str]:
         """Return which frozen parameters are not the same on all replicas.
@@ -86,7 +91,7 @@ class LateParameters:
             ValueError: not the same parameters have joined on all replicas.
         """
         names, digests_T = list(self._frozen()), self._digests()
-        fingerprint = {**self._joined, "parameters in no fragment": repr(names)}
+        fingerprint = {**self.joined, "parameters in no fragment": repr(names)}
 
         def compare() -> Tensor | None:
             check_agreement(channel, fingerprint)
@@ -107,7 +112,7 @@ class LateParameters:
     def _frozen(self) -> dict[str, Tensor]:
         return {
             name: p.detach()
-            for name, p in self._parameters.items()
+            for name, p in self.outside.items()
             if not (p.requires_grad or is_lazy(p) or p.is_meta)
             and p.is_floating_point()
             and p.layout == torch.strided
@@ -119,28 +124,29 @@ class LateParameters:
         return torch.stack([one.to(found[0].device) for one in found]) if found else None
 
 
-def refuse_late(module: nn.Module, fragments: Iterable[Fragment], replica_size: int) -> None:
-    """See, at a launch, that all that is trained stands in a fragment.
+def refuse_late(late: Sequence[str], replica_size: int) -> None:
+    """Refuse parameters that are trained now and stand in no fragment.
+
+    Args:
+        late: their names.
+        replica_size: ranks of a replica.
 
     Raises:
-        RuntimeError: something does not.
+        RuntimeError: with advice.
     """
-    held = {name for fragment in fragments for name in fragment.parameters}
-    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-    if late := sorted(trainable - held):
-        why, advice = (
-            (
-                f"with `replica_size={replica_size}` their gradients are not averaged in a replica",
-                "or end the fit and begin another one",
-            )
-            if replica_size > 1
-            else (
-                "belong to no fragment: every replica would train its own",
-                "or between two steps, as `BackboneFinetuning` does when an epoch begins: in the"
-                " middle of one it is not seen in time",
-            )
+    why, advice = (
+        (
+            f"with `replica_size={replica_size}` their gradients are not averaged in a replica",
+            "or end the fit and begin another one",
         )
-        raise RuntimeError(
-            f"The parameters {late} became trainable after the fit had begun and {why}. Make them"
-            f" trainable before `fit`, {advice}."
+        if replica_size > 1
+        else (
+            "belong to no fragment: every replica would train its own",
+            "or between two steps, as `BackboneFinetuning` does when an epoch begins: in the"
+            " middle of one it is not seen in time",
         )
+    )
+    raise RuntimeError(
+        f"The parameters {sorted(late)} became trainable after the fit had begun and {why}. Make"
+        f" them trainable before `fit`, {advice}."
+    )

@@ -19,9 +19,70 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.settings import OuterOptimizerFactory
+from lightning_commfree.diloco.settings import OuterOptimizerFactory, make_outer_optimizer
 
 REPLICA_TAG = "replica"
+
+
+class Shards:
+    """How the tensors of a fragment lie behind each other, and which part a rank has.
+
+    Args:
+        local: the tensors.
+        replica: channel to the ranks of the same replica, which have a part each.
+
+    Attributes:
+        numel: S = ceil(N / k), the values of a part, for N values and k ranks.
+    """
+
+    def __init__(self, local: Sequence[Tensor], replica: Channel) -> None:
+        self._shapes = [tensor.shape for tensor in local]
+        self._sizes = [tensor.numel() for tensor in local]
+        self._replica = replica
+        self.numel = -(-sum(self._sizes) // replica.size)
+
+    def own(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return this rank's part of such tensors: fp32, shape (S,), new, filled up with zeros."""
+        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
+        if self._replica.size == 1:
+            return flat
+
+        start = self._replica.rank * self.numel
+        part = flat.new_zeros(self.numel)
+        mine = flat[start : start + self.numel]
+        part[: mine.numel()].copy_(mine)
+        return part
+
+    def whole(self, part: Tensor, device: torch.device | None = None) -> list[Tensor]:
+        """Return the tensors that the ranks' parts make up, on a device; collective in a replica.
+
+        Views where they can be. None: the device of `part`.
+        """
+        device = device or part.device
+        if self._replica.size > 1:
+            parts = self._replica.all_gather(part.to(self._replica.device), REPLICA_TAG).wait()
+            part = parts.view(-1)[: sum(self._sizes)]
+        return self._views(part.to(device))
+
+    def slices(self, part: Tensor) -> list[tuple[int, Tensor]]:
+        """Cut a part at the borders of the tensors: the tensor's number and the slice, a view.
+
+        A replica of one rank has every tensor whole, in its shape.
+        """
+        if self._replica.size == 1:
+            return list(enumerate(self._views(part)))
+
+        start, slices, begin = self._replica.rank * self.numel, [], 0
+        for i, size in enumerate(self._sizes):
+            low, high = max(begin - start, 0), min(begin + size - start, self.numel)
+            if low < high:
+                slices.append((i, part[low:high]))
+            begin += size
+        return slices
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class OuterFragment:
@@ -31,7 +92,7 @@ class OuterFragment:
         module: the model; its tensors named in `fragment` are the local copy, changed in place.
         fragment: which of them.
         outer_optimizer: makes the outer optimizer from the fragment's global copies: fp32, in the
-            parameters' shapes. In a replica of several ranks they are flat pieces of them, so that
+            parameters' shapes. In a replica of several ranks they are flat slices of them, so that
             an optimizer must treat every element by itself, as SGD and Adam do.
         replica: channel to the ranks of the same replica. Each holds one shard of the global copy
             and of the outer optimizer's state; they act together wherever the whole is needed.
@@ -39,13 +100,12 @@ class OuterFragment:
             where there is a CUDA device. None: where the parameters are.
 
     Attributes:
-        fragment: as above.
-        global_copy: fp32, shape (S,), S = ceil(N / k) for k ranks: this rank's shard of all tensors
-            one after the other, parameters before buffers; filled up with zeros.
+        fragment, replica: as above.
+        global_copy: fp32, shape (S,): this rank's shard of all tensors one after the other,
+            parameters before buffers; see `Shards`. `shard_numel` is S.
         parameter_numel: how many of the S values come first and travel in the wire format; those
             behind are buffers, which travel as they are. S in a fragment without buffers.
-        optimizer: the outer optimizer.
-        scheduler: of its learning rate, stepped after each outer step; None without one.
+        optimizer: the outer optimizer; `scheduler` sets its learning rate, if there is one.
         landings: how often the global copy has moved: by outer steps, and to the mean at an end.
 
     Raises:
@@ -60,33 +120,27 @@ class OuterFragment:
         replica: Channel | None = None,
         device: str | None = None,
     ) -> None:
-        self._module = module
-        self.fragment = fragment
-        self._replica = replica or Channel([0], 0, Ledger())
-        self._sizes = [local.numel() for local in self.local]
-        self.shard_numel = -(-sum(self._sizes) // self._replica.size)
+        self._module, self.fragment = module, fragment
+        self.replica = replica or Channel([0], 0, Ledger())
+        self._shards = Shards(self.local, self.replica)
+        self.shard_numel = self._shards.numel
         start = self.local_values()
         self.global_copy = start if device is None else _moved(start, device)
-        split = len(fragment.parameters)
-        pieces = self._pieces(self.global_copy)
-        self._outer_parameters = [nn.Parameter(piece) for i, piece in pieces if i < split]
-        self._outer_buffers = [piece for i, piece in pieces if i >= split]
+
+        split, slices = len(fragment.parameters), self._shards.slices(self.global_copy)
+        self._outer_parameters = [nn.Parameter(part) for i, part in slices if i < split]
+        self._outer_buffers = [part for i, part in slices if i >= split]
         self.parameter_numel = self.shard_numel
         if fragment.buffers:
-            self.parameter_numel = sum(piece.numel() for piece in self._outer_parameters)
+            self.parameter_numel = sum(part.numel() for part in self._outer_parameters)
+
         # a shard may hold buffers alone, or nothing: optimizers refuse an empty list
         nothing = [nn.Parameter(self.global_copy[:0])]
-        made = outer_optimizer(self._outer_parameters or nothing)
         self.optimizer: Optimizer
         self.scheduler: LRScheduler | None
-        self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                f"`outer_optimizer` returned a {type(self.optimizer).__name__}; it must take a list"
-                " of parameters and return a `torch.optim.Optimizer`, like"
-                " `functools.partial(torch.optim.SGD, lr=0.4)`, or a tuple of it and a learning"
-                " rate scheduler."
-            )
+        self.optimizer, self.scheduler = make_outer_optimizer(
+            outer_optimizer, self._outer_parameters or nothing
+        )
         self.landings = 0
 
     @property
@@ -100,7 +154,14 @@ class OuterFragment:
 
         A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
         """
-        return [_tensor(self._module, name).detach() for kind in self.names for name in kind]
+        names = [*self.fragment.parameters, *self.fragment.buffers]
+        return [_tensor(self._module, name).detach() for name in names]
+
+    # -- the local copy
+
+    def local_values(self, local: Sequence[Tensor] | None = None) -> Tensor:
+        """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""
+        return self._shards.own(self.local if local is None else local)
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
         """Return what leaves for the other replicas: fp32, shape (S,), a new tensor.
@@ -118,72 +179,14 @@ class OuterFragment:
     def is_local(self, buffers: bool = True) -> bool:
         """Return whether the local copy is the global one, in its own dtype; buffers on demand."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
-        here = self._pieces(self.local_values().to(self.global_copy.device))
-        for (i, outer), (_, mine) in zip(self._pieces(self.global_copy), here, strict=True):
+        here = self._shards.slices(self.local_values().to(self.global_copy.device))
+        for (i, outer), (_, mine) in zip(self._shards.slices(self.global_copy), here, strict=True):
             if i >= len(local):
                 break
             ours = outer.to(local[i].dtype).float()
             if not torch.allclose(ours, mine, rtol=0, atol=0, equal_nan=True):
                 return False
         return True
-
-    def take_local(self) -> None:
-        """Make the local copy the global one, before anything has been exchanged."""
-        self.global_copy.copy_(self.local_values())
-
-    def digest(self) -> Tensor:
-        """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
-        return digest(self.global_copy)
-
-    def outer_step(self, mean: Tensor) -> None:
-        """Step the outer optimizer on the global copy of the parameters.
-
-        Args:
-            mean: the replicas' mean outer gradient, fp32, shape (S,).
-        """
-        means = [piece for _, piece in self._pieces(mean)]
-        for outer, gradient in zip(self._outer_parameters, means, strict=False):
-            outer.grad = gradient
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.landings += 1
-
-    def average_buffers(self, mean: Tensor) -> None:
-        """Put the replicas' mean of the buffers into the global copy; `mean` as in `outer_step`."""
-        means = [piece for _, piece in self._pieces(mean)]
-        of_buffers = means[len(self._outer_parameters) :]
-        for buffer, value in zip(self._outer_buffers, of_buffers, strict=True):
-            buffer.copy_(value)
-
-    def local_mean(self, mean: Tensor) -> Tensor:
-        """Return the replicas' mean local copy: fp32, shape (S,), a new tensor.
-
-        Args:
-            mean: of what `outer_gradient` returned on each of them. All had this global copy.
-        """
-        values = mean.clone()
-        parameters = values[: self.parameter_numel]
-        torch.sub(self.global_copy[: self.parameter_numel], parameters, out=parameters)
-        return values
-
-    def settle(self, local_mean: Tensor | None) -> None:
-        """Make the replicas' mean both copies; the outer optimizer has no part in it.
-
-        The global copy then is what the local one holds, in bf16 too: a second time moves nothing.
-
-        Args:
-            local_mean: fp32, shape (S,), the same on all replicas. None: of one replica alone. Its
-                local copy stays as it is.
-        """
-        if local_mean is not None:
-            self.global_copy.copy_(local_mean)
-            self.merge(mix=0.0)
-        self.take_local()
-        if local_mean is None and self._replica.size > 1:  # its ranks have buffers of their own
-            self.merge(mix=0.0)
-        self.landings += 1
 
     def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
@@ -199,10 +202,10 @@ class OuterFragment:
         """
         if mix == 1.0:
             return
-        split = len(self.fragment.parameters)
-        whole = self._whole(self.global_copy if shown is None else shown)
-        views = self._views(whole.to(self.local[0].device))
-        for i, (local, outer) in enumerate(zip(self.local, views, strict=True)):
+        split, device = len(self.fragment.parameters), self.local[0].device
+        outers = self._shards.whole(self.global_copy if shown is None else shown, device)
+
+        for i, (local, outer) in enumerate(zip(self.local, outers, strict=True)):
             if i >= split and not buffers:
                 break
             if mix and i < split and local.dtype == torch.float32:
@@ -214,16 +217,50 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Take the global copy, or `shown` in its place, as `merge` does."""
+        """Let the local copy be the global one, or `shown` in its place, as `merge` takes it."""
         self.merge(mix=0.0, shown=shown)
+
+    # -- the global copy
 
     def outer(self) -> list[Tensor]:
         """Return the global copy as tensors like `local`, in their order: views where they can be.
 
         Collective within a replica.
         """
-        views = self._views(self._whole(self.global_copy))
-        return [view.to(local.dtype) for view, local in zip(views, self.local, strict=True)]
+        outers = self._shards.whole(self.global_copy)
+        return [outer.to(local.dtype) for outer, local in zip(outers, self.local, strict=True)]
+
+    def digest(self) -> Tensor:
+        """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
+        return digest(self.global_copy)
+
+    def outer_step(self, mean: Tensor) -> None:
+        """Step the outer optimizer on the global copy of the parameters.
+
+        Args:
+            mean: the replicas' mean outer gradient, fp32, shape (S,).
+        """
+        means = [part for _, part in self._shards.slices(mean)]
+        for outer, gradient in zip(self._outer_parameters, means, strict=False):
+            outer.grad = gradient
+
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.landings += 1
+
+    def average_buffers(self, mean: Tensor) -> None:
+        """Put the replicas' mean of the buffers into the global copy; `mean` as in `outer_step`."""
+        means = [part for _, part in self._shards.slices(mean)][len(self._outer_parameters) :]
+        for buffer, value in zip(self._outer_buffers, means, strict=True):
+            buffer.copy_(value)
+
+    def take_local(self) -> None:
+        """Make the local copy the global one, before anything has been exchanged."""
+        self.global_copy.copy_(self.local_values())
+
+    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the global copy, the outer optimizer's state and the number of landings.
@@ -232,7 +269,7 @@ class OuterFragment:
         where a rank has them whole.
         """
         return {
-            "global_copy": [piece for _, piece in self._pieces(self.global_copy)],
+            "global_copy": [part for _, part in self._shards.slices(self.global_copy)],
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "landings": self.landings,
@@ -240,51 +277,14 @@ class OuterFragment:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        pieces = [piece for _, piece in self._pieces(self.global_copy)]
-        for piece, saved in zip(pieces, state["global_copy"], strict=True):
-            piece.copy_(saved)
+        parts = [part for _, part in self._shards.slices(self.global_copy)]
+        for part, saved in zip(parts, state["global_copy"], strict=True):
+            part.copy_(saved)
+
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.landings = state["landings"]
-
-    def _whole(self, shard: Tensor) -> Tensor:
-        """Return the shards of all ranks of the replica, shape (N,)."""
-        if self._replica.size == 1:
-            return shard
-        shards = self._replica.all_gather(shard.to(self._replica.device), REPLICA_TAG)
-        return shards.wait().to(shard.device).view(-1)[: sum(self._sizes)]
-
-    def local_values(self, local: Sequence[Tensor] | None = None) -> Tensor:
-        """Return this rank's shard of the local copy: fp32, shape (S,), a new tensor."""
-        tensors = self.local if local is None else local
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-        if self._replica.size == 1:
-            return flat
-        start = self._replica.rank * self.shard_numel
-        shard = flat.new_zeros(self.shard_numel)
-        mine = flat[start : start + self.shard_numel]
-        shard[: mine.numel()].copy_(mine)
-        return shard
-
-    def _pieces(self, shard: Tensor) -> list[tuple[int, Tensor]]:
-        """Cut a shard at the borders of the tensors: the tensor's number and the piece, a view.
-
-        A replica of one rank has every tensor whole, in its shape.
-        """
-        if self._replica.size == 1:
-            return list(enumerate(self._views(shard)))
-        start, pieces, begin = self._replica.rank * self.shard_numel, [], 0
-        for i, size in enumerate(self._sizes):
-            low, high = max(begin - start, 0), min(begin + size - start, self.shard_numel)
-            if low < high:
-                pieces.append((i, shard[low:high]))
-            begin += size
-        return pieces
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = torch.split(flat, self._sizes)
-        return [part.view(local.shape) for part, local in zip(parts, self.local, strict=True)]
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -29,6 +29,26 @@ def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.4, momentum=0.9, nesterov=True)
 
 
+def make_outer_optimizer(
+    factory: OuterOptimizerFactory, parameters: list[nn.Parameter]
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Return the outer optimizer, and the scheduler of its learning rate if there is one.
+
+    Raises:
+        TypeError: the factory did not return a torch optimizer.
+    """
+    made = factory(parameters)
+    optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"`outer_optimizer` returned a {type(optimizer).__name__}; it must take a list"
+            " of parameters and return a `torch.optim.Optimizer`, like"
+            " `functools.partial(torch.optim.SGD, lr=0.4)`, or a tuple of it and a learning"
+            " rate scheduler."
+        )
+    return optimizer, scheduler
+
+
 @dataclass(frozen=True)
 class DiLoCoSettings:
     """The knobs of the algorithm; `StreamingDiLoCoStrategy` says what each is for.

@@ -9,33 +9,30 @@ which all replicas last agreed. After an inner step, in this order:
    average in fp32, step the outer optimizer on the global copy, merge it into the local copy.
 
 At the end of training, *finish*: land what is in flight, then one blocking round over every
-fragment, which makes the plain mean of the replicas' local copies both copies of all of them.
+fragment. It makes the plain mean of the replicas' local copies both copies of all of them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from typing_extensions import override
+from torch.profiler import record_function
 
-from lightning_commfree.comm.channel import Channel, Pending
-from lightning_commfree.comm.weight_swap import WeightSwap
-from lightning_commfree.diloco.evaluation import Evaluation
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.diloco.fragment_exchange import Arrival
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.landing import FragmentInFlight
 from lightning_commfree.diloco.last_round import LastRound
+from lightning_commfree.diloco.late_parameters import refuse_late
 from lightning_commfree.diloco.message import Header
-from lightning_commfree.diloco.nonfinite import refuse_to_save, restart_from_global, take_global
+from lightning_commfree.diloco.nonfinite import take_global
+from lightning_commfree.diloco.replica import Replica
 from lightning_commfree.diloco.settings import DiLoCoSettings
 
 
-class StreamingDiLoCo(LastRound):
+class StreamingDiLoCo(Replica):
     """One replica's part of the algorithm.
 
     Args:
@@ -44,22 +41,23 @@ class StreamingDiLoCo(LastRound):
         settings: the knobs.
         channel: to the other replicas. One replica alone sends no bytes and is a Nesterov
             look-ahead optimizer.
-        replica: channel to the other ranks of the same replica, whose gradients are averaged by
-            whoever trains; None where a rank is a replica. Each of its k ranks holds 1/k of the
-            outer state and exchanges it with its like in the other replicas; the methods are then
-            called on all of them.
+        replica: channel to the other ranks of the same replica, which have the same gradients;
+            None where a rank is a replica. Each of its k ranks holds 1/k of the outer state and
+            exchanges it with its like in the other replicas; all of them call the methods.
 
     Attributes:
         step: inner steps done, counted as attempts: one that a gradient scaler skips counts too.
-        fragments: one `OuterFragment` per fragment.
+        fragments: one `OuterFragment` per fragment; what joins comes behind the others.
         schedule: when they launch and land.
-        landings: the latest `Landing` by fragment.
-        optimizers: the inner ones, whose state is reset where a replica abstains.
+        optimizers: the inner ones; a replica that abstains resets their state.
         weight_swap: puts the outer weights into the module for a while.
-        means: how the mean of the local copies is formed, by fragment.
-        evaluation: exchanges it for a validation.
-        settings: as above.
+        means: how the mean of the local copies is formed; `evaluation` shows it to a validation.
+        lands_first: what is due lands ahead of a step's launches, and not behind them.
+        parted: whether the replicas' trainings have ended after different steps, or some would have
+            gone on. The same on all, from the landing on at which they learn of it.
     """
+
+    lands_first = False
 
     def __init__(
         self,
@@ -70,9 +68,9 @@ class StreamingDiLoCo(LastRound):
         replica: Channel | None = None,
     ) -> None:
         super().__init__(module, fragments, settings, channel, replica)
-        self.optimizers: Sequence[Optimizer] = ()
-        self.weight_swap = WeightSwap(self.fragments)
-        self.evaluation = Evaluation(self.means, settings, channel, replica)
+        self._last_round, self.parted = LastRound(self), False
+
+    # -- what whoever trains calls
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -81,7 +79,7 @@ class StreamingDiLoCo(LastRound):
         What has been thawed since the last step joins, for nobody has trained it yet. What thaws in
         the middle of a step is not seen in time, and refused after it.
         """
-        if thawed := self._late_parameters.thawed():
+        if self._late_parameters.outside and (thawed := self._late_parameters.thawed()):
             if self.settings.replica_size > 1:
                 self._refuse_late()
             with torch.no_grad():
@@ -96,14 +94,14 @@ class StreamingDiLoCo(LastRound):
             stop: whether this replica wants the training to stop; travels with what leaves now.
 
         Returns:
-            Whether any replica wanted to stop when it launched what landed now: the same on all
-            replicas.
+            Whether any replica wanted to when it launched what landed now: the same on all.
         """
         assert not self.weight_swap.is_in, "an inner step has trained the outer weights"
         self.step += 1
-        self.evaluation.forget()
+        self.evaluation.latest = None
+
         launches = self.schedule.launched_at(self.step)
-        if launches or self._late_parameters.thawed():
+        if launches or (self._late_parameters.outside and self._late_parameters.thawed()):
             self._refuse_late()
         return any(self._exchange(launches, stop))
 
@@ -111,17 +109,15 @@ class StreamingDiLoCo(LastRound):
     def finish(self, stop: bool = False, goes_on: bool = False) -> bool:
         """Land what is in flight, then take the plain mean of the replicas' local weights.
 
-        Where this replica ends before others it waits for them (`ending`).
+        Where this replica ends before others it waits for them (`last_round`).
 
         Global and local copies are that mean then, to the bit and on all replicas, averaged buffers
         too; a second call moves nothing. An outer step in its place would throw away most of what a
         short fit has learnt. One replica alone keeps its local weights.
 
         The differences to the global copies travel in the run's wire format, as at every launch:
-        N/2 bytes in fp4. In fp32 the demo's validation loss is the same to 0.1 %.
-
-        The outer momentum stays what it was, for it has no part in the mean: it is an average of
-        former outer gradients, and where training goes on they still say where it was going.
+        N/2 bytes in fp4. In fp32 the demo's validation loss is the same to 0.1 %. The outer
+        momentum stays what it was: where training goes on it still says where it was going.
 
         Args:
             stop: as `after_step` takes it.
@@ -132,139 +128,107 @@ class StreamingDiLoCo(LastRound):
         """
         self._refuse_late()
         with self.weight_swap.local_weights():
-            return any(self._finish_rounds(stop, goes_on))
+            return any(self._last_round.hold(stop, goes_on))
 
-    @torch.no_grad()
-    def follow_hooks(self) -> None:
-        """After `finish`, let what hooks make of frozen weights count, which is alike everywhere.
+    # -- launches and landings
 
-        A teacher follows its student when the last optimizer step is done.
-        """
-        for fragment in self.fragments:
-            if not (fragment.fragment.parameters or self.weight_swap.is_in):
-                fragment.take_local()
+    @property
+    def lands_after(self) -> int:
+        """Steps from launch to landing."""
+        return self.schedule.overlap_steps
 
-    @torch.no_grad()
-    def refuse_to_save(self, world: Channel) -> None:
-        """See that a checkpoint would hold finite weights; see `finite.refuse_to_save`."""
-        self.wait_in_flight()
-        rule = self.settings.nonfinite
-        refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
+    def launch(self, p: int, stop: bool) -> Tensor:
+        """Launch a fragment; return whether its values hold NaN or Inf: bool, no dimension."""
+        with record_function(f"launch fragment #{p}"):
+            gradient = self.fragments[p].outer_gradient()
+            header = self._header(p, stop, self._digest(p))
+            return self._transfers.send(p, self._transfers.exchanges[p], gradient, header)
 
-    def shown(self) -> Sequence[Tensor] | None:
-        """Return what a validation sees in place of the outer weights; collective.
+    def land(self, p: int) -> bool:
+        """Land a fragment: outer step and merge; return whether a replica wanted to stop."""
+        with record_function(f"land fragment #{p}"):
+            arrival = self._receive(p)
+            self.fragments[p].outer_step(arrival.mean)
+            self.fragments[p].average_buffers(arrival.mean)
 
-        The mean of the local copies with `evaluate="mean"`, as `WeightSwap.put_in` takes it.
-        """
-        return self.evaluation.weights(self.step) if self.settings.evaluate == "mean" else None
+            if self._channel.rank in arrival.nonfinite:
+                self._restart_from_global(p, take_global(self.fragments, p, self._replica))
+            else:
+                self.fragments[p].merge(self.settings.mix)
+            return arrival.stop
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that this replica needs to go on bit for bit, with nothing on the wire.
+    def land_in_flight(self) -> list[bool]:
+        """Land what is in flight; return for each landing whether a replica wanted to stop."""
+        return [self.land(p) for p in list(self._transfers.flights)]
 
-        What is in flight is waited for and stands in the state with its fragment; it lands at its
-        step. The tensors are those that the replica goes on with: write them before its next step,
-        or copy them.
-        """
-        return {
-            "step": self.step,
-            "joined": [
-                [list(one.fragment.parameters), list(one.fragment.buffers), offset]
-                for one, offset in zip(
-                    self.fragments[self.schedule.num_fragments :], self.schedule.joined, strict=True
-                )
-            ],
-            "local": self.weight_swap.local,
-            "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "in_flight": {p: flight.pending.wait() for p, flight in self._in_flight.items()},
-        }
+    def settle(self, p: int, stop: bool) -> bool:
+        """Exchange a fragment of the last round and take the mean; return as `land` does."""
+        with record_function(f"launch fragment #{p}"):
+            mean = self.means[p]
+            header = self._header(p, stop, self._digest(p) if mean.as_difference else 0)
+            self._transfers.send(p, mean.exchange, mean.values(), header)
+        return self.settle_arrived(p)
 
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: same fragments, same settings, same replicas."""
-        assert not self._in_flight, "a state is loaded before the first step"
-        assert not self.weight_swap.is_in, "a state is loaded into the local copy"
-        self.step = state["step"]
-        # in earlier versions nothing joined
-        for parameters, buffers, offset in state.get("joined", ()):
-            self._join(Fragment(tuple(parameters), tuple(buffers)), offset)
-            for name in parameters:
-                self._module.get_parameter(name).requires_grad_(True)
-        for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
-            fragment.load_state_dict(fragment_state)
-        self.weight_swap.load_local(state["local"])
-        self._in_flight = {
-            p: FragmentInFlight(
-                self._exchanges[p],
-                Pending.here(arrived),
-                time.perf_counter(),
-                self.schedule.latest_launch(p, self.step),
-            )
-            for p, arrived in state["in_flight"].items()
-        }
+    def settle_arrived(self, p: int) -> bool:
+        """Take the mean of a fragment in flight; it is as an outer step of learning rate 1."""
+        with record_function(f"land fragment #{p}"):
+            arrival = self._receive(p)  # `means` may be others then: something may have joined
+            self.means[p].settle(arrival.mean if self.num_replicas > 1 else None)
+            self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
+            if self._channel.rank in arrival.nonfinite:
+                self._restart_from_global(p, [p])
+            return arrival.stop
+
+    def give_up(self, p: int) -> bool:
+        """Receive a fragment in flight and use nothing of it; return as `land` does."""
+        return self._receive(p).stop
+
+    # -- inside
 
     def _exchange(self, launches: list[int], stop: bool) -> list[bool]:
         """Launch and land what is due; return for each landing whether a replica wants to stop."""
         for p in launches:
-            self._launch(p, stop)
-        # what `finish` has landed ahead of its step does not land again
-        landings = [p for p in self.schedule.landed_at(self.step) if p in self._in_flight]
-        return [self._land(p, self.settings.mix) for p in landings]
+            self.launch(p, stop)
+        flights = self._transfers.flights  # `finish` may have landed some ahead of their step
+        return [self.land(p) for p in self.schedule.landed_at(self.step) if p in flights]
 
-    @override
-    def _land_in_flight(self) -> list[bool]:
-        return [self._land(p, self.settings.mix) for p in list(self._in_flight)]
+    def _receive(self, p: int) -> Arrival:
+        arrival, flight = self._transfers.receive(p, self.step)
+        if max(arrival.ended) >= 0:
+            self._last_round.note(flight.step, arrival.ended)
+        if arrival.rest_differs:
+            self._average_moved()
+        return arrival
 
-    @property
-    @override
-    def _lands_after(self) -> int:
-        return self.schedule.overlap_steps
+    def _header(self, p: int, stop: bool, digest: Tensor | int) -> Header:
+        header = Header(stop, self.step, digest, ended=self._last_round.notice)
+        late = self._late_parameters
+        if not (late.outside or late.joined):
+            return header
+        return header._replace(rest=late.digest(values=p == 0 and self.num_replicas > 1))
 
-    @override
-    def _settle(self, p: int, stop: bool) -> bool:
-        mean = self.means[p]
-        digest = self._digest(p) if mean.as_difference else 0
-        header = Header(stop, self.step, digest, ended=self._ended)
-        self._send(p, mean.exchange, mean.values(), header)
-        return self._settle_arrived(p)
+    def _digest(self, p: int) -> Tensor | int:
+        """Return what travels with this launch: the global copy's hash where it is due, else 0."""
+        every = self.settings.check_drift_every
+        cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
+        if not every or cycle % every:
+            return 0
+        return self.fragments[p].digest()
 
-    @override
-    def _settle_arrived(self, p: int) -> bool:
-        """Take the mean of a last round, which is an outer step of learning rate 1 as it were."""
-        arrival = self._receive(p)
-        mean = self.means[p]  # another one if something has joined
-        self.fragments[p].settle(None if self._channel.size == 1 else mean.of(arrival.mean))
-        self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
-        if self._channel.rank in arrival.nonfinite:
-            self._restart_from_global(p, [p])
-        return arrival.stop
+    def _refuse_late(self) -> None:
+        """See that all that is trained stands in a fragment."""
+        held = {name for fragment in self.fragments for name in fragment.fragment.parameters}
+        named = self._module.named_parameters()
+        if late := [name for name, p in named if p.requires_grad and name not in held]:
+            refuse_late(late, self.settings.replica_size)
 
-    @override
-    def _launch(self, p: int, stop: bool) -> Tensor:
-        gradient = self.fragments[p].outer_gradient()
-        header = Header(stop, self.step, self._digest(p), ended=self._ended)
-        return self._send(p, self._exchanges[p], gradient, header)
-
-    def _land(self, p: int, mix: float) -> bool:
-        arrival = self._receive(p)
-        self.fragments[p].outer_step(arrival.mean)
-        self.fragments[p].average_buffers(arrival.mean)
-        if self._channel.rank in arrival.nonfinite:
-            self._restart_from_global(p, take_global(self.fragments, p, self._replica))
-        else:
-            self.fragments[p].merge(mix)
-        return arrival.stop
-
-    def _restart_from_global(self, p: int, taken: Sequence[int]) -> None:
-        names = [name for q in taken for name in self.fragments[q].fragment.parameters]
-        parameters = map(self._module.get_parameter, names)
-        restart_from_global(self.optimizers, parameters, p, self.step, taken)
-
-    @override
     def _average_moved(self) -> None:
-        """Let what hooks have moved join, and average it at once."""
-        if moved := self._late_parameters.moved(self._channel, self._background, self._replica):
+        """Find out what stands in no fragment and differs; let it join, and average it at once."""
+        background = self._transfers.background
+        if moved := self._late_parameters.moved(self._channel, background, self._replica):
             p = self._join(Fragment((), tuple(moved)), self.step)
             self.fragments[p].global_copy.zero_()  # what it holds is this replica's own
             values = self.fragments[p].outer_gradient()
-            self._send(p, self._exchanges[p], values, Header(False, self.step, 0))
-            StreamingDiLoCo._land(self, p, self.settings.mix)
+            header = self._header(p, stop=False, digest=0)._replace(ended=None)
+            self._transfers.send(p, self._transfers.exchanges[p], values, header)
+            self.land(p)

@@ -1,211 +1,203 @@
 """A replica's fragments on their way: what leaves, what is in flight, what has arrived.
 
-`streaming` says when, and what becomes of it.
+`streaming` says when they leave and land, and what becomes of what has arrived.
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.diloco.evaluation import LocalMean
+from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.diloco.fragment_exchange import (
-    TAG,
     Arrival,
     FragmentExchange,
     cheaper_fragment_exchanges,
 )
-from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.landing import FragmentInFlight, Landing, receive, refuse_landing
-from lightning_commfree.diloco.late_parameters import LateParameters, refuse_late
 from lightning_commfree.diloco.message import Header
-from lightning_commfree.diloco.nonfinite import is_nonfinite
-from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.schedule import Schedule
+from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
+from lightning_commfree.diloco.refusals import LARGEST, refuse_landing
 from lightning_commfree.diloco.settings import DiLoCoSettings
-from lightning_commfree.diloco.wire import WIRE_FORMATS, warm_up
+from lightning_commfree.diloco.wire import WIRE_FORMATS, WireFormat, warm_up
 
 
-class FragmentTransfers(ABC):
-    """Base of `StreamingDiLoCo`, with its arguments.
+class FragmentInFlight(NamedTuple):
+    """A fragment that has been launched and not landed."""
+
+    exchange: FragmentExchange
+    pending: Pending[Tensor]
+    launched_s: float  # on the clock of `time.perf_counter`
+    step: int  # after which it was launched
+
+    def receive(self, device: torch.device, replica: Channel | None) -> Arrival:
+        """Wait for what all have sent and decode it; the ranks of a replica share it."""
+        arrival = self.exchange.read(self.pending.wait(), device)
+        if replica is not None and replica.size > 1:
+            arrival = arrival.shared_within(replica)
+        return arrival
+
+
+class Landing(NamedTuple):
+    """One fragment's latest landing."""
+
+    gradient_norm: float  # of the mean outer gradient
+    cosine: float  # similarity of the replicas' outer gradients, mean over the pairs
+    outer_lr: float  # of the outer step; 1 for the mean at the end of a fit
+    flight_s: float  # seconds from launch to landing
+    waited_s: float  # seconds of it in which the training stood still
+    num_bytes: int  # sent by this replica
+    abstentions: int  # how often a replica has been left out of this fragment's mean, so far
+
+    def figures(self) -> dict[str, float]:
+        """Return it for a log, by name; times in ms."""
+        return {
+            "gradient_norm": self.gradient_norm,
+            "cosine": self.cosine,
+            "lr": self.outer_lr,
+            "flight_ms": 1e3 * self.flight_s,
+            "waited_ms": 1e3 * self.waited_s,
+            "bytes": float(self.num_bytes),
+            "abstentions": float(self.abstentions),
+        }
+
+
+class Transfers:
+    """Sends fragments to the other replicas and receives what all of them sent.
+
+    Args:
+        fragments: of the model; more may come, and `open` is called again then.
+        settings: of the fit.
+        channel: to the other replicas.
+        replica: to the other ranks of the same replica.
 
     Attributes:
-        step: inner steps done.
-        fragments: one `OuterFragment` per fragment; what joins comes behind the others.
-        schedule: when they launch and land.
+        exchanges: the way of each fragment.
+        flights: what has been launched and not landed, by fragment, in the order of launch.
         landings: the latest `Landing` by fragment.
-        means: how the mean of the local copies is formed, by fragment.
-        settings: the knobs.
+        background: the thread of the exchanges.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        fragments: Sequence[Fragment],
+        fragments: Sequence[OuterFragment],
         settings: DiLoCoSettings,
         channel: Channel,
-        replica: Channel | None = None,
+        replica: Channel | None,
     ) -> None:
-        self.fragments = [
-            OuterFragment(module, f, settings.outer_optimizer, replica, settings.outer_device)
-            for f in fragments
-        ]
-        self._replica = replica
-        overlap_steps = 0 if settings.eager else int(settings.overlap_steps)
-        self.schedule = Schedule(settings.sync_every, len(fragments), overlap_steps)
-        self.step = 0
-        self._module = module
-        self._late_parameters = LateParameters(module, fragments)
-        self.landings: dict[int, Landing] = {}
-        self._channel = channel
-        self._wire = WIRE_FORMATS[settings.wire_dtype]
-        devices = {fragment.global_copy.device for fragment in self.fragments}
-        devices |= {parameter.device for parameter in module.parameters()}
+        self._fragments, self._settings = fragments, settings
+        self._channel, self._replica = channel, replica
+        self.wire = WIRE_FORMATS[settings.wire_dtype]
+        devices = {tensor.device for f in fragments for tensor in (f.global_copy, *f.local)}
         for device in {*devices, channel.device}:  # a thread averages shards on the channel's
-            warm_up(self._wire, device)
-        self.settings = settings
-        self._background = Background(channel.ledger)
-        self.means: list[LocalMean] = []
-        self._open_exchanges()
-        self._in_flight: dict[int, FragmentInFlight] = {}  # by fragment, in the order of launch
+            warm_up(self.wire, device)
 
-    def close(self) -> None:
-        """End the thread of the exchanges; what is in flight is given up."""
-        self._background.close()
+        self.background = Background(channel.ledger)
+        self.flights: dict[int, FragmentInFlight] = {}
+        self.landings: dict[int, Landing] = {}
+        self.exchanges: list[FragmentExchange] = []
+        self.open()
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return what all replicas must share: settings, fragments, kind of outer optimizer."""
-        optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
-        plain = (int, float, str, tuple, type(None))  # others show an address when printed
-        defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}
-        scheduled = "" if scheduler is None else f" with {type(scheduler).__name__}"
-        at_begin = self.fragments[: self.schedule.num_fragments]
-        return {
-            **self.settings.fingerprint(),
-            "fragments": repr([list(one.fragment.parameters) for one in at_begin]),
-            "outer_optimizer": f"{type(optimizer).__name__} {defaults}{scheduled}",
-        }
+    def open(self) -> None:
+        """Choose the ways of all fragments that there are now."""
+        self.exchanges = self.ways(self.wire)
 
-    def cycle(self) -> tuple[dict[str, int], int]:
-        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
-        return {TAG: self.bytes_per_cycle}, self.settings.sync_every
+    def ways(self, wire: WireFormat) -> list[FragmentExchange]:
+        """Return the cheaper way of each fragment in a wire format."""
+        sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self._fragments]
+        return cheaper_fragment_exchanges(self._channel, self.background, wire, sizes)
 
-    def figures(self) -> dict[str, float]:
-        """Return per fragment what its latest landing says; the same until the next one."""
-        return {
-            f"outer/{name}_{p}": figure
-            for p, landing in self.landings.items()
-            for name, figure in landing.figures().items()
-        }
+    def send(self, p: int, exchange: FragmentExchange, values: Tensor, header: Header) -> Tensor:
+        """Launch the values of a fragment.
 
-    def unready(self, what: str) -> str | None:
-        """Return what to say of outer weights that nothing has moved yet; None if all have moved.
-
-        Args:
-            what: uses them.
+        Returns:
+            Whether they hold NaN or Inf: bool, no dimension. The header says it too.
         """
-        count = sum(not fragment.landings for fragment in self.fragments)
-        if not count or self.settings.evaluate == "mean":
-            return None
-        return (
-            f"This {what} uses the outer weights, and after {self.step} inner steps those of"
-            f" {count} of {len(self.fragments)} fragments are still those with which the fit began."
-            f" With `sync_every={self.settings.sync_every}` and"
-            f" `overlap_steps={self.settings.overlap_steps}` every fragment has landed once after"
-            f" step {self.schedule.complete_after}. `evaluate='mean'` takes the mean of the"
-            " replicas' local weights."
-        )
-
-    def wait_in_flight(self) -> None:
-        """Take what is in flight off the wire; it still lands at its step."""
-        for flight in self._in_flight.values():
-            flight.pending.wait()
-
-    @property
-    def num_replicas(self) -> int:
-        """M, this one included."""
-        return self._channel.size
-
-    @property
-    def in_flight(self) -> list[int]:
-        """The fragments that have been launched and not landed, in the order of launch."""
-        return list(self._in_flight)
-
-    @property
-    def bytes_per_cycle(self) -> int:
-        """Bytes that this replica sends in `sync_every` steps, in which every fragment leaves."""
-        return sum(exchange.num_bytes for exchange in self._exchanges)
-
-    def _make_means(self, sizes: list[tuple[int, int]]) -> list[LocalMean]:
-        """Return `means`; `sizes` as `cheaper_fragment_exchanges` takes them."""
-        assert len(sizes) == len(self.fragments), "one for each"
-        ways = zip(self.fragments, self._exchanges, strict=True)
-        return [LocalMean(fragment, exchange, as_difference=True) for fragment, exchange in ways]
-
-    def _send(self, p: int, exchange: FragmentExchange, values: Tensor, header: Header) -> Tensor:
-        """Launch the values; return whether they hold NaN or Inf: bool, no dimension."""
-        assert p not in self._in_flight, f"fragment {p} is launched while it is in flight"
-        nonfinite = is_nonfinite(self.fragments[p], values, self._replica)
-        rest = self._late_parameters.word(values=p == 0 and self._channel.size > 1)
-        pending = exchange.launch(values, header._replace(nonfinite=nonfinite, rest=rest))
-        self._in_flight[p] = FragmentInFlight(exchange, pending, time.perf_counter(), self.step)
+        assert p not in self.flights, f"fragment {p} is launched while it is in flight"
+        nonfinite = is_nonfinite(self._fragments[p], values, self._replica)
+        pending = exchange.launch(values, header._replace(nonfinite=nonfinite))
+        self.flights[p] = FragmentInFlight(exchange, pending, time.perf_counter(), header.step)
         return nonfinite
 
-    def _receive(self, p: int) -> Arrival:
-        flight, fragment = self._in_flight.pop(p), self.fragments[p]
-        before_s = self._channel.ledger.seconds_waited
+    def receive(self, p: int, step: int) -> tuple[Arrival, FragmentInFlight]:
+        """Wait for a fragment that lands after inner step `step`; decode what all have sent.
+
+        Raises:
+            RuntimeError: it must not land; see `refuse_landing`.
+        """
+        flight, fragment = self.flights.pop(p), self._fragments[p]
+        ledger = self._channel.ledger
+        before_s = ledger.seconds_waited
         flight.pending.wait()
-        waited_s = self._channel.ledger.seconds_waited - before_s
-        arrival = receive(flight, fragment.global_copy.device, self._replica)
-        names = fragment.fragment.parameters
-        refuse_landing(arrival, p, names, self.step, self._channel, self.settings)
-        self._note(flight, arrival)
-        lr = float(fragment.optimizer.param_groups[0]["lr"])
-        self.landings[p] = Landing.of(arrival, flight, lr, waited_s, self.landings.get(p))
-        if arrival.rest_differs:
-            self._average_moved()
-        return arrival
+        waited_s = ledger.seconds_waited - before_s
 
-    @abstractmethod
-    def _note(self, flight: FragmentInFlight, arrival: Arrival) -> None:
-        """Learn from what lands which replicas have ended."""
+        arrival = flight.receive(fragment.global_copy.device, self._replica)
+        if arrival.steps_differ or arrival.drifted or arrival.nonfinite:
+            names = fragment.fragment.parameters
+            refuse_landing(arrival, p, names, step, self._channel, self._settings)
 
-    @abstractmethod
-    def _average_moved(self) -> None:
-        """Find out what stands in no fragment and differs between the replicas; let it join."""
-
-    def _join(self, fragment: Fragment, offset: int) -> int:
-        """Let parameters that stood in no fragment be a new one; return its number."""
-        kind, device = self.settings.outer_optimizer, self.settings.outer_device
-        joined = OuterFragment(self._module, fragment, kind, self._replica, device)
-        self.fragments.append(joined)
-        self.schedule = replace(self.schedule, joined=(*self.schedule.joined, offset))
-        p = len(self.fragments) - 1
-        self._late_parameters.join(p, fragment, offset)
-        self._open_exchanges()
-        return p
-
-    def _open_exchanges(self) -> None:
-        sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
-        self._exchanges = cheaper_fragment_exchanges(
-            self._channel, self._background, self._wire, sizes
+        before = self.landings[p].abstentions if p in self.landings else 0
+        self.landings[p] = Landing(
+            arrival.norm,
+            arrival.cosine,
+            float(fragment.optimizer.param_groups[0]["lr"]),
+            time.perf_counter() - flight.launched_s,
+            waited_s,
+            flight.exchange.num_bytes,
+            len(arrival.nonfinite) + before,
         )
-        self.means[:] = self._make_means(sizes)
+        return arrival, flight
 
-    def _digest(self, p: int) -> Tensor | int:
-        """Return what travels with this launch: the global copy's hash where it is due, else 0."""
-        every = self.settings.check_drift_every
-        cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
-        if not every or cycle % every:
-            return 0
-        return self.fragments[p].digest()
+    def wait(self) -> None:
+        """Take what is in flight off the wire; it still lands at its step."""
+        for flight in self.flights.values():
+            flight.pending.wait()
 
-    def _refuse_late(self) -> None:
-        held = (fragment.fragment for fragment in self.fragments)
-        refuse_late(self._module, held, self.settings.replica_size)
+    def state_dict(self) -> dict[int, Tensor]:
+        """Return what has arrived of each fragment in flight; waits for it."""
+        return {p: flight.pending.wait() for p, flight in self.flights.items()}
+
+    def load_state_dict(self, state: dict[int, Tensor], launched: dict[int, int]) -> None:
+        """Put back what `state_dict` returned.
+
+        Args:
+            state: by fragment.
+            launched: by fragment, the inner step after which it was launched.
+        """
+        assert not self.flights, "a state is loaded before the first step"
+        for p, arrived in state.items():
+            pending, now = Pending.here(arrived), time.perf_counter()
+            self.flights[p] = FragmentInFlight(self.exchanges[p], pending, now, launched[p])
+
+
+def is_nonfinite(fragment: OuterFragment, values: Tensor, replica: Channel | None = None) -> Tensor:
+    """Return whether values of a fragment hold NaN, Inf or more than any wire format carries.
+
+    A buffer's constants count only where the global copy is finite: a mask may hold -inf.
+
+    Args:
+        fragment: that has the values.
+        values: as `OuterFragment.outer_gradient` returns them.
+        replica: to the ranks that hold the other shards; they are told of this one. Collective.
+
+    Returns:
+        bool, no dimension, on the device of `values`, where nobody waits for it.
+    """
+    parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
+    found = torch.zeros((), dtype=torch.bool, device=values.device)
+    if parameters.numel():
+        low, high = torch.aminmax(parameters)  # a NaN is both, and no comparison holds for it
+        found = ~((low > -LARGEST) & (high < LARGEST))
+    if buffers.numel():
+        outer = fragment.global_copy[fragment.parameter_numel :]
+        outer = outer.to(values.device, non_blocking=True)
+        found = found | (outer.isfinite() & ~buffers.isfinite()).any()
+
+    if replica is None or replica.size == 1:
+        return found
+    shards = replica.all_reduce(found.float().to(replica.device), REPLICA_TAG).wait()
+    return (shards > 0).to(values.device)

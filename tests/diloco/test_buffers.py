@@ -74,7 +74,7 @@ def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> An
         seen[-1] = seen[-1], local
     diloco.finish()
     seen.append((module.norm.running_var.clone(), module.wide.weight.detach().clone()))
-    way = type(diloco._exchanges[0])
+    way = type(diloco._transfers.exchanges[0])
     diloco.close()
     channel.close()
     return way, seen

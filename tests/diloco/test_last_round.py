@@ -38,10 +38,10 @@ class Remembering:
 
     before: dict[str, Tensor] | None = None
 
-    def _settle_arrived(self, p: int) -> bool:
+    def settle_arrived(self, p: int) -> bool:
         if self.before is None:
             self.before = state_of(self._module)  # type: ignore[attr-defined]
-        return super()._settle_arrived(p)  # type: ignore[misc]
+        return super().settle_arrived(p)  # type: ignore[misc]
 
 
 class Streaming(Remembering, StreamingDiLoCo):
@@ -77,7 +77,7 @@ def train(rank: int, size: int, ends: list[int], changes: dict[str, Any], width:
     assert diloco.in_flight == []
     assert diloco.weight_swap.is_local()
     last = ledger.bytes_by_tag["outer_gradient"] - sent
-    way = type(diloco._exchanges[0])
+    way = type(diloco._transfers.exchanges[0])
     diloco.close()
     inside.close()
     channel.close()

@@ -338,7 +338,7 @@ def move_by_shards(rank: int, size: int) -> tuple[list[type], Tensor]:
         with torch.no_grad():
             module.teacher.weight.lerp_(module.student.weight, 0.3)
     diloco.finish()
-    ways = [type(exchange) for exchange in diloco._exchanges]
+    ways = [type(exchange) for exchange in diloco._transfers.exchanges]
     diloco.close()
     channel.close()
     return ways, module.teacher.weight.detach()

@@ -20,7 +20,8 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.fragment_exchange import ShardedFragmentExchange
-from lightning_commfree.diloco.nonfinite import is_nonfinite, reset_nonfinite_state
+from lightning_commfree.diloco.nonfinite import reset_nonfinite_state
+from lightning_commfree.diloco.transfers import is_nonfinite
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import (
     ADAMW,
@@ -219,7 +220,7 @@ def average(rank: int, size: int, wire_dtype: str) -> Any:
         warnings.simplefilter("ignore")
         for _ in range(H + 1):
             diloco.after_step()
-    way = type(diloco._exchanges[0])
+    way = type(diloco._transfers.exchanges[0])
     diloco.close()
     channel.close()
     landing = diloco.landings[0]

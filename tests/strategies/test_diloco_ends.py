@@ -65,14 +65,14 @@ class Watch(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         diloco = trainer.strategy._running
-        settle = diloco._settle_arrived
+        settle = diloco.settle_arrived
 
         def remember(p: int) -> bool:
             if self.before is None:
                 self.before = {n: t.detach().clone() for n, t in pl_module.named_parameters()}
             return settle(p)
 
-        diloco._settle_arrived = remember
+        diloco.settle_arrived = remember
 
     def on_validation_end(self, *_: Any) -> None:
         self.validations += 1

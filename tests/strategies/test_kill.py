@@ -79,13 +79,13 @@ class DieBeforeStep(pl.Callback):
 Arm = Callable[[Path, pytest.MonkeyPatch], "pl.Callback | None"]
 ALGORITHM: dict[str, Arm] = {
     "before the first launch": lambda folder, patch: DieBeforeStep(8, folder),
-    "in flight": lambda f, p: die_within(StreamingDiLoCo, "_launch", "after", 8, f, p),
-    "just before a landing": lambda f, p: die_within(StreamingDiLoCo, "_land", "before", 10, f, p),
+    "in flight": lambda f, p: die_within(StreamingDiLoCo, "launch", "after", 8, f, p),
+    "just before a landing": lambda f, p: die_within(StreamingDiLoCo, "land", "before", 10, f, p),
     "before the outer step": lambda f, p: die_within(
         OuterFragment, "outer_step", "before", 10, f, p
     ),
     "after the outer step": lambda f, p: die_within(OuterFragment, "outer_step", "after", 10, f, p),
-    "in `finish`": lambda f, p: die_within(StreamingDiLoCo, "_land", "after", 24, f, p),
+    "in `finish`": lambda f, p: die_within(StreamingDiLoCo, "land", "after", 24, f, p),
 }
 WRITING: dict[str, tuple[int, int]] = {  # the rank that dies, at the save after which step
     "writing its own file": (1, 14),

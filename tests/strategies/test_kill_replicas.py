@@ -54,7 +54,7 @@ class DieInBackward(pl.Callback):
 Arm = Callable[[Path, pytest.MonkeyPatch], "pl.Callback | None"]
 PHASES: dict[str, Arm] = {
     "in DDP's all-reduce": lambda folder, patch: DieInBackward(folder),
-    "before a launch": lambda f, p: die_within(StreamingDiLoCo, "_launch", "before", 15, f, p),
+    "before a launch": lambda f, p: die_within(StreamingDiLoCo, "launch", "before", 15, f, p),
     "in a landing": lambda f, p: die_within(OuterFragment, "outer_step", "after", 15, f, p),
     "before writing its file": lambda f, p: die_within(RankFiles, "save", "before", 15, f, p),
 }

@@ -9,16 +9,15 @@ writes the page again. It takes root and iproute2; torchft's rows take the extra
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.bandwidth.cells import LABELS
+from benchmarks.bandwidth.figures import LABELS
 from benchmarks.bandwidth.measure import HEAP, Results, measure
-from benchmarks.bandwidth.page import page_lines
+from benchmarks.bandwidth.page import TITLE, draw, opening, page_lines
 from benchmarks.bandwidth.window import LEG_STEPS
-from benchmarks.common.page import provenance, write_page
+from benchmarks.common.page import provenance, result_page, write_page
 from benchmarks.lab import LaboratoryUnavailable, exit_on_signals
 
 PAGE = Path(__file__).with_name("result.md")
@@ -55,17 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit_on_signals()
     settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}
     settings |= {"leg_steps": LEG_STEPS, "heap": HEAP}
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.bandwidth", *words])
+    block = provenance("bandwidth", arguments, options.page)
     try:
-        results = Results(options.raw, settings, provenance(command))
+        results = Results(options.raw, settings, block)
         if not options.page_only:
             measure(results, options)
     except (LaboratoryUnavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    lines = ["# Bandwidth: every way to train, over slow links", "", *results.provenance, ""]
-    write_page(options.page, [*lines, *page_lines(results.raw, options.rates)])
+    picture = options.page.with_suffix(".png")
+    draw(results.raw["records"], options.rates, picture)
+    first, body = opening(results.raw, picture.name), page_lines(results.raw, options.rates)
+    write_page(options.page, result_page(TITLE, first, results.made_by, body))
     return 0
 
 

@@ -55,13 +55,12 @@ class Results:
             self.raw.setdefault("made_by", [])  # a file of an older version
 
     @property
-    def provenance(self) -> list[str]:
-        """The blocks of the calls that have measured something that stands; equal ones once."""
+    def made_by(self) -> list[list[str]]:
+        """The provenance of each call that has measured something that stands."""
         blocks, records = self.raw["made_by"], self.raw["records"]
         calls = {r.get("call") for r in records if not any(node["error"] for node in r["nodes"])}
         # an older version did not keep which call had measured
-        made_by = blocks if None in calls else [blocks[call] for call in sorted(calls)]
-        return [line for block in dict.fromkeys(map(tuple, made_by)) for line in block]
+        return blocks if None in calls else [blocks[call] for call in sorted(calls)]
 
     def has(self, rate: str, row: str, round_: int, nodes: int = NODES) -> bool:
         """Return whether a row was measured in this round; one that failed is tried again."""

@@ -3,51 +3,113 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.bandwidth.cells import FEWEST_ROUNDS, LABELS, Cell, cells
 from benchmarks.bandwidth.chain import chain, compared, compared_step_by_step, noise
+from benchmarks.bandwidth.figures import FEWEST_ROUNDS, LABELS, Figures, figures_by_row
+from benchmarks.common.page import draw_bars
 from benchmarks.lab import BURST_KIB
 
+TITLE = "How long does a step take over slow links, and what does it send?"
 HEADLINE_RATE = "100mbit"
+DRAWN = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "ddp_powersgd": "DDP, PowerSGD",
+    "torchft_delay": "torchft DiLoCo, delay",
+    "overlap": "Streaming DiLoCo, fp32",
+    "overlap_fp4": "Streaming DiLoCo, fp4",
+}
 
 
-def table(found: dict[str, Cell | str], labels: Mapping[str, str] = LABELS) -> list[str]:
+def opening(raw: Mapping[str, Any], picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    lines = [
+        "Two machines train one GPT-2 of 5.8 million parameters, joined by a slow link. Data"
+        " parallelism sends all gradients at every step; Streaming DiLoCo sends a few bytes now and"
+        " then, while it computes.",
+        "",
+    ]
+    found = figures_by_row(raw["records"], HEADLINE_RATE)
+    none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
+    if isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures):
+        (slower, _), (faster, _) = compared(ours, none), compared(ddp, ours)
+        fewer = ddp.wire_bytes / ours.wire_bytes
+        lines += [
+            f"**Found, at {HEADLINE_RATE}:** a step of Streaming DiLoCo with all it has (overlap,"
+            f" fp4) takes {slower:.2f} times as long as without any communication. DDP's takes"
+            f" {faster:.1f} times as long as that, and sends {fewer:,.0f} times the bytes.",
+        ]
+    else:
+        lines += [f"**Found:** nothing yet; no communication, DDP and fp4 at {HEADLINE_RATE} lack."]
+    return [*lines, "", f"![milliseconds a step, by link and way to train]({picture})"]
+
+
+def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:
+    """Write a PNG with the step times of the rows that most readers ask for."""
+    by_rate = {rate: figures_by_row(records, rate) for rate in rates}
+    draw_steps(path, "A step over slow links, and without any", by_rate, DRAWN)
+
+
+def draw_steps(
+    path: Path,
+    title: str,
+    by_rate: Mapping[str, Mapping[str, Figures | str]],
+    names: Mapping[str, str],
+) -> None:
+    """Write a PNG with the step times of the rows that have names, rate by rate."""
+    groups = {
+        rate: {
+            name: figures.step_ms
+            for row, name in names.items()
+            if isinstance(figures := found.get(row), Figures)
+        }
+        for rate, found in by_rate.items()
+    }
+    draw_bars(path, title, "ms a step", groups, logarithmic=True)
+
+
+def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -> list[str]:
     """Return the table of one rate as lines of Markdown; `none` gives the utilization.
 
     Times that no row has are left out.
     """
-    more: dict[str, Callable[[Cell], float | None]] = {
-        "step by step": Cell.step_by_step_ms,
-        "waited": lambda cell: cell.waited_ms,
-        "own": Cell.own_ms,
-        "beside": lambda cell: cell.beside_ms,
+    more: dict[str, Callable[[Figures], float | None]] = {
+        "step by step": Figures.step_by_step_ms,
+        "waited": lambda figures: figures.waited_ms,
+        "own": Figures.own_ms,
+        "beside": lambda figures: figures.beside_ms,
     }
-    measured = [cell for cell in found.values() if isinstance(cell, Cell)]
-    times: dict[str, Callable[[Cell], float | None]] = {"ms a step": lambda cell: cell.step_ms}
-    times |= {k: ms for k, ms in more.items() if any(ms(cell) is not None for cell in measured)}
+    measured = [figures for figures in found.values() if isinstance(figures, Figures)]
+    times: dict[str, Callable[[Figures], float | None]] = {
+        "ms a step": lambda figures: figures.step_ms
+    }
+    times |= {
+        k: ms for k, ms in more.items() if any(ms(figures) is not None for figures in measured)
+    }
     after = ["utilization", "bytes a step, interface", "bytes a step, ledger", "rounds"]
     lines = [f"| | {' | '.join([*times, *after])} |", "|---" * (1 + len(times) + len(after)) + "|"]
     none = found.get("none")
-    for row, cell in found.items():
-        if isinstance(cell, str):
+    for row, figures in found.items():
+        if isinstance(figures, str):
             empty = " |" * (len(times) + len(after) - 1)
-            lines.append(f"| {labels[row]} | did not run: {cell} |{empty}")
+            lines.append(f"| {labels[row]} | did not run: {figures} |{empty}")
             continue
-        shown = ["-" if (one := ms(cell)) is None else f"{one:.1f}" for ms in times.values()]
-        share = f"{100 / compared(cell, none)[0]:.1f} %" if isinstance(none, Cell) else "-"
-        ledger = "-" if cell.ledger_bytes is None else f"{cell.ledger_bytes:,.0f}"
-        if cell.ledger_bytes is not None and not cell.ledger_is_counted:
+        shown = ["-" if (one := ms(figures)) is None else f"{one:.1f}" for ms in times.values()]
+        share = f"{100 / compared(figures, none)[0]:.1f} %" if isinstance(none, Figures) else "-"
+        ledger = "-" if figures.ledger_bytes is None else f"{figures.ledger_bytes:,.0f}"
+        if figures.ledger_bytes is not None and not figures.ledger_is_counted:
             ledger += " (computed)"
-        shown += [share, f"{cell.wire_bytes:,.0f}", ledger, str(len(cell.ms_by_round))]
+        shown += [share, f"{figures.wire_bytes:,.0f}", ledger, str(len(figures.ms_by_round))]
         lines.append(f"| {labels[row]} | {' | '.join(shown)} |")
     return lines
 
 
-def headline(found: dict[str, Cell | str]) -> list[str]:
+def headline(found: dict[str, Figures | str]) -> list[str]:
     """Return the targets of the last row against no communication and DDP, with the figures."""
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
-    if not (isinstance(none, Cell) and isinstance(ddp, Cell) and isinstance(ours, Cell)):
+    if not (isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures)):
         return [f"Not measured: it takes no communication, DDP and fp4 at {HEADLINE_RATE}."]
     lines = ["| target | figure | |", "|---|---|---|"]
     (slower, _), (faster, _) = compared(ours, none), compared(ddp, ours)
@@ -71,16 +133,16 @@ def target(text: str, figure: float, met: bool) -> str:
 
 
 def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
-    """Return the page below its provenance.
+    """Return the page below its provenance: verdicts and tables, then the method.
 
     Args:
         raw: `settings` and `records` of `benchmarks.bandwidth`.
         rates: in the order of the page.
     """
-    lines = [f"## At {HEADLINE_RATE}: no communication, DDP and Streaming DiLoCo", ""]
-    lines += headline(cells(raw["records"], HEADLINE_RATE))
+    lines = [f"## Targets at {HEADLINE_RATE}", ""]
+    lines += headline(figures_by_row(raw["records"], HEADLINE_RATE))
     for rate in rates:
-        found = cells(raw["records"], rate)
+        found = figures_by_row(raw["records"], rate)
         lines += ["", f"## {rate}", "", *table(found), "", *chain(found), *noise(found)]
         lines += _windows(raw["records"], rate)
     return [

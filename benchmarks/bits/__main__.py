@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
-from benchmarks.common.timing import seconds_of
+from benchmarks.common.timing import seconds_of, take_turns
 from lightning_commfree.comm.bits import (
     pack_bits,
     pack_nibbles,
@@ -26,14 +25,6 @@ from lightning_commfree.comm.bits import (
 )
 
 COPY = "copy"
-
-
-class Timing(NamedTuple):
-    """Median time of one operation, in seconds, and that time over the copy's."""
-
-    operation: str
-    median_s: float
-    ratio: float
 
 
 def operations(numel: int, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -50,17 +41,6 @@ def operations(numel: int, device: torch.device) -> dict[str, Callable[[], objec
         "pack_nibbles": lambda: pack_nibbles(codes, out=nibbles),
         "unpack_nibbles": lambda: unpack_nibbles(nibbles, numel, out=codes_out),
     }
-
-
-def measure(numel: int, rounds: int, device: torch.device) -> list[Timing]:
-    """Time every operation once a round, after one round that does not count."""
-    table = operations(numel, device)
-    seconds: dict[str, list[float]] = {name: [] for name in table}
-    for _ in range(rounds + 1):
-        for name, operation in table.items():
-            seconds[name].append(seconds_of(operation, device))
-    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    return [Timing(name, median, median / medians[COPY]) for name, median in medians.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -81,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f" {torch.get_num_threads()} threads"
     )
     print(f"{'operation':<16}{'median ms':>12}{'Gcode/s':>10}{'ratio to copy':>16}")
-    for name, median_s, ratio in measure(args.numel, args.rounds, args.device):
+    table = operations(args.numel, args.device)
+    timings = take_turns(table, args.rounds, partial(seconds_of, device=args.device))
+    for name, (median_s, ratio) in timings.items():
         giga_codes = args.numel / median_s / 1e9
         print(f"{name:<16}{1e3 * median_s:>12.3f}{giga_codes:>10.2f}{ratio:>16.2f}")
 

@@ -8,20 +8,40 @@ page. Further words go to both runs as overrides: `trainer.max_steps=100`.
 from __future__ import annotations
 
 import argparse
-import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.page import provenance, write_page
+from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.common.pretraining import run
 from recipes.training.traffic import human_bytes
 
 PAGE = Path(__file__).with_name("result.md")
+TITLE = "What does the demo reach, beside DDP with the same tokens?"
+HOW_TO_READ = """\
+Validation loss in nats per token over the whole validation split, of the model after the fit. The
+seconds are of one run each, on loopback, and say nothing about slow links."""
 RUNS = {
     "ddp": ["strategy=ddp"],  # what the demo changes besides the strategy are the strategy's knobs
     "streaming_diloco": ["experiment=demo"],
 }
+
+
+def opening(summaries: Mapping[str, Mapping[str, Any]], picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    ddp, ours = summaries["ddp"], summaries["streaming_diloco"]
+    percent = 100 * (ours["validation_loss"] / ddp["validation_loss"] - 1)
+    fewer = ddp["bytes_in_steps"] / ours["bytes_in_steps"]
+    return [
+        f"`make demo` trains a small GPT-2 with Streaming DiLoCo on two processes for"
+        f" {ours['tokens']:,} tokens. What would DDP have made of the same tokens?",
+        "",
+        f"**Found:** the demo ends with a validation loss of {ours['validation_loss']:.4f}, DDP"
+        f" with {ddp['validation_loss']:.4f} ({percent:+.2f} %); DDP sends {fewer:,.0f} times the"
+        " bytes.",
+        "",
+        f"![validation loss of both]({picture})",
+    ]
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
@@ -48,20 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, default=Path("outputs/bench/demo"))
     parser.add_argument("--page", type=Path, default=PAGE)
     options, more = parser.parse_known_args(arguments)
+    block = provenance("demo", more, options.page)
     summaries = {
         name: run([*overrides, *more], options.work / name) for name, overrides in RUNS.items()
     }
-    lines = [
-        "# The demo and DDP, same tokens",
-        "",
-        *provenance(shlex.join(["python", "-m", "benchmarks.demo", *more])),
-        "",
-        *table(summaries),
-        "",
-        "Validation loss in nats per token over the whole validation split, of the model after the"
-        " fit. The seconds are of one run each, on loopback, and say nothing about slow links.",
-    ]
-    write_page(options.page, lines)
+    picture = options.page.with_suffix(".png")
+    losses = {name: {"validation loss": s["validation_loss"]} for name, s in summaries.items()}
+    draw_bars(picture, "The demo and DDP, same tokens", "nats per token", losses)
+    body = ["## Both runs", "", *table(summaries), "", *HOW_TO_READ.splitlines()]
+    first = opening(summaries, picture.name)
+    write_page(options.page, result_page(TITLE, first, [block], body))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import tempfile
@@ -16,10 +15,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.common.page import provenance, write_page
+from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.lab import BURST_KIB, LaboratoryUnavailable, NetLab, exit_on_signals
 
 PAGE = Path(__file__).with_name("result.md")
+TITLE = "What does a socket for each direction gain, where two ranks send at once?"
 MEGABITS = 100
 HOW_TO_READ = f"""\
 Every rank gathers so many bytes from every other one, through `Channel.all_gather` with one gloo
@@ -55,23 +55,61 @@ def measure(node_counts: Sequence[int], sizes: Sequence[int], rounds: int) -> Se
     return found
 
 
+def opening(seconds: Seconds, picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    lines = [
+        "When all ranks gather from each other, two of them send to each other at once. gloo has"
+        " one socket between them, and one direction then waits for the other.",
+        "",
+    ]
+    for nodes, by_size in medians_ms(seconds).items():
+        shares = ", ".join(
+            f"{two / one:.2f} of the time with {num_bytes / 1e6:g} MB"
+            for num_bytes, (one, two) in by_size.items()
+        )
+        lines.append(
+            f"- **Found, {nodes} nodes at {MEGABITS} Mbit/s:** with a socket for each direction a"
+            f" gather takes {shares}."
+        )
+    return [*lines, "", f"![milliseconds a gather]({picture})"]
+
+
+def medians_ms(seconds: Seconds) -> dict[int, dict[int, tuple[float, float]]]:
+    """Return by nodes and bytes the milliseconds with one socket and with two."""
+    found: dict[int, dict[int, tuple[float, float]]] = {}
+    for nodes, num_bytes in dict.fromkeys((nodes, size) for nodes, _, size in seconds):
+        one, two = (
+            1e3 * statistics.median(seconds[nodes, kind, num_bytes]) for kind in ("one", "two")
+        )
+        found.setdefault(nodes, {})[num_bytes] = one, two
+    return found
+
+
+def draw(seconds: Seconds, path: Path) -> None:
+    """Write a PNG with the milliseconds of a gather."""
+    groups = {
+        f"{nodes} nodes, {num_bytes / 1e6:g} MB": {"one socket": one, "two sockets": two}
+        for nodes, by_size in medians_ms(seconds).items()
+        for num_bytes, (one, two) in by_size.items()
+    }
+    draw_bars(path, f"A gather at {MEGABITS} Mbit/s", "ms", groups)
+
+
 def page_lines(seconds: Seconds) -> list[str]:
     """Return the page below its provenance."""
     lines = [
         "| nodes | MB a rank | bytes / rate, ms | one socket, ms | two, ms | two / one | rounds |",
         "|---|---|---|---|---|---|---|",
     ]
-    for nodes, num_bytes in dict.fromkeys((nodes, size) for nodes, _, size in seconds):
-        rounds = seconds[nodes, "one", num_bytes]
-        one, two = (
-            1e3 * statistics.median(seconds[nodes, kind, num_bytes]) for kind in ("one", "two")
-        )
-        ideal = 8e3 * num_bytes * (nodes - 1) / (MEGABITS * 1e6)
-        lines.append(
-            f"| {nodes} | {num_bytes / 1e6:g} | {ideal:.0f} | {one:.0f} | {two:.0f}"
-            f" | {two / one:.2f} | {len(rounds)} |"
-        )
-    return [*HOW_TO_READ.splitlines(), "", *lines]
+    for nodes, by_size in medians_ms(seconds).items():
+        for num_bytes, (one, two) in by_size.items():
+            rounds = seconds[nodes, "one", num_bytes]
+            ideal = 8e3 * num_bytes * (nodes - 1) / (MEGABITS * 1e6)
+            lines.append(
+                f"| {nodes} | {num_bytes / 1e6:g} | {ideal:.0f} | {one:.0f} | {two:.0f}"
+                f" | {two / one:.2f} | {len(rounds)} |"
+            )
+    return ["## The gathers", "", *HOW_TO_READ.splitlines(), "", *lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,15 +123,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     exit_on_signals()
+    block = provenance("duplex", arguments, options.page)
     try:
         seconds = measure(options.nodes, options.sizes, options.rounds)
     except (LaboratoryUnavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.duplex", *words])
-    title = "# A socket for each direction"
-    write_page(options.page, [title, "", *provenance(command), "", *page_lines(seconds)])
+    picture = options.page.with_suffix(".png")
+    draw(seconds, picture)
+    first = opening(seconds, picture.name)
+    write_page(options.page, result_page(TITLE, first, [block], page_lines(seconds)))
     return 0
 
 

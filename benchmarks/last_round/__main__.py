@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +21,7 @@ from pathlib import Path
 from benchmarks.common.kept import load, save
 from benchmarks.common.page import provenance, write_page
 from benchmarks.common.side_by_side import made
-from benchmarks.last_round.page import page_lines
+from benchmarks.last_round.page import draw_page, page_lines
 from benchmarks.last_round.runs import End, done, ends, losses_of, new_pool, planned
 from benchmarks.quality.grid import COMMON, Run, Size
 
@@ -42,11 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = Size()
     setting = {**asdict(size), "common": COMMON, "overrides": more}
     others = load(options.quality, {**setting, "overrides": []}, Run).losses
-    command = ["python", "-m", "benchmarks.last_round", f"--seeds={options.seeds}", *more]
-    block = provenance(shlex.join(command))
+    block = provenance("last_round", [f"--seeds={options.seeds}", *more], options.results)
     results = load(options.results, setting, End)
-    page = options.results.with_suffix(".md")
-    write_page(page, page_lines(results, others, size, options.seeds))
+
+    def write() -> None:
+        picture = options.results.with_suffix(".png")
+        draw_page(results.losses, others, options.seeds, picture)
+        lines = page_lines(results, others, size, options.seeds, picture.name)
+        write_page(options.results.with_suffix(".md"), lines)
+
+    write()
     have = done(results.losses)
     plan = partial(planned, others, options.seeds)
     one = partial(losses_of, size=size, overrides=more)
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 results.add(end, found[end.last_round], block)
             have[run] = found["mean"]
             save(options.results, results)
-            write_page(page, page_lines(results, others, size, options.seeds))
+            write()
 
 
 if __name__ == "__main__":

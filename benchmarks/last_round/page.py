@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import statistics
+from pathlib import Path
 
 from benchmarks.common.kept import MISSING, Results, mean_text
+from benchmarks.common.page import draw_bars, result_page
 from benchmarks.last_round.played import LAST_ROUNDS
 from benchmarks.last_round.runs import SETTINGS, End, Losses, differences, ends, winner
-from benchmarks.quality.grid import COMMON, OuterByM, Run, Size, best_lr, cells
+from benchmarks.quality.grid import COMMON, OuterByM, Size, best_lr, cells, seeds_of
 from benchmarks.quality.grid import Losses as Others
 from benchmarks.quality.grid import ddp as ddp_run
 
+TITLE = "How should a DiLoCo fit end: with an outer step, or with the plain mean?"
 HOW_TO_READ = """\
 Validation loss in nats per token over the whole validation split, after each kind of last round of
 the same training run: "outer step", the outer optimizer steps once more and the local weights are
@@ -24,15 +27,14 @@ process of one thread: bit for bit what processes come to, but for what their nu
 to a sum. Runs that have not been made are missing, and the next call makes them."""
 
 
-def page_lines(results: Results[End], others: Others, size: Size, seeds: int) -> list[str]:
+def page_lines(
+    results: Results[End], others: Others, size: Size, seeds: int, picture: str
+) -> list[str]:
     """Return the page as lines of Markdown."""
     losses = results.losses
-    lines = ["# The last round of a DiLoCo fit: outer step or plain mean", ""]
-    for name, outer in SETTINGS.items():
-        lines += _finding(losses, others, name, outer, seeds)
-    lines += [
+    lines = [
+        "## The runs",
         "",
-        *(line for block in results.made_by for line in block),
         f"- every run: {size.steps:,} optimizer steps of {size.blocks_per_step} blocks by all"
         f" replicas together, `{' '.join(COMMON)}`",
         "",
@@ -41,15 +43,52 @@ def page_lines(results: Results[End], others: Others, size: Size, seeds: int) ->
     for name, outer in SETTINGS.items():
         knobs = [f"M = {replicas}: {setting}." for replicas, setting in outer.items()]
         lines += ["", f"## Outer settings: {name}", "", *knobs, ""]
+        lines += _finding(losses, others, outer, seeds)
         lines += _table(losses, others, outer, seeds)
-    return lines
+    first = opening(losses, others, seeds, picture)
+    return result_page(TITLE, first, results.made_by, lines)
 
 
-def _finding(losses: Losses, others: Others, name: str, outer: OuterByM, seeds: int) -> list[str]:
+def opening(losses: Losses, others: Others, seeds: int, picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    lines = [
+        "Replicas hold different weights when a fit ends, and one model is to come out. It was the"
+        " result of one more outer step; it is the plain mean of the replicas' weights now. Which"
+        " has the lower validation loss?",
+        "",
+    ]
+    for name, outer in SETTINGS.items():
+        verdicts = [
+            winner(differences(losses, seeds_of(cell, seeds)))
+            for cell in cells(others, "fp4", 1, outer)
+        ]
+        told = [verdict for verdict in verdicts if verdict not in (MISSING, "one seed")]
+        lines.append(
+            f"- **Found, outer settings: {name}:** by more than the seeds' spread the mean is"
+            f" better in {told.count('mean')} of {len(told)} cells, the outer step in"
+            f" {told.count('outer step')}. {len(verdicts) - len(told)} cells lack seeds."
+        )
+    return [*lines, "", f"![loss after the outer step minus that after the mean]({picture})"]
+
+
+def draw_page(losses: Losses, others: Others, seeds: int, path: Path) -> None:
+    """Write a PNG with the mean difference of every cell; positive where the mean is better."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, outer in SETTINGS.items():
+        for cell in cells(others, "fp4", 1, outer):
+            found = differences(losses, seeds_of(cell, seeds))
+            group = groups.setdefault(f"{cell.model}\nM={cell.replicas} H={cell.sync_every}", {})
+            if found:
+                group[name] = 1e3 * statistics.mean(found)
+    title = "Outer step minus mean; above 0 the mean is better"
+    draw_bars(path, title, "thousandths of a nat", groups)
+
+
+def _finding(losses: Losses, others: Others, outer: OuterByM, seeds: int) -> list[str]:
     """Return what the settings' cells say, in a sentence or two."""
     by_verdict: dict[str, list[str]] = {}
     for cell in cells(others, "fp4", 1, outer):
-        found = differences(losses, _seeds(cell, seeds))
+        found = differences(losses, seeds_of(cell, seeds))
         text = f"{cell.model} M = {cell.replicas} H = {cell.sync_every}"
         by_verdict.setdefault(winner(found), []).append(
             text if not found else f"{text} ({mean_text(found, '+.4f')})"
@@ -61,7 +100,7 @@ def _finding(losses: Losses, others: Others, name: str, outer: OuterByM, seeds: 
         "one seed": "only one seed was run in",
         MISSING: "not run:",
     }
-    lines = [f"With the outer settings of {name} (outer step - mean, in nats):", ""]
+    lines = ["Outer step - mean, in nats:", ""]
     for verdict, text in words.items():
         named = by_verdict.get(verdict, [])
         if named or verdict == "outer step":
@@ -75,7 +114,7 @@ def _table(losses: Losses, others: Others, outer: OuterByM, seeds: int) -> list[
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells(others, "fp4", 1, outer):
-        runs = _seeds(cell, seeds)
+        runs = seeds_of(cell, seeds)
         lr = best_lr(others, ddp_run(cell.model)) or 0.0
         theirs = [ddp_run(cell.model, seed, lr) for seed in range(1, seeds + 1)]
         ddp = [others[job] for job in theirs if job in others]
@@ -96,7 +135,3 @@ def _table(losses: Losses, others: Others, outer: OuterByM, seeds: int) -> list[
             f" | {mean_text(found, '+.4f')} | {winner(found)} |"
         )
     return lines
-
-
-def _seeds(cell: Run, seeds: int) -> list[Run]:
-    return [replace(cell, seed=seed) for seed in range(1, seeds + 1)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +23,9 @@ from benchmarks.bandwidth.measure import (
     measure,
 )
 from benchmarks.bandwidth.window import LEG_STEPS
-from benchmarks.common.page import provenance, write_page
+from benchmarks.common.page import provenance, result_page, write_page
 from benchmarks.lab import LaboratoryUnavailable, exit_on_signals
-from benchmarks.lion_bandwidth.page import LABELS, page_lines
+from benchmarks.lion_bandwidth.page import LABELS, TITLE, draw, opening, page_lines
 
 PAGE = Path(__file__).with_name("result.md")
 BYTES_ONLY = ("lion_random", "lion_average", "lion_zeros")
@@ -71,11 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, then write the page."""
     options = parse(arguments)
     exit_on_signals()
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.lion_bandwidth", *words])
+    block = provenance("lion_bandwidth", arguments, options.page)
     try:
         settings = {"steps": options.steps, "leg_steps": LEG_STEPS, "heap": HEAP}
-        results = Results(options.raw, settings, provenance(command))
+        results = Results(options.raw, settings, block)
         if not options.page_only:
             for nodes in options.nodes:
                 print(f"{nodes} nodes", flush=True)
@@ -83,9 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LaboratoryUnavailable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    lines = ["# Distributed Lion over slow links", "", *results.provenance, ""]
-    lines += page_lines(results.raw, options.rates, options.nodes, os.cpu_count() or 1)
-    write_page(options.page, lines)
+    picture = options.page.with_suffix(".png")
+    draw(results.raw["records"], options.rates, picture)
+    body = page_lines(results.raw, options.rates, options.nodes, os.cpu_count() or 1)
+    first = opening(results.raw["records"], options.rates, picture.name)
+    write_page(options.page, result_page(TITLE, first, results.made_by, body))
     return 0
 
 

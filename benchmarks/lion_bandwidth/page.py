@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.bandwidth.cells import Cell, cells
-from benchmarks.bandwidth.page import HEADLINE_RATE, table, target
+from benchmarks.bandwidth.figures import Figures, figures_by_row
+from benchmarks.bandwidth.page import HEADLINE_RATE, draw_steps, table, target
 from benchmarks.bandwidth.window import LEG_STEPS
 from benchmarks.lab import BURST_KIB
 
+TITLE = "How long does a step of Distributed Lion take over slow links, and what does it send?"
 LABELS = {
     "none": "no communication, AdamW",
     "ddp": "DDP, AdamW",
@@ -21,6 +23,12 @@ LABELS = {
     "lion_random": "Distributed Lion, random ties, overlap",
     "lion_average": "Distributed Lion, average, overlap",
     "lion_zeros": "Distributed Lion, majority, overlap, exact zeros",
+}
+DRAWN = {
+    "none": "no communication",
+    "ddp": "DDP",
+    "ddp_powersgd": "DDP, PowerSGD",
+    "lion": "Distributed Lion",
 }
 MODES = {"lion": "majority", "lion_random": "majority, random ties", "lion_average": "average"}
 WITHIN = 0.05  # of the formula, at the interface
@@ -51,25 +59,52 @@ own loss leaves the last one without: the gradient of its embedding is exactly z
 and the places of these zeros travel too. That is the row with exact zeros."""
 
 
+def opening(records: Sequence[dict[str, Any]], rates: Sequence[str], picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    lines = [
+        "Machines train one GPT-2 of 5.8 million parameters, joined by slow links. Data parallelism"
+        " sends 32 bits of gradient per parameter; Distributed Lion sends one bit up, a vote, and"
+        " one bit down, while it computes.",
+        "",
+    ]
+    for rate in rates:
+        found = figures_by_row(of_nodes(records, 2), rate, LABELS)
+        none, ddp, ours = (found.get(row) for row in ("lion_none", "ddp", "lion"))
+        if isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures):
+            lines.append(
+                f"- **Found, two nodes at {rate}:** DDP's step takes"
+                f" {ddp.step_ms / ours.step_ms:.2f} times as long as a vote's, which takes"
+                f" {ours.step_ms / none.step_ms:.2f} times as long as Lion's without any"
+                " communication."
+            )
+    return [*lines, "", f"![milliseconds a step, by link and way to train]({picture})"]
+
+
+def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:
+    """Write a PNG with the step times on two nodes."""
+    by_rate = {rate: figures_by_row(of_nodes(records, 2), rate, LABELS) for rate in rates}
+    draw_steps(path, "A step on two nodes", by_rate, DRAWN)
+
+
 def of_nodes(records: Sequence[dict[str, Any]], nodes: int) -> list[dict[str, Any]]:
     """Return the records that so many nodes measured."""
     return [r for r in records if len(r["nodes"]) == nodes]
 
 
-def headline(found: dict[str, Cell | str]) -> list[str]:
+def headline(found: dict[str, Figures | str]) -> list[str]:
     """Return the targets of two nodes at `HEADLINE_RATE`, with the figures."""
     names = ("ddp", "ddp_powersgd", "lion_none", "lion")
     ddp, powersgd, none, ours = (found.get(name) for name in names)
     lines = ["| target | figure | |", "|---|---|---|"]
-    if not isinstance(ours, Cell):
+    if not isinstance(ours, Figures):
         return [f"Not measured: it takes Distributed Lion at {HEADLINE_RATE} on two nodes."]
-    if isinstance(ddp, Cell):
+    if isinstance(ddp, Figures):
         faster = ddp.step_ms / ours.step_ms
         lines.append(target("DDP's step time / step time, at least 4.5", faster, faster >= 4.5))
-    if isinstance(powersgd, Cell):
+    if isinstance(powersgd, Figures):
         faster = powersgd.step_ms / ours.step_ms
         lines.append(target("PowerSGD's step time / step time, above 1", faster, faster > 1))
-    if isinstance(none, Cell):
+    if isinstance(none, Figures):
         slower = ours.step_ms / none.step_ms
         text = "step time / no communication (Lion), at most 1.15"
         lines.append(target(text, slower, slower <= 1.15))
@@ -79,14 +114,14 @@ def headline(found: dict[str, Cell | str]) -> list[str]:
 def who_wins(
     records: Sequence[dict[str, Any]], rates: Sequence[str], node_counts: Sequence[int]
 ) -> list[str]:
-    """Return Distributed Lion against DDP with AdamW, in every cell of rates and nodes."""
+    """Return Distributed Lion against DDP with AdamW, in every figures of rates and nodes."""
     lines = ["| rate | nodes | DDP, ms | Distributed Lion, ms | DDP / Lion | faster |"]
     lines.append("|---|---|---|---|---|---|")
     for rate in rates:
         for nodes in node_counts:
-            found = cells(of_nodes(records, nodes), rate, LABELS)
+            found = figures_by_row(of_nodes(records, nodes), rate, LABELS)
             ddp, ours = found.get("ddp"), found.get("lion")
-            if not (isinstance(ddp, Cell) and isinstance(ours, Cell)):
+            if not (isinstance(ddp, Figures) and isinstance(ours, Figures)):
                 lines.append(f"| {rate} | {nodes} | | | | not measured |")
                 continue
             ratio = ddp.step_ms / ours.step_ms
@@ -137,15 +172,15 @@ def page_lines(
         cores: of the machine that measured.
     """
     records, steps = raw["records"], raw["settings"]["steps"]
-    lines = [f"## At {HEADLINE_RATE}, two nodes: Distributed Lion against its targets", ""]
-    lines += headline(cells(of_nodes(records, 2), HEADLINE_RATE, LABELS))
+    lines = [f"## Targets at {HEADLINE_RATE}, two nodes", ""]
+    lines += headline(figures_by_row(of_nodes(records, 2), HEADLINE_RATE, LABELS))
     lines += ["", "## Where DDP wins", "", *who_wins(records, rates, node_counts)]
     lines += ["", "## Bytes a node sends in a step, by mode", ""]
     lines += [*bytes_by_mode(records, node_counts), ""]
     lines.append(ZEROS)
     for nodes in node_counts:
         for rate in rates:
-            found = cells(of_nodes(records, nodes), rate, LABELS)
+            found = figures_by_row(of_nodes(records, nodes), rate, LABELS)
             lines += ["", f"## {nodes} nodes, {rate}", ""]
             if nodes > cores:
                 lines += [_contention(nodes, cores), ""]

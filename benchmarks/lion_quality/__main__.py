@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -45,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "optimizers": [_optimizer(method, options.steps, more) for method in ("adamw", "g_lion")],
         "overrides": more,
     }
-    command = ["python", "-m", "benchmarks.lion_quality", f"--steps={options.steps}"]
-    block = provenance(shlex.join([*command, f"--seeds={options.seeds}", *more]))
+    words = [f"--steps={options.steps}", f"--seeds={options.seeds}", *more]
+    block = provenance("lion_quality", words, options.results)
     results = load(options.results, setting, Run)
     page = options.results.with_suffix(".md")
-    write_page(page, page_lines(results, options.seeds))
+    write_page(page, page_lines(results, options.seeds, f"{page.stem}.png"))
     plan = partial(planned, results.losses, options.seeds)
     one = partial(run, steps=options.steps, overrides=more)
     try:
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{job}: {loss:.4f}", flush=True)
                 results.add(job, loss, block)
                 save(options.results, results)
-                write_page(page, page_lines(results, options.seeds))
+                write_page(page, page_lines(results, options.seeds, f"{page.stem}.png"))
     finally:  # a call that is interrupted too: its figure shows what its page does
         draw_page(results.losses, options.seeds, page.with_suffix(".png"))
 

@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.common.kept import MISSING, Results, mean_text
+from benchmarks.common.page import result_page
 from benchmarks.lion_quality.grid import (
     BETAS,
     BETAS_RUNG,
@@ -37,6 +38,7 @@ from benchmarks.lion_quality.grid import (
     tuning,
 )
 
+TITLE = "What does the vote cost in loss, beside Lion and AdamW on the same tokens?"
 NAMES = {"adamw": "AdamW", "g_lion": "G-Lion"}
 HOW_TO_READ = f"""\
 Validation loss in nats per token over the whole validation split, of the last weights. In every
@@ -71,15 +73,21 @@ def label(job: Run) -> str:
     return NAMES.get(job.method) or f"{job.method}, n = {job.workers}"
 
 
-def page_lines(results: Results[Run], seeds: int) -> list[str]:
+def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
     """Return the page as lines of Markdown."""
     losses, steps = results.losses, results.setting["steps"]
-    return [
-        "# Quality: Distributed Lion, Lion and AdamW, same tokens",
+    opening = [
+        "Workers that vote on the sign of every step know less than the mean of their gradients."
+        " What does that cost, against Lion on that mean? And how far is Lion from AdamW? Two very"
+        " small models.",
         "",
         *_in_short(losses, seeds),
         "",
-        *(line for block in results.made_by for line in block),
+        f"![difference from Lion on the mean gradient]({picture})",
+    ]
+    body = [
+        "## The runs",
+        "",
         f"- every run: one process of one thread, {steps:,} steps, `{' '.join(COMMON)}`",
         *(f"- {model}: `{' '.join(words)}`" for model, words in MODELS.items()),
         *(f"- `{json.dumps(optimizer)}`" for optimizer in results.setting["optimizers"]),
@@ -107,9 +115,8 @@ def page_lines(results: Results[Run], seeds: int) -> list[str]:
         *TUNED_ON.splitlines(),
         "",
         *_sweep_table(losses),
-        "",
-        "![difference from G-Lion](result.png)",
     ]
+    return result_page(TITLE, opening, results.made_by, body)
 
 
 def _in_short(losses: Losses, seeds: int) -> list[str]:

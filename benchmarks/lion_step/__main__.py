@@ -10,21 +10,19 @@ follow, against what its memory allows.
 from __future__ import annotations
 
 import argparse
-import shlex
-import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.common.page import provenance, write_page
-from benchmarks.common.timing import seconds_of
+from benchmarks.common.page import draw_bars, provenance, result_page, write_page
+from benchmarks.common.timing import Timing, seconds_of, take_turns
 from benchmarks.lion_step import operations as ops
 
 PAGE = Path(__file__).with_name("result.md")
+TITLE = "What does a step of Distributed Lion cost without communication?"
 WORKERS = (2, 3, 4, 8, 16, 32)
 MODELS = {  # blocks, width, vocabulary, positions
     "5.8M": (6, 256, 4096, 128),
@@ -58,14 +56,6 @@ taking the step; counting comes on top and is in the table above. AdamW's fused 
 comparison."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median time of an operation in seconds, and that time over the median of the first one."""
-
-    seconds: float
-    ratio: float
-
-
 def cpu_seconds_of(operation: Callable[[], object]) -> float:
     """Return the CPU time of this process from the call to its return."""
     start = time.process_time()
@@ -73,17 +63,29 @@ def cpu_seconds_of(operation: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def measure(table: ops.Operations, rounds: int, device: torch.device) -> dict[str, Timing]:
-    """Time every operation once a round, after one round that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in table}
-    for _ in range(rounds + 1):
-        for name, operation in table.items():
-            on_cpu = device.type == "cpu"
-            spent = cpu_seconds_of(operation) if on_cpu else seconds_of(operation, device)
-            seconds[name].append(spent)
-    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    base = next(iter(medians.values()))
-    return {name: Timing(median, median / base) for name, median in medians.items()}
+def opening(steps: Mapping[str, Mapping[str, Timing]], picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    lines = [
+        "A worker of Distributed Lion packs the signs of its step into bits and takes the step that"
+        " all have voted for. What does that cost beside AdamW, which sends nothing?",
+        "",
+    ]
+    for model, timings in steps.items():
+        lines.append(
+            f"- **Found, {model} parameters, one thread:** Lion alone takes"
+            f" {timings[ops.LION].ratio:.2f} of AdamW's time, a worker among others"
+            f" {timings[ops.WORKER].ratio:.2f}, without the counting of votes."
+        )
+    return [*lines, "", f"![milliseconds of an optimizer step]({picture})"]
+
+
+def draw(steps: Mapping[str, Mapping[str, Timing]], path: Path) -> None:
+    """Write a PNG with the times of the optimizer steps."""
+    groups = {
+        f"{model} parameters": {name: 1e3 * timing.seconds for name, timing in timings.items()}
+        for model, timings in steps.items()
+    }
+    draw_bars(path, "An optimizer step on one thread", "ms of CPU time", groups)
 
 
 def vote_lines(timings: dict[str, Timing], numel: int) -> list[str]:
@@ -130,9 +132,10 @@ def gpu_lines(rounds: int, numel: int, model: str) -> list[str]:
     if not torch.cuda.is_available():
         return [*title, "Not measured: this machine has no CUDA device."]
     device = torch.device("cuda")
-    votes = measure(ops.vote_operations(numel, WORKERS, device), rounds, device)
+    clock = partial(seconds_of, device=device)
+    votes = take_turns(ops.vote_operations(numel, WORKERS, device), rounds, clock)
     shapes = ops.gpt2_shapes(*MODELS[model])
-    steps = measure(ops.step_operations(shapes, device), rounds, device)
+    steps = take_turns(ops.step_operations(shapes, device), rounds, clock)
     bytes_per_s = 8 * numel / votes[ops.COPY].seconds
     lines = [
         *title,
@@ -172,20 +175,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.numel < 1 or options.rounds < 1:
         parser.error(f"numel={options.numel} and rounds={options.rounds} must both be 1 or more")
+    block = provenance("lion_step", arguments, options.page)
     cpu = torch.device("cpu")
     torch.set_num_threads(1)  # this process measures and ends
-    timings = measure(ops.vote_operations(options.numel, WORKERS, cpu), options.rounds, cpu)
-    lines = vote_lines(timings, options.numel)
-    lines += ["", "## A whole step", "", HOW_TO_READ_STEP, ""]
+    timings = take_turns(
+        ops.vote_operations(options.numel, WORKERS, cpu), options.rounds, cpu_seconds_of
+    )
+    lines = ["## A whole step", "", HOW_TO_READ_STEP, ""]
+    steps = {}
     for model in options.models:
         shapes = ops.gpt2_shapes(*MODELS[model])
-        steps = measure(ops.step_operations(shapes, cpu), options.rounds, cpu)
-        lines += step_lines(steps, shapes)
+        steps[model] = take_turns(ops.step_operations(shapes, cpu), options.rounds, cpu_seconds_of)
+        lines += step_lines(steps[model], shapes)
+    lines += [*vote_lines(timings, options.numel), ""]
     lines += gpu_lines(options.rounds, options.numel, options.models[-1])
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.lion_step", *given])
-    title = "# Distributed Lion: what a step costs without communication"
-    write_page(options.page, [title, "", *provenance(command), "- threads: 1", "", *lines])
+    picture = options.page.with_suffix(".png")
+    draw(steps, picture)
+    block.append("- threads: 1")
+    write_page(options.page, result_page(TITLE, opening(steps, picture.name), [block], lines))
 
 
 if __name__ == "__main__":

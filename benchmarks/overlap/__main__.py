@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.page import provenance, write_page
+from benchmarks.common.page import provenance, result_page, write_page
 from benchmarks.lab import LaboratoryUnavailable, NetLab, exit_on_signals
 from benchmarks.overlap.job import TRACED
 from benchmarks.overlap.link import NO_TIME, Link, SleepingChannel, link_for
 from benchmarks.overlap.medians import median_ms
-from benchmarks.overlap.page import page_lines
+from benchmarks.overlap.page import TITLE, opening, page_lines
 from benchmarks.overlap.rounds import Entry, play_rounds
 from benchmarks.overlap.trace import draw_timeline, read_trace, record
 from benchmarks.overlap.ways import LABELS, Model, batch_of, ours
@@ -68,11 +67,6 @@ class Raw:
                     f"{path} was measured with {self.content['settings']}, not with {settings}."
                     " Give the same options, or another `--raw`."
                 )
-
-    @property
-    def provenance(self) -> list[str]:
-        """The blocks of all calls that have measured something."""
-        return [line for block in self.content["made_by"] for line in block]
 
     def add(self, part: str, measured: Any, rate: str | None = None) -> None:
         """Keep a part, or one rate of it, on disk."""
@@ -247,11 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     exit_on_signals()
     torch.set_num_threads(1)
-    words = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.overlap", *words])
+    block = provenance("overlap", arguments, options.page)
     settings = {name: getattr(options, name) for name in _SETTINGS}
     try:
-        raw = Raw(options.raw, settings, provenance(command))
+        raw = Raw(options.raw, settings, block)
         if not options.page_only:
             measure(raw, options)
     except LaboratoryUnavailable as error:
@@ -261,8 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     caption = draw(raw.content, options)
-    lines = ["# Overlap: how much of tensor parallelism's communication is hidden", ""]
-    lines += [*raw.provenance, "", *page_lines(raw.content, caption, options.page.stem)]
+    first = opening(raw.content, caption, f"{options.page.stem}.png")
+    lines = result_page(TITLE, first, raw.content["made_by"], page_lines(raw.content))
     write_page(options.page, lines)
     return 0
 

@@ -18,6 +18,8 @@ from benchmarks.overlap.medians import (
 )
 from benchmarks.overlap.ways import LABELS
 
+TITLE = "How much of tensor parallelism's communication does Domino hide?"
+
 
 class Target(NamedTuple):
     """What one setting is to show: least share hidden, least speed of sync's."""
@@ -31,6 +33,38 @@ MECHANISM_TARGETS = {"0.2": 0.9, "0.3": 0.9, "0.45": 0.8}
 LABORATORY_TARGETS = {0.25: Target(0.5, 1.1), 0.35: Target(0.6, 1.25), 0.5: Target(0.6, 1.35)}
 PEERS = ("torch", "transformers")
 _EQUAL_LOSS = 1e-4  # nats; sums in another order differ by rounding
+
+
+def opening(content: Mapping[str, Any], caption: str | None, picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page.
+
+    Args:
+        content: of the raw file.
+        caption: of the picture; None if there is none.
+        picture: its file.
+    """
+    lines = [
+        "Tensor parallelism sums activations over ranks in every layer, and waits. Domino cuts a"
+        " batch in two and computes one part while the sums of the other travel.",
+        "",
+    ]
+    for rate, nodes in content["laboratory"].items():
+        found = medians(merged([node[0] for node in nodes]))
+        if found is not None:
+            lines.append(
+                f"- **Found, two nodes at {rate}:** {found.hidden:.0%} of the communication is"
+                f" hidden, which is {found.share:.0%} of a synchronous step; a step is"
+                f" {found.speed:.2f} times as fast."
+            )
+    if content["mechanism"]:
+        shares = [mechanism_medians(content["mechanism"]["rows"], s) for s in MECHANISM_TARGETS]
+        least, most = min(s.hidden for s in shares), max(s.hidden for s in shares)
+        lines.append(
+            f"- Over links that only take time, and no CPU, {least:.0%} to {most:.0%} are hidden."
+        )
+    if caption:
+        lines += ["", f"![One step, {caption}]({picture})"]
+    return lines
 
 
 def headline(content: Mapping[str, Any]) -> list[str]:
@@ -52,7 +86,7 @@ def _laboratory_verdicts(rate: str, rows: Rows) -> list[str]:
     found = medians(rows)
     if found is None:
         return [f"| two nodes at {rate} | rows are missing | |"]
-    target = LABORATORY_TARGETS[min(LABORATORY_TARGETS, key=lambda s: abs(s - found.share))]
+    target = target_of(found.share)
     lines = [
         _verdict(
             f"two nodes at {rate}, {found.share:.0%} of the synchronous step: hidden, at least"
@@ -73,6 +107,11 @@ def _laboratory_verdicts(rate: str, rows: Rows) -> list[str]:
             what = f"two nodes at {rate}: speed / {LABELS[peer]}, at least 1"
             lines.append(_verdict(what, speed, 1.0, "{:.2f}"))
     return lines
+
+
+def target_of(share: float) -> Target:
+    """Return the target of the nearest share of communication in a synchronous step."""
+    return LABORATORY_TARGETS[min(LABORATORY_TARGETS, key=lambda s: abs(s - share))]
 
 
 def _verdict(what: str, figure: float, least: float, form: str = "{:.1%}") -> str:
@@ -225,30 +264,20 @@ def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) 
     ]
 
 
-def page_lines(content: Mapping[str, Any], caption: str | None, stem: str) -> list[str]:
-    """Return the page below its provenance.
+def page_lines(content: Mapping[str, Any]) -> list[str]:
+    """Return the page below its provenance: targets and tables, then the method.
 
     Args:
         content: of the raw file.
-        caption: of the picture; None if there is none.
-        stem: of the picture's name.
     """
     settings = content["settings"]
-    lines = [*headline(content), ""]
+    lines = ["## Targets", "", *headline(content), ""]
     if content["mechanism"]:
         lines += mechanism_lines(content["mechanism"], settings["mechanism_layers"])
     for rate, nodes in content["laboratory"].items():
         lines += rate_lines(rate, merged([node[0] for node in nodes]), nodes[0][0]["missing"])
     if content["laboratory"]:
         lines += size_lines(content["laboratory"])
-    if caption:
-        lines += ["## Timeline", "", f"![One step, {caption}]({stem}.png)", ""]
-        lines += [
-            "Drawn from a Chrome trace of `torch.profiler`, in which half-blocks, launches and"
-            " landings have names; profiling makes the step a little longer. In flight: from"
-            " launch to the end of the landing, whether the sum has arrived before or not.",
-            "",
-        ]
     return [*lines, *method_lines(settings)]
 
 
@@ -275,4 +304,8 @@ def method_lines(settings: Mapping[str, Any]) -> list[str]:
         " parallelize_module: inputs of attention and MLP become DTensors once, so that backward"
         " sums once for each, and the loss is taken of sharded logits; transformers' plan is the"
         " one in the model's config.",
+        "",
+        "The picture is drawn from a Chrome trace of `torch.profiler`, in which half-blocks,"
+        " launches and landings have names; profiling makes the step a little longer. In flight:"
+        " from launch to the end of the landing, whether the sum has arrived before or not.",
     ]

@@ -214,3 +214,8 @@ def swept(losses: Losses) -> Iterator[list[Run]]:
     for outer in OUTERS:
         row = cells(losses, "fp4", 1, dict.fromkeys(TARGETS, outer))
         yield [job for job in row if (job.model, job.sync_every) == (MODELS[0], max(SYNC_EVERY))]
+
+
+def seeds_of(cell: Run, seeds: int) -> list[Run]:
+    """Return a cell's run with each of so many seeds."""
+    return [replace(cell, seed=seed) for seed in range(1, seeds + 1)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -24,12 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common.page import provenance, write_page
+from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.sync_cost.job import PHASES, Job, MemoryJob
 from lightning_commfree.diloco import WIRE_FORMATS
 
-# by what the page calls it: ranks of the replica, settings, bytes per parameter by the design
 PAGE = Path(__file__).with_name("result.md")
+TITLE = "What does a sync cost by the number of replicas, and the outer state in memory?"
+# by what the page calls it: ranks of the replica, settings, bytes per parameter by the design
 MEMORY_SETTINGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "replica_size=1": (1, {}, 8.0),
     "replica_size=2": (2, {"replica_size": 2}, 4.0),
@@ -104,6 +104,32 @@ def why_no_network() -> str | None:
         return "A network of its own needs Linux with `unshare` and `ip`."
     probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
     return "A network of its own needs root." if probe.returncode else None
+
+
+def opening(costs: Sequence[SyncCost], numel: int, picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    few, many = costs[0], costs[-1]
+    return [
+        "When replicas sync, each sends its outer gradient to the others, directly or by shards."
+        " How do bytes and computing grow with the number of replicas?",
+        "",
+        f"- **Found:** with {many.replicas} replicas each sends {many.ledger_bytes / numel:.2f}"
+        f" bytes a parameter and sync, and spends {1e3 * sum(many.cpu_s.values()):.0f} ms of CPU"
+        f" time on {numel:,} parameters; with {few.replicas} it is {few.ledger_bytes / numel:.2f}"
+        f" bytes and {1e3 * sum(few.cpu_s.values()):.0f} ms.",
+        "- Ledger, forecast and the network interface agree, but for headers of TCP and IP.",
+        "",
+        f"![CPU time of a sync by number of replicas]({picture})",
+    ]
+
+
+def draw(costs: Sequence[SyncCost], path: Path) -> None:
+    """Write a PNG with the CPU time of a sync."""
+    groups = {
+        f"M = {cost.replicas}": {name: 1e3 * seconds for name, seconds in cost.cpu_s.items()}
+        for cost in costs
+    }
+    draw_bars(path, "A sync of one replica", "ms of CPU time", groups)
 
 
 def sync_lines(costs: Sequence[SyncCost], numel: int, changes: dict[str, Any]) -> list[str]:
@@ -182,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if min(*options.replicas, options.numel, options.rounds, options.memory_numel) < 1:
         parser.error("replicas, --numel, --rounds and --memory-numel must all be 1 or more")
+    block = provenance("sync_cost", arguments, options.page)
     reason = why_no_network()
     if reason is not None:
         print(f"{reason} The bytes on the interface are not counted.", file=sys.stderr)
@@ -193,16 +220,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure_sync(Job(replicas, options.numel, options.rounds, changes, reason is None))
         for replicas in options.replicas
     ]
-    given = sys.argv[1:] if arguments is None else arguments
-    lines = [
-        "# What a sync costs, and the outer state in memory",
-        "",
-        *provenance(shlex.join(["python", "-m", "benchmarks.sync_cost", *given])),
-        "",
-        *sync_lines(costs, options.numel, changes),
-        *memory_lines(options.memory_numel),
-    ]
-    write_page(options.page, lines)
+    picture = options.page.with_suffix(".png")
+    draw(costs, picture)
+    body = [*sync_lines(costs, options.numel, changes), *memory_lines(options.memory_numel)]
+    first = opening(costs, options.numel, picture.name)
+    write_page(options.page, result_page(TITLE, first, [block], body))
 
 
 if __name__ == "__main__":

@@ -11,25 +11,22 @@ what else the machine does meets all of them alike. Further words are overrides 
 from __future__ import annotations
 
 import argparse
-import shlex
-import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.common.page import provenance, write_page
-from benchmarks.common.timing import seconds_of
+from benchmarks.common.page import draw_bars, provenance, result_page, write_page
+from benchmarks.common.timing import Timing, seconds_of, take_turns
 from benchmarks.wire.errors import Error, grid_errors, outer_gradients, wire_errors
 from lightning_commfree.diloco import WIRE_FORMATS
 from lightning_commfree.diloco.wire import BLOCK, Fp4Format, Int8Format, WireFormat, decode
 
 PAGE = Path(__file__).with_name("result.md")
+TITLE = "What do the wire formats lose, and what do they cost in time?"
 COPY = "copy"
 TIMED: dict[str, WireFormat] = {
     **WIRE_FORMATS,
@@ -63,14 +60,6 @@ arithmetic a pass over scratch that stays in the cache: eleven to encode fp4 and
 at a part of a copy each, for memory is hardly slower here than cache."""
 
 
-class Timing(NamedTuple):
-    """Median time of one operation, in seconds, and that time over the copy's."""
-
-    operation: str
-    median_s: float
-    ratio: float
-
-
 def operations(values: Tensor) -> dict[str, Callable[[], object]]:
     """Return the copies, and encode and decode of every format on fp32 `values`."""
     copied, decoded = torch.empty_like(values), torch.empty_like(values)
@@ -89,15 +78,30 @@ def operations(values: Tensor) -> dict[str, Callable[[], object]]:
     return table
 
 
-def measure(values: Tensor, rounds: int) -> list[Timing]:
-    """Time every operation once a round, after one round that does not count."""
-    table = operations(values)
-    seconds: dict[str, list[float]] = {name: [] for name in table}
-    for _ in range(rounds + 1):
-        for name, operation in table.items():
-            seconds[name].append(seconds_of(operation, values.device))
-    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
-    return [Timing(name, median, median / medians[COPY]) for name, median in medians.items()]
+def opening(errors: Mapping[str, Error], timings: Mapping[str, Timing], picture: str) -> list[str]:
+    """Return what was asked and what was found, for the top of the page."""
+    fp4 = errors["fp4"]
+    return [
+        "Outer gradients travel in few bits. How far is what arrives from what was sent, and how"
+        " long do encoding and decoding take?",
+        "",
+        f"- **Found:** fp4 takes {fp4.bits_a_value:.2f} bits a value, with an error of"
+        f" {100 * fp4.relative_rms:.0f} % of the norm and a cosine of {fp4.cosine:.3f}; int8 takes"
+        f" {errors['int8'].bits_a_value:.2f} bits, with {100 * errors['int8'].relative_rms:.1f} %.",
+        f"- To encode fp4 takes {timings['fp4 encode'].ratio:.2f} times as long as to copy the fp32"
+        f" values, to decode it {timings['fp4 decode'].ratio:.2f} times.",
+        "",
+        f"![error by wire format]({picture})",
+    ]
+
+
+def draw(errors: Mapping[str, Error], path: Path) -> None:
+    """Write a PNG with the error of each format."""
+    groups = {
+        f"{name}, {error.bits_a_value:.1f} bits": {"error": 100 * error.relative_rms}
+        for name, error in errors.items()
+    }
+    draw_bars(path, "What a format loses of an outer gradient", "% of its norm", groups)
 
 
 def verdict(grid: dict[tuple[int | None, str], Error]) -> str:
@@ -169,7 +173,7 @@ def error_lines(gradients: Sequence[Sequence[Tensor]]) -> list[str]:
     ]
 
 
-def time_lines(timings: Sequence[Timing], numel: int, rounds: int) -> list[str]:
+def time_lines(timings: Mapping[str, Timing], numel: int, rounds: int) -> list[str]:
     """Return the measured times as lines of Markdown."""
     return [
         "## What it costs",
@@ -181,7 +185,7 @@ def time_lines(timings: Sequence[Timing], numel: int, rounds: int) -> list[str]:
         "|---|---|---|---|",
         *(
             f"| {name} | {1e3 * seconds:.3f} | {4 * numel / seconds / 1e9:.1f} | {ratio:.2f} |"
-            for name, seconds, ratio in timings
+            for name, (seconds, ratio) in timings.items()
         ),
     ]
 
@@ -231,22 +235,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = {k: getattr(options, k) for k in ("sync_every", "cycles", "numel", "rounds")}
     if min(counts.values()) < 1:
         parser.error(f"{counts} must all be 1 or more")
+    block = provenance("wire", arguments, options.page)
     with _one_thread():
         gradients = outer_gradients(
             options.sync_every, options.cycles, options.batch_size, overrides
         )
         values = 1e-3 * torch.randn(options.numel, device=options.device)
-        timings = measure(values, options.rounds)
-    given = sys.argv[1:] if arguments is None else arguments
-    lines = [
-        "# The wire formats: what is lost and what it costs",
-        "",
-        *provenance(shlex.join(["python", "-m", "benchmarks.wire", *given])),
-        "",
-        *error_lines(gradients),
-        *time_lines(timings, options.numel, options.rounds),
-    ]
-    write_page(options.page, lines)
+        clock = partial(seconds_of, device=options.device)
+        timings = take_turns(operations(values), options.rounds, clock)
+    picture = options.page.with_suffix(".png")
+    errors = wire_errors([gradient for of_fragment in gradients for gradient in of_fragment])
+    draw(errors, picture)
+    body = [*error_lines(gradients), *time_lines(timings, options.numel, options.rounds)]
+    first = opening(errors, timings, picture.name)
+    write_page(options.page, result_page(TITLE, first, [block], body))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.lab import LaboratoryUnavailable, NetLab, why_unavailable
 from recipes.comparison.jobs import Job, Plan
-from recipes.training.provenance import provenance
+from recipes.training.provenance import lines_of
 
 RECORD_FILE = "job.json"
 TIMED_OUT = 124  # the exit code of coreutils' `timeout`
@@ -213,7 +213,7 @@ def _run_in_laboratory(job: Job, asked: Record, plan: Plan) -> Record:
 
 def _asked(job: Job, plan: Plan) -> Record:
     nodes = plan.nodes if plan.bandwidth else None
-    made_by = provenance("")[1:]  # the page has the command
+    made_by = lines_of("")[1:]  # the page has the command
     return Record(job.arguments, plan.bandwidth, nodes, None, None, [], made_by)
 
 

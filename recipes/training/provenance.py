@@ -5,35 +5,46 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+DIRTY = "-dirty"  # after a commit: tracked files have changes
 
-def provenance(command: str) -> list[str]:
-    """Return lines of Markdown that say where the figures come from.
+
+def lines_of(command: str, ignore: Sequence[str] = ()) -> list[str]:
+    """Return lines of Markdown that say where figures come from.
 
     Args:
-        command: makes the page again, from the root of the repository.
+        command: makes them again, from the root of the repository.
+        ignore: pathspecs of git for files of which changes do not count.
     """
     packages = ("torch", "lightning", "transformers")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return [
         f"- command: `{command}`",
-        f"- commit: `{_commit()}`",
+        f"- commit: `{_commit(ignore)}`",
         f"- hardware: {_processor()}, {os.cpu_count()} cores, {gpu}",
         f"- versions: Python {platform.python_version()}, "
         + ", ".join(f"{package} {version(package)}" for package in packages),
     ]
 
 
-def _commit() -> str:
+def _commit(ignore: Sequence[str]) -> str:
     try:
-        command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = _git("describe", "--always", "--exclude", "*")
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *ignore)
     except (OSError, subprocess.CalledProcessError):
         return "not a git checkout"
+    return f"{commit}{DIRTY if changes else ''}"
+
+
+def _git(*words: str) -> str:
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _processor() -> str:

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.bandwidth.cells import LABELS
 
 from benchmarks.bandwidth import __main__ as bandwidth
 from benchmarks.bandwidth import job, measure
-from benchmarks.bandwidth.cells import LABELS
 from benchmarks.bandwidth.window import Window
 from benchmarks.lab import JobResult, why_unavailable
 from tests.benchmarks.records import SETTINGS, record
@@ -29,7 +29,7 @@ def test_who_begins_changes_and_some_rows_have_jobs_of_their_own() -> None:
     assert powersgd == [("ddp_powersgd", 8)]
     assert first == [("none", 100), ("ddp", 8), ("overlap", 100)]
     assert [row for row, _ in second] == ["ddp", "overlap", "none"]
-    assert module.endswith("_torchft_job")
+    assert module.endswith(".torchft_job")
     assert torchft == [("torchft", 100)]
 
 
@@ -66,18 +66,18 @@ def test_results_resume_try_failures_again_and_refuse_other_settings(tmp_path: P
     results.add("100mbit", 0, record("ddp", 1, 1)["nodes"])
     results.add("100mbit", 0, measure._failed("torchft", 1, "no"))
     again = measure.Results(path, SETTINGS, ["- the second call"])
-    assert again.provenance == ["- the first call"]
+    assert again.made_by == [["- the first call"]]
     assert again.has("100mbit", "ddp", 0)
     assert not again.has("100mbit", "ddp", 1)
     assert not again.has("100mbit", "torchft", 0)
     again.add("100mbit", 0, record("torchft", 1, 1)["nodes"])
     assert again.has("100mbit", "torchft", 0)
     assert len(again.raw["records"]) == 2
-    assert again.provenance == ["- the first call", "- the second call"]
+    assert again.made_by == [["- the first call"], ["- the second call"]]
     assert [r["call"] for r in again.raw["records"]] == [0, 1]
     repeated = measure.Results(path, SETTINGS, ["- the second call"])
     repeated.add("100mbit", 1, record("ddp", 1, 1)["nodes"])
-    assert repeated.provenance == again.provenance
+    assert repeated.made_by == [*again.made_by, ["- the second call"]]
     assert repeated.raw["records"][-1]["call"] == 2, "it ran at another time"
     with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
         measure.Results(path, {**SETTINGS, "steps": 5})
@@ -88,7 +88,7 @@ def test_a_call_that_only_failed_is_not_named(tmp_path: Path) -> None:
     measure.Results(path, SETTINGS, ["- measured"]).add("100mbit", 0, record("ddp", 1, 1)["nodes"])
     again = measure.Results(path, SETTINGS, ["- failed"])
     again.add("100mbit", 0, measure._failed("ddp_bf16", 8, "no"))
-    assert again.provenance == ["- measured"]
+    assert again.made_by == [["- measured"]]
 
 
 class Broken:
@@ -165,9 +165,9 @@ def test_results_of_an_older_version_go_on(tmp_path: Path) -> None:
     path.write_text(json.dumps({"settings": SETTINGS, "records": [record("ddp", 1, 1)]}))
     results = measure.Results(path, SETTINGS, ["- this call"])
     assert results.has("100mbit", "ddp", 0)
-    assert results.provenance == []
+    assert results.made_by == []
     results.add("100mbit", 1, record("ddp", 1, 1)["nodes"])
-    assert results.provenance == ["- this call"]
+    assert results.made_by == [["- this call"]]
 
 
 def test_a_missing_torchft_is_written_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

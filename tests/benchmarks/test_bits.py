@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from benchmarks.bits import __main__ as bits
 
@@ -17,18 +16,6 @@ def test_the_table_names_every_operation_with_its_ratio_to_the_copy(
     assert list(ratios) == ["copy", "pack_bits", "unpack_bits", "pack_nibbles", "unpack_nibbles"]
     assert ratios.pop("copy") == 1.0
     assert all(ratio > 0 for ratio in ratios.values())
-
-
-def test_a_ratio_is_median_over_median_and_the_first_round_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The clock is played: an operation returns the seconds that it takes, round by round."""
-    played = {"copy": iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
-    table = {name: seconds.__next__ for name, seconds in played.items()}
-    monkeypatch.setattr(bits, "operations", lambda numel, device: table)
-    monkeypatch.setattr(bits, "seconds_of", lambda operation, device: operation())
-    timings = bits.measure(numel=1, rounds=3, device=torch.device("cpu"))
-    assert timings == [("copy", 2.0, 1.0), ("slow", 6.0, 3.0)]
 
 
 def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,25 +80,6 @@ def test_every_step_moves_its_parameters(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(fused) == len(before)
 
 
-def test_a_ratio_is_median_over_the_first_ones_and_the_first_round_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The clock is played: an operation returns the seconds that it takes, round by round."""
-    played = {"first": iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
-    table = {name: seconds.__next__ for name, seconds in played.items()}
-    monkeypatch.setattr(lion, "cpu_seconds_of", lambda operation: operation())
-    timings = lion.measure(table, rounds=3, device=CPU)
-    assert timings == {"first": lion.Timing(2.0, 1.0), "slow": lion.Timing(6.0, 3.0)}
-
-
-@pytest.mark.parametrize(("ms", "text"), [(10, "1.000, met."), (11, "1.100, missed.")])
-def test_the_target_is_adamw_time(ms: int, text: str) -> None:
-    timings = {ops.ADAMW: lion.Timing(0.01, 1.0), ops.LION: lion.Timing(ms / 1e3, ms / 10)}
-    lines = lion.step_lines(timings, [(2, 3), (4,)])
-    assert lines[0] == "### GPT-2, 10 parameters in 2 tensors"
-    assert f"Target, alone at most AdamW's time: {text}" in lines
-
-
 def test_the_page_has_every_operation(tmp_path: Path) -> None:
     page = tmp_path / "lion.md"
     words = ["--numel", "5000", "--rounds", "1", "--models", "toy", "--page", str(page)]

@@ -176,10 +176,10 @@ def test_who_has_measured_is_kept_with_the_results(tmp_path: Path) -> None:
     overlap.Raw(path, {}, ["- the first call"]).add("laboratory", [], "1gbit")
     overlap.Raw(path, {}, ["- that measures nothing"])
     later = overlap.Raw(path, {}, ["- the third call"])
-    assert later.provenance == ["- the first call"]
+    assert later.content["made_by"] == [["- the first call"]]
     later.add("laboratory", [], "2gbit")
     later.add("mechanism", {})
-    assert later.provenance == ["- the first call", "- the third call"]
+    assert later.content["made_by"] == [["- the first call"], ["- the third call"]]
     assert list(json.loads(path.read_text())["laboratory"]) == ["1gbit", "2gbit"]
 
 

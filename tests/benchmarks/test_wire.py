@@ -39,7 +39,6 @@ def test_the_page_has_every_format_block_and_operation(tmp_path: Path) -> None:
     wire.main([*TOY, f"cache_dir={tmp_path}/cache", "--page", str(page)])
     text = page.read_text()
     assert "- command: `python -m benchmarks.wire --sync-every=2" in text
-    assert "- commit: `" in text
     assert "2 outer gradients of 2 fragments" in text
     for name in WIRE_FORMATS:
         assert f"\n| {name} | " in text
@@ -113,17 +112,6 @@ def test_the_verdict_is_the_figures(other: float, words: str) -> None:
     saved = f"{100 * (1 - other / 0.2):.1f}"
     assert f"without a search is {other:.4f} ({saved} % less for 5.0 % more bytes" in sentence
     assert "the least of all is 0.0500 (75.0 % less for 10.0 % more bytes; blocks of 64" in sentence
-
-
-def test_a_ratio_is_median_over_median_and_the_first_round_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The clock is played: an operation returns the seconds that it takes, round by round."""
-    played = {wire.COPY: iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
-    table = {name: seconds.__next__ for name, seconds in played.items()}
-    monkeypatch.setattr(wire, "operations", lambda values: table)
-    monkeypatch.setattr(wire, "seconds_of", lambda operation, device: operation())
-    assert wire.measure(torch.zeros(1), rounds=3) == [("copy", 2.0, 1.0), ("slow", 6.0, 3.0)]
 
 
 def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ RoundOfCall = tuple[int | None, int]  # call and round
 
 
 @dataclass(frozen=True)
-class Cell:
+class Figures:
     """One row of the table at one rate: medians over the rounds, of the slower node."""
 
     ms_by_round: Mapping[RoundOfCall, float]  # a window's mean step
@@ -81,11 +81,11 @@ class Cell:
         return float(np.median(own, axis=0).mean()) if own else None
 
 
-def cells(
+def figures_by_row(
     records: Sequence[dict[str, Any]], rate: str, labels: Mapping[str, str] = LABELS
-) -> dict[str, Cell | str]:
-    """Return the cells of a rate by row, in the table's order; what only failed has its error."""
-    found: dict[str, Cell | str] = {}
+) -> dict[str, Figures | str]:
+    """Return the figures of a rate by row, in the table's order; what only failed has its error."""
+    found: dict[str, Figures | str] = {}
     for row in labels:
         mine = [r for r in records if r["rate"] == rate and r["row"] == row]
         # an older version did not keep which call had measured
@@ -95,13 +95,13 @@ def cells(
             key: nodes for key, nodes in rounds.items() if not any(node["error"] for node in nodes)
         }
         if good:
-            found[row] = _cell(row, good)
+            found[row] = _figures(row, good)
         elif errors:
             found[row] = errors[0]
     return found
 
 
-def _cell(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> Cell:
+def _figures(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> Figures:
     nodes = [node for round_ in rounds.values() for node in round_]
     step_ms = {
         key: max(1e3 * node["seconds"] / node["steps"] for node in round_)
@@ -113,7 +113,7 @@ def _cell(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -> C
     computed = None
     if row == "ddp":
         computed = ring_all_reduce_bytes(num_bytes, len(next(iter(rounds.values()))))
-    return Cell(
+    return Figures(
         ms_by_round=step_ms,
         steps_by_round={
             key: 1e3 * np.array([node["step_s"] for node in round_])

@@ -1,0 +1,162 @@
+"""The arithmetic of the bandwidth tables: medians over rounds, and what they are compared by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.bandwidth import measure
+from benchmarks.bandwidth.chain import (
+    NO_SLOWER,
+    SLOWER,
+    compared,
+    compared_step_by_step,
+    verdict_of_rounds,
+    verdict_of_steps,
+)
+from benchmarks.bandwidth.figures import Figures, figures_by_row
+from benchmarks.bandwidth.page import headline
+from tests.benchmarks.records import record, stepped
+
+
+def figures_of(*records: dict[str, Any]) -> list[Figures]:
+    found = list(figures_by_row(records, "100mbit").values())
+    assert all(isinstance(figures, Figures) for figures in found)
+    return found
+
+
+def test_a_row_is_the_median_over_rounds_of_the_slower_node() -> None:
+    rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 100, 900])]
+    rounds += [record("ddp", 600, 8_010_000, round_=i) for i in range(3)]
+    none, ddp = figures_of(*rounds)
+    assert (none.step_ms, none.wire_bytes, none.ledger_bytes) == (300, 0, None)
+    assert (ddp.step_ms, ddp.wire_bytes, ddp.ledger_bytes) == (600, 8_010_000, 4_000_000)
+    assert not ddp.ledger_is_counted, "DDP has no ledger: the formula"
+
+
+def test_a_round_that_failed_does_not_take_the_others_away() -> None:
+    failed = measure._failed("none", 40, "a peer was lost")
+    broken = {"rate": "100mbit", "row": "none", "round": 0, "nodes": failed}
+    (figures,) = figures_of(record("none", 300, 0, round_=1), broken)
+    assert list(figures.ms_by_round) == [(None, 1)]
+    assert figures_by_row([broken], "100mbit") == {"none": "a peer was lost"}
+
+
+def test_rows_are_compared_over_the_rounds_in_which_one_call_measured_both() -> None:
+    """The second call found the machine twice as slow, and measured one of the two rows alone."""
+    calls = [
+        {**record(row, ms, 0, round_=i), "call": call}
+        for row, ms, i, call in [
+            ("overlap", 300, 0, 0),
+            ("overlap_fp4", 270, 0, 0),
+            ("overlap", 300, 1, 0),
+            ("overlap_fp4", 600, 1, 1),
+            ("overlap_fp4", 600, 2, 1),
+        ]
+    ]
+    before, after = figures_of(*calls)
+    assert compared(after, before) == (pytest.approx(0.9), [pytest.approx(0.9)])
+    before, after = figures_of(calls[2], calls[3])
+    assert compared(after, before) == (pytest.approx(2.0), []), "no round has both"
+
+
+def test_medians_are_of_the_rounds_that_both_rows_have() -> None:
+    """The machine is twice as slow in three rounds in which fp4 does not run."""
+    rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 300, 600, 600, 600])]
+    rounds += [record("overlap_fp4", 400, 0, round_=i) for i in range(2)]
+    none, ours = figures_of(*rounds)
+    assert compared(ours, none)[0] == pytest.approx(4 / 3)
+    assert compared(none, none)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "by_round", "verdict"),
+    [
+        (1.0, [], NO_SLOWER),
+        (0.9774, [0.8, 0.95, 1.01], NO_SLOWER),
+        (1.1, [0.99, 0.99, 1.1], "undecided, in half of the rounds or more it is no slower"),
+        (1.1, [0.99, 1.01, 1.1], SLOWER),
+        (1.0031, [], SLOWER),
+    ],
+)
+def test_the_verdict_by_rounds(ratio: float, by_round: list[float], verdict: str) -> None:
+    assert verdict_of_rounds(ratio, by_round) == verdict
+
+
+@pytest.mark.parametrize(
+    ("ratio", "without_one", "verdict"),
+    [
+        (1.25, [1.2, 1.3], SLOWER),
+        (0.9, [0.9, 0.9], NO_SLOWER),
+        (1.0, [0.9, 1.1], "undecided, it turns with a round left out"),
+        # of an even number of rounds a median lies between two of them, of one fewer on one
+        (1.002, [0.991, 0.999], "undecided, it turns with a round left out"),
+        (0.999, [1.001, 1.002], "undecided, it turns with a round left out"),
+        (1.002, [], SLOWER),
+    ],
+)
+def test_the_verdict_by_steps(ratio: float, without_one: list[float], verdict: str) -> None:
+    assert verdict_of_steps(ratio, without_one) == verdict
+
+
+def test_step_by_step_an_interruption_falls_out_and_a_sync_stays() -> None:
+    """Every round syncs in its last step and is interrupted in another; node 0 is slower."""
+    rounds = []
+    for i in range(3):
+        steps = [10.0, 10.0, 10.0, 30.0]
+        steps[i] = 500.0
+        rounds.append(stepped("none", i, steps, [9.0] * 4))
+    (figures,) = figures_of(*rounds)
+    assert figures.step_ms == pytest.approx(137.5)
+    assert figures.step_by_step_ms() == pytest.approx(15.0)
+    (figures,) = figures_of(*rounds[:2])
+    assert figures.step_by_step_ms() is None, "of two rounds a median is the mean"
+
+
+def test_rows_are_compared_step_by_step_with_each_round_left_out() -> None:
+    rounds = [stepped("overlap", i, [10.0, 10.0], [9.0, 9.0]) for i in range(4)]
+    for i, ms in enumerate([9.0, 9.0, 11.0, 11.0]):
+        rounds.append(stepped("overlap_fp4", i, [ms, ms], [1.0, 1.0]))
+    before, after = figures_of(*rounds)
+    of_all, without_one = compared_step_by_step(after, before)
+    assert of_all == pytest.approx(1.0)
+    assert sorted(without_one) == pytest.approx([0.9, 0.9, 1.1, 1.1])
+    before, after = figures_of(
+        *rounds[:4], *(record("overlap_fp4", 9, 0, round_=i) for i in range(4))
+    )
+    assert compared_step_by_step(after, before) is None, "its steps were not kept"
+
+
+def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
+    """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
+    rounds = []
+    for i in range(2):
+        made = stepped("overlap", i, [100.0, 100.0], [100.0, 100.0])
+        for rank, node in enumerate(made["nodes"]):
+            waits = 40.0 if rank == i % 2 else 0.0
+            node["own_s"] = [0.0, (6.0 + waits) / 1e3]
+        rounds.append(made)
+    (figures,) = figures_of(*rounds)
+    assert figures.own_ms() == pytest.approx(3.0)
+
+
+def test_what_threads_take_beside_the_training_is_of_the_node_with_more_of_it() -> None:
+    rounds = []
+    for i, beside_s in enumerate([0.1, 0.9, 0.2]):
+        made = record("overlap", 300, 0, round_=i)
+        made["nodes"][0]["beside_s"] = beside_s / 2
+        made["nodes"][1]["beside_s"] = beside_s
+        rounds.append(made)
+    (figures,) = figures_of(*rounds)
+    assert figures.beside_ms == pytest.approx(2.0)
+
+
+def test_a_missed_target_is_said_to_be_missed() -> None:
+    good = [record("none", 300, 0), record("ddp", 2000, 8_010_000)]
+    good.append(record("overlap_fp4", 306, 10_100, 10_000))
+    bad = [record("none", 300, 0), record("ddp", 600, 4_000_000)]
+    bad.append(record("overlap_fp4", 320, 10_400, 10_000))
+    for records, verdict in ((good, "met"), (bad, "missed")):
+        lines = headline(figures_by_row(records, "100mbit"))[2:]
+        assert [line.split("|")[3].strip() for line in lines] == [verdict] * 4

@@ -31,14 +31,13 @@ def opening(summaries: Mapping[str, Mapping[str, Any]], picture: str) -> list[st
     """Return what was asked and what was found, for the top of the page."""
     ddp, ours = summaries["ddp"], summaries["streaming_diloco"]
     percent = 100 * (ours["validation_loss"] / ddp["validation_loss"] - 1)
-    fewer = ddp["bytes_in_steps"] / ours["bytes_in_steps"]
     return [
         f"`make demo` trains a small GPT-2 with Streaming DiLoCo on two processes for"
         f" {ours['tokens']:,} tokens. What would DDP have made of the same tokens?",
         "",
         f"**Found:** the demo ends with a validation loss of {ours['validation_loss']:.4f}, DDP"
-        f" with {ddp['validation_loss']:.4f} ({percent:+.2f} %); DDP sends {fewer:,.0f} times the"
-        " bytes.",
+        f" with {ddp['validation_loss']:.4f} ({percent:+.2f} %). In its steps a rank sends"
+        f" {human_bytes(ours['bytes_in_steps'])}, DDP's {human_bytes(ddp['bytes_in_steps'])}.",
         "",
         f"![validation loss of both]({picture})",
     ]

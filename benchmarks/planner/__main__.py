@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     figure: Path = options.page.with_suffix(".png")
-    block = provenance("planner", arguments, options.page)
+    block = provenance("planner", [], options.page)  # its figures depend on no option
     cells = list(cells_of_table_4())
     lines = result_page(TITLE, opening(cells, figure.name), [block], page_lines(cells))
     write_page(options.page, lines)

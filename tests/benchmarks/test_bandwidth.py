@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.bandwidth.cells import LABELS
 
 from benchmarks.bandwidth import __main__ as bandwidth
 from benchmarks.bandwidth import job, measure
+from benchmarks.bandwidth.figures import LABELS
 from benchmarks.bandwidth.window import Window
 from benchmarks.lab import JobResult, why_unavailable
 from tests.benchmarks.records import SETTINGS, record

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.bandwidth.cells import cells
 
 from benchmarks.bandwidth import job, measure
+from benchmarks.bandwidth.figures import figures_by_row
 from benchmarks.lab import why_unavailable
 from benchmarks.lion_bandwidth import __main__ as lion_bandwidth
 from benchmarks.lion_bandwidth.page import (
@@ -38,8 +38,8 @@ def record(
 
 def test_ddp_formula_knows_the_number_of_nodes() -> None:
     for nodes, expected in ((2, 4_000_000), (4, 6_000_000)):
-        (cell,) = cells([record("ddp", 1, nodes=nodes)], "100mbit", LABELS).values()
-        assert cell.ledger_bytes == expected
+        (figures,) = figures_by_row([record("ddp", 1, nodes=nodes)], "100mbit", LABELS).values()
+        assert figures.ledger_bytes == expected
 
 
 def test_the_order_rotates_and_rows_for_bytes_run_once() -> None:

@@ -63,10 +63,13 @@ def opening(losses: Losses, others: Others, seeds: int, picture: str) -> list[st
             for cell in cells(others, "fp4", 1, outer)
         ]
         told = [verdict for verdict in verdicts if verdict not in (MISSING, "one seed")]
+        lacking = len(verdicts) - len(told)
         lines.append(
             f"- **Found, outer settings: {name}:** by more than the seeds' spread the mean is"
             f" better in {told.count('mean')} of {len(told)} cells, the outer step in"
-            f" {told.count('outer step')}. {len(verdicts) - len(told)} cells lack seeds."
+            f" {told.count('outer step')}{f'; {lacking} cells lack seeds' if lacking else ''}."
+            if told
+            else f"- Outer settings: {name}: not run yet."
         )
     return [*lines, "", f"![loss after the outer step minus that after the mean]({picture})"]
 

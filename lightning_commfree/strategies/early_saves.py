@@ -26,49 +26,47 @@ class EarlySaves:
     """
 
     def __init__(self) -> None:
-        self._saves: list[tuple[FilePath, int, bool]] = []
-        self._owed: list[tuple[FilePath, bool]] = []
+        self._saves: dict[FilePath, tuple[int, bool]] = {}  # inner step, without trainer state
+        self._owed: dict[FilePath, bool] = {}  # without trainer state
 
     def owe(self, filepath: FilePath, weights_only: bool) -> None:
         """Keep in mind that a checkpoint is still to be written, when all ranks are there."""
-        self._owed.append((filepath, weights_only))
+        self._owed[filepath] = weights_only
 
     def note(self, filepath: FilePath, step: int, weights_only: bool) -> None:
         """Keep in mind that a checkpoint is written, and after which inner step."""
-        self._saves.append((filepath, step, weights_only))
+        self._saves[filepath] = step, weights_only
 
     def forget(self, filepath: FilePath) -> None:
         """A checkpoint is removed."""
-        self._saves = [save for save in self._saves if save[0] != filepath]
-        self._owed = [save for save in self._owed if save[0] != filepath]
+        self._saves.pop(filepath, None)
+        self._owed.pop(filepath, None)
 
     def write_again(self, trainer: pl.Trainer, step: int) -> None:
         """Write those of inner step `step` again; on all ranks, which save as one."""
         # rank 0's: elsewhere the same checkpoint may have another name, and another one may go
-        for path, weights_only in trainer.strategy.broadcast(
-            [*self._stale(trainer, step), *self._owed]
-        ):
+        stale = trainer.strategy.broadcast(self._stale(trainer, step) | self._owed)
+        for path, weights_only in stale.items():
             if trainer.is_global_zero and os.path.islink(path):
                 os.remove(path)  # else a move to another disk would write what it points to
             trainer.save_checkpoint(path, weights_only)
 
-    def _stale(self, trainer: pl.Trainer, step: int) -> list[tuple[FilePath, bool]]:
-        """Return what must hold the final weights: path, and whether without trainer state."""
-        early = {path: weights_only for path, after, weights_only in self._saves if after == step}
+    def _stale(self, trainer: pl.Trainer, step: int) -> dict[FilePath, bool]:
+        """Return what must hold the final weights, by path: whether without trainer state."""
+        early = {path: only for path, (after, only) in self._saves.items() if after == step}
         savers = _savers(trainer)
         scored = {
             path for saver in savers if saver.monitor is not None for path in saver.best_k_models
         }
+        stale = {path: only for path, only in early.items() if str(path) not in scored}
+
         targets = {
-            os.path.realpath(path): only for path, only in early.items() if str(path) in scored
+            os.path.realpath(path): only for path, only in early.items() if path not in stale
         }
-        last = [saver.last_model_path for saver in savers]
-        links = [
-            (path, targets[os.path.realpath(path)])
-            for path in last
-            if os.path.islink(path) and os.path.realpath(path) in targets
-        ]
-        return [save for save in early.items() if str(save[0]) not in scored] + links
+        for path in (saver.last_model_path for saver in savers):
+            if os.path.islink(path) and os.path.realpath(path) in targets:
+                stale[path] = targets[os.path.realpath(path)]
+        return stale
 
 
 def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:

@@ -212,10 +212,11 @@ def interrupt(trainer: pl.Trainer, exception: BaseException) -> None:
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
-    """Return what hands out the training batches."""
-    fetcher = trainer.fit_loop._data_fetcher
-    assert fetcher is not None, "the loaders are set up before `on_train_start`"
-    return fetcher
+    """Return what hands out the training batches; None until there are loaders.
+
+    They are set up after `on_fit_start`, in which a learning-rate finder saves.
+    """
+    return trainer.fit_loop._data_fetcher
 
 
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:

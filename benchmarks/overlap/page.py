@@ -305,7 +305,7 @@ def method_lines(settings: Mapping[str, Any]) -> list[str]:
         " sums once for each, and the loss is taken of sharded logits; transformers' plan is the"
         " one in the model's config.",
         "",
-        "The picture is drawn from a Chrome trace of `torch.profiler`, in which half-blocks,"
+        "The picture is drawn from a Chrome trace of `torch.profiler`, in which sublayers,"
         " launches and landings have names; profiling makes the step a little longer. In flight:"
         " from launch to the end of the landing, whether the sum has arrived before or not.",
     ]

@@ -1,7 +1,7 @@
 """One step of a way as a Chrome trace, and a picture drawn from such traces.
 
 The trace comes from `torch.profiler`; chrome://tracing and ui.perfetto.dev open it. In it are named
-half-blocks ("enter ...", "body ..."), launches and landings with direction, layer and micro-batch
+sublayers ("enter ...", "body ..."), launches and landings with direction, layer and micro-batch
 ("land backward layer 3 mlp #1"), and what gloo's threads do.
 """
 
@@ -38,10 +38,10 @@ class Span:
     """A range of a trace; times in milliseconds from the beginning of the step.
 
     Attributes:
-        kind: "enter", "body", "land" or "launch", of a half-block; "phase" of the step; "transfer"
+        kind: "enter", "body", "land" or "launch", of a sublayer; "phase" of the step; "transfer"
             by one of gloo's threads.
         direction: "forward" or "backward"; for a phase its name.
-        half: name of the half-block.
+        sublayer: its name.
         part: micro-batch.
     """
 
@@ -49,7 +49,7 @@ class Span:
     start_ms: float
     end_ms: float
     direction: str = ""
-    half: str = ""
+    sublayer: str = ""
     part: int = 0
 
 
@@ -89,8 +89,8 @@ def _span(name: str, start_us: float, duration_us: float) -> Span:
         return Span("transfer", *times)
     match = _PIECE.fullmatch(name)
     assert match is not None, "only named ranges come here"
-    kind, direction, half, part = match.groups()
-    return Span(kind, *times, direction or "forward", half, int(part))
+    kind, direction, sublayer, part = match.groups()
+    return Span(kind, *times, direction or "forward", sublayer, int(part))
 
 
 def flights(spans: Sequence[Span]) -> list[Span]:
@@ -98,7 +98,7 @@ def flights(spans: Sequence[Span]) -> list[Span]:
     launched: dict[tuple[str, str, int], float] = {}
     found = []
     for span in spans:
-        key = (span.direction, span.half, span.part)
+        key = (span.direction, span.sublayer, span.part)
         if span.kind == "launch":
             launched.setdefault(key, span.start_ms)  # of several slices the first
         elif span.kind == "land" and key in launched:
@@ -134,13 +134,13 @@ def _draw_panel(axis: Axes, spans: Sequence[Span]) -> None:
             axis.axvline(span.end_ms, color="0.6", lw=0.8)
             axis.text(span.start_ms, -0.55, span.direction, fontsize=8, va="bottom")
         elif span.kind in ("enter", "body"):
-            _bar(axis, span, 0, _COLOURS[span.half.rsplit(" ", 1)[-1]][span.part % 2])
+            _bar(axis, span, 0, _COLOURS[span.sublayer.rsplit(" ", 1)[-1]][span.part % 2])
         elif span.kind == "land":
             _bar(axis, span, 1, "#d62728")
         elif span.kind == "transfer":
             _bar(axis, span, 3, "0.4")
     for span in flights(spans):
-        colour = _COLOURS[span.half.rsplit(" ", 1)[-1]][span.part % 2]
+        colour = _COLOURS[span.sublayer.rsplit(" ", 1)[-1]][span.part % 2]
         _bar(axis, span, 2 - 0.2 + 0.4 * (span.part % 2), colour, height=0.36)
     axis.set_yticks(range(len(_LANES)), _LANES, fontsize=8)
     axis.set_ylim(len(_LANES) - 0.5, -0.9)
@@ -160,8 +160,8 @@ def _bar(axis: Axes, span: Span, lane: float, colour: str, height: float = 0.8) 
 
 def _legend() -> list[Patch]:
     pieces = [
-        Patch(color=colours[part], label=f"{half} #{part}")
-        for half, colours in _COLOURS.items()
+        Patch(color=colours[part], label=f"{sublayer} #{part}")
+        for sublayer, colours in _COLOURS.items()
         for part in (0, 1)
     ]
     others = [("0.9", "rest of the step"), ("#d62728", "waiting for a sum"), ("0.4", "in gloo")]

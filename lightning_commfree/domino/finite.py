@@ -1,11 +1,12 @@
 """NaN and Inf in gradients are found before the optimizer step, on all ranks at once.
 
 A part of a divided weight is one rank's alone, and the mean over the data axis hides who spoiled
-it. So each rank looks at its own gradients ahead of that mean, in one pass over them: their
-Euclidean norm is finite where they are. A norm that is not may also be one that has overflowed;
-only then single numbers are looked at, and names exchanged.
+it. So each rank looks at its own gradients before that mean. One pass is enough: where they are
+finite, their Euclidean norm is. A norm can also overflow, so the ranks look at single numbers next,
+and exchange names.
 
-What hooks do to gradients after that, or an optimizer to weights, is found before a checkpoint.
+Hooks may spoil gradients after that, and an optimizer weights: a check before each checkpoint finds
+it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ tag                 bytes of a payload
 `tensor_forward`    tokens x width, a sublayer and the embedding
 `tensor_backward`   tokens x width, a sublayer and the head
 `tensor_loss`       3 numbers a token
-`tensor_shared`     gradients of what several ranks of a tensor group hold
+`tensor_shared`     gradients of parts that several ranks of a tensor group hold
 `tensor_norm`       one number, if gradients are clipped by their norm
 `data_gradient`     gradients of this rank's part of the model
 ==================  ==================================================================
@@ -31,7 +31,7 @@ from lightning_commfree.domino.parallel import ParallelModel
 
 
 def bytes_per_token(model: ParallelModel, autocast: torch.dtype | None = None) -> Counter[str]:
-    """Return what a rank sends for a token, forward and backward; whole tokens are not cut.
+    """Return what a rank sends for a token, forward and backward.
 
     Args:
         model: divided. It computes its own loss, as with `labels=`, if it can.
@@ -69,7 +69,7 @@ def bytes_per_step(
     autocast: torch.dtype | None,
     clips: bool,
 ) -> Counter[str]:
-    """Return what a rank sends for an optimizer step; see the other two.
+    """Return what a rank sends for an optimizer step: for its tokens and for its gradients.
 
     Args:
         models: divided.

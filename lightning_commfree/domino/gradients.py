@@ -1,8 +1,8 @@
-"""What is done to gradients across ranks after, and during, backward.
+"""Gradients across ranks, after backward and during it.
 
-- Over the data axis they are averaged, sublayer by sublayer while backward goes on.
-- A key head that several ranks of a tensor group hold gets the sum of what they found.
-- The norm of the whole gradient counts every number once, wherever it lies.
+- The data axis averages them, sublayer by sublayer, while backward goes on.
+- Several ranks of a tensor group may hold one key head: its gradient is the sum of theirs.
+- The norm of the whole gradient counts every number once.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class GradientAverage:
         if self._channel.size == 1:
             return
 
-        # Two forwards, one backward: the first stack's sublayer is done, its gradients leave,
-        # and the second stack adds to them. Those leave again, whole.
+        # 1. Two forwards and one backward: a sublayer of the first stack is done, and its
+        #    gradients leave.
+        # 2. The second stack adds to them. They are late, and leave again.
         late = {
             p
             for p, (gradient, version) in self._launched.items()
@@ -92,7 +93,12 @@ class GradientAverage:
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
-    """Add up the gradients of what several ranks of a tensor group hold."""
+    """Add up the gradients of parts that several ranks of a tensor group hold; collective.
+
+    Args:
+        specs: of the divided parameters.
+        group: the tensor group.
+    """
     for parameter, spec in specs.items():
         if spec.overlapping and parameter.grad is not None:
             shape = list(parameter.shape)
@@ -108,7 +114,16 @@ def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> N
 def gradient_norm(
     parameters: Iterable[nn.Parameter], specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup
 ) -> Tensor:
-    """Return the Euclidean norm of the whole model's gradient, fp32, the same on all ranks."""
+    """Return the Euclidean norm of the whole model's gradient; collective.
+
+    Args:
+        parameters: of this rank.
+        specs: of the divided ones.
+        group: the tensor group.
+
+    Returns:
+        A tensor without dimensions, in float32 or wider; the same on all ranks.
+    """
     total: dict[bool, Tensor] = {}
     for p in parameters:
         if p.grad is None:

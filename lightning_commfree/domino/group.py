@@ -25,11 +25,11 @@ class TensorGroup:
         seed: of the random numbers that differ from rank to rank, as attention's dropout.
 
     Attributes:
-        scheduled: row linears return partial sums and column linears leave the gradient of their
-            input partial: a schedule launches and lands the all-reduces.
+        scheduled: a schedule launches and lands the all-reduces. Row linears then return partial
+            sums, and column linears leave the gradient of their input partial.
         local_logits: the head returns its share of the vocabulary.
         sums_flow: the embedding leaves its sum to the schedule, as `unsummed`.
-        unsummed: what the embedding found among this rank's words, until the schedule takes it.
+        unsummed: the embedding's sum over this rank's words, until the schedule takes it.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:

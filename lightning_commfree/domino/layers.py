@@ -1,8 +1,8 @@
 """The sharded modules: same parameter names as what they replace, 1/t of their tensors.
 
-t: ranks of the tensor group. Under a schedule (`TensorGroup.scheduled`) the all-reduces that a
-module would do are the schedule's; without one, in evaluation and generation say, the module does
-its own, so it is right wherever it is called.
+t: ranks of the tensor group. Under a schedule (`TensorGroup.scheduled`) the all-reduces of a module
+are the schedule's. Without one, as in evaluation and generation, the module does its own: it is
+right wherever it is called.
 
 ===============  ====================  ============================  =======================
 module           weight of a rank      forward, unscheduled          backward, unscheduled
@@ -149,7 +149,7 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, parts: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """In the body `forward` gives each of several slices of its output away when it is there.
+        """In the body `forward` computes its output in slices, and gives each away at once.
 
         Args:
             parts: slices of the last dimension.

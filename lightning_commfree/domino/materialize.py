@@ -5,8 +5,8 @@
 3. The next layer.
 
 So a rank never holds more than its part of the model and one whole layer. All ranks draw the same
-random numbers, for the whole of a layer: the values do not depend on how many ranks there are.
-A model that is built with values has other ones: it fills its layers in another order.
+random numbers, for whole layers: the values do not depend on the number of ranks. A model that is
+built with values has other ones, for it draws them in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def on_meta(module: nn.Module) -> list[str]:
 
 
 class Materializer:
-    """Fills one model, layer by layer, in the order of its calls.
+    """Gives values to one model, layer by layer, in the order of its calls.
 
     Args:
         model: of transformers, whose `_init_weights` is used.
@@ -45,7 +45,7 @@ class Materializer:
         self._give_values(list(_children_first(layer)))
 
     def materialize_rest(self) -> None:
-        """Give what is left of the model its values."""
+        """Give values to the rest of the model."""
         for module in _children_first(self._model):
             self._give_values([module])
 

@@ -1,6 +1,6 @@
 """A module with transformers models divided inside: wholes out of parts, and parts of wholes.
 
-What an algorithm outside asks of a model that several ranks hold together:
+Several ranks hold one model together. An algorithm around it asks for:
 
 =======================  =======================================================================
 `prepare`                divide the models, before the optimizer is made

@@ -54,7 +54,7 @@ def test_every_way_trains_the_same_model(measured: tuple[dict[str, Any], Path]) 
 
 
 def test_sums_are_counted(measured: tuple[dict[str, Any], Path]) -> None:
-    """Besides the half-blocks: embedding, head, and two exchanges of the loss."""
+    """Besides the sublayers: embedding, head, and two exchanges of the loss."""
     rows, _ = measured
     assert rows["sync"]["collectives"] == SUMS + 3
     assert rows["batch"]["collectives"] == 2 * SUMS + 4  # the embedding's sum is divided too
@@ -65,7 +65,7 @@ def test_sums_are_counted(measured: tuple[dict[str, Any], Path]) -> None:
         assert rows[name]["payload_bytes"] == (SUMS + 2) * HIDDEN_BYTES + loss_bytes
 
 
-def test_a_trace_names_launches_landings_and_half_blocks(
+def test_a_trace_names_launches_landings_and_sublayers(
     measured: tuple[dict[str, Any], Path],
 ) -> None:
     _, folder = measured
@@ -74,7 +74,9 @@ def test_a_trace_names_launches_landings_and_half_blocks(
         for kind in ("launch", "land"):
             for direction in ("forward", "backward"):
                 found = [
-                    (s.half, s.part) for s in spans if (s.kind, s.direction) == (kind, direction)
+                    (s.sublayer, s.part)
+                    for s in spans
+                    if (s.kind, s.direction) == (kind, direction)
                 ]
                 sums = 2 * TOY.layers + (direction == "forward")  # of the embedding
                 assert len(found) == len(set(found)) == sums * parts
@@ -85,8 +87,8 @@ def test_a_trace_names_launches_landings_and_half_blocks(
         assert sum(s.kind == "transfer" for s in spans) >= SUMS * parts
 
 
-def test_in_the_trace_sums_fly_behind_the_other_half(measured: tuple[dict[str, Any], Path]) -> None:
-    """A flight hides something if another half-block's body lies in it, from begin to end."""
+def test_in_the_trace_sums_fly_behind_the_other_part(measured: tuple[dict[str, Any], Path]) -> None:
+    """A flight hides something if another sublayer's body lies in it, from begin to end."""
     _, folder = measured
 
     def hiding(name: str) -> int:

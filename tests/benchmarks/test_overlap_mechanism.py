@@ -95,14 +95,14 @@ class Clock:
 
 
 def played_seconds(name: str, body_s: float, sum_s: float) -> float:
-    """Seconds of a step in which all bodies of a half-block take `body_s`, a whole sum `sum_s`."""
+    """Seconds of a step in which all bodies of a sublayer take `body_s`, a whole sum `sum_s`."""
     clock = Clock()
     channel = SleepingChannel(2, Ledger(), lambda: clock.seconds, clock.advance)
     channel.link = Link(seconds_per_byte=sum_s / HIDDEN_BYTES)
     way = ours(name, TOY.build(), channel)
     parts = 1 if name == "sync" else 2
 
-    def compute(event: str, half: str, part: int) -> None:
+    def compute(event: str, sublayer: str, part: int) -> None:
         if event.startswith("body"):
             clock.advance(body_s / parts)
 
@@ -115,7 +115,7 @@ def played_seconds(name: str, body_s: float, sum_s: float) -> float:
 def test_by_the_clock_all_is_hidden_that_can_be() -> None:
     """No noise: time passes in bodies and on the link only.
 
-    A sum as long as a half-block fits just behind the other part's; half as long again does not.
+    A sum as long as a sublayer fits just behind the other part's; half as long again does not.
     """
     computing_s = played_seconds("sync", body_s=1.0, sum_s=0.0)
     assert computing_s == SUMS

@@ -1,0 +1,67 @@
+"""An architecture is a file of its own: nothing else in Domino knows the name of a model."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_commfree import domino
+from lightning_commfree.domino.families import FAMILIES, family_of
+from lightning_commfree.domino.families.llama import Llama
+from tests.domino.models import Case, Outcome, make, reference, worst_error
+from tests.domino.ranks import divide, play, with_channel
+from tests.world import run_ranks
+
+NAMES = ("gpt2", "llama", "mistral", "qwen")
+FOLDER = Path(domino.__file__).parent
+CASE = Case("olmo", 3)
+
+
+def names_in_code(path: Path) -> Iterator[str]:
+    """Names of models in identifiers, imports and texts; docstrings and comments may say them."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    code = ast.unparse(tree).lower()
+    yield from (name for name in NAMES if name in code)
+
+
+def test_only_the_families_know_models() -> None:
+    files = sorted(FOLDER.rglob("*.py"))
+    knowing = {path.relative_to(FOLDER).as_posix() for path in files if list(names_in_code(path))}
+    assert knowing == {f"families/{name}.py" for name in ("__init__", *NAMES[:3], "qwen2", "qwen3")}
+
+
+def test_every_family_is_known_by_the_name_of_its_class() -> None:
+    for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+        model = make(kind)
+        assert family_of(model) is FAMILIES[type(model).__name__]
+    assert family_of(make("olmo")) is None  # it has a plan
+
+
+class Olmo(Llama):
+    """Llama's modules, and norms without weights."""
+
+    model_class = "OlmoForCausalLM"
+
+
+def with_a_new_family(channel: Any) -> tuple[Outcome, bool, bool]:
+    """A step of it, and whether it is scheduled: with the family, and by the plan in its config."""
+    plain = divide(make("olmo"), channel, CASE).scheduled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, Olmo.model_class, Olmo())
+        scheduled = divide(make("olmo"), channel, CASE).scheduled
+        return play(channel, CASE), scheduled, plain
+
+
+def test_a_new_architecture_is_a_class_of_its_own(tmp_path: Path) -> None:
+    for outcome, scheduled, plain in run_ranks(with_channel, 2, tmp_path, with_a_new_family):
+        assert scheduled
+        assert not plain
+        assert worst_error(outcome, reference(CASE)) < 1e-12

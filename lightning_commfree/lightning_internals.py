@@ -90,10 +90,6 @@ RELOAD = Feature(
     "the rhythm of `reload_dataloaders_every_n_epochs` after a resume",
     ("fit_loop._last_train_dl_reload_epoch",),
 )
-MEANS = Feature(
-    "a step of `ReduceLROnPlateau` at the end of an epoch that is resumed in its middle",
-    ("fit_loop.epoch_loop._results",),
-)
 COMPILED = Feature(
     "an error that says why a compiled LightningModule cannot be divided",
     ("lightning_module._compiler_ctx",),
@@ -227,13 +223,6 @@ def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
     loop.epoch_loop._restart_stage = "restarted_on_last"
 
 
-def step_at_epoch_end(trainer: pl.Trainer) -> None:
-    """Let schedulers that watch a metric step at the end of an epoch that is resumed."""
-    if MID_EPOCH.works(trainer):
-        trainer.fit_loop.on_iteration_done()  # no longer restarting, and this alone
-        trainer.fit_loop._restart_stage = "restarted_mid_epoch"
-
-
 def validate_first(trainer: pl.Trainer) -> bool:
     """Let the validation run that the latest batch was to bring; return whether one was."""
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -262,11 +251,6 @@ def reloaded_at(trainer: pl.Trainer, epoch: int) -> None:
     """Let the training loaders count as made anew at this epoch."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch
-
-
-def logged(trainer: pl.Trainer) -> list[Any]:
-    """Return what the module has logged in this epoch, with its `meta`."""
-    return [*trainer.fit_loop.epoch_loop._results.values()] if MEANS.works(trainer) else []
 
 
 # Settings

@@ -1,20 +1,15 @@
-"""Tensors of the module that are neither trained nor averaged, and differ from rank to rank.
+"""Tensors of the module that are neither trained nor averaged, and may differ from rank to rank.
 
 Hooks move them: the weights of a mean teacher, counters, a queue, a cache. A checkpoint holds those
-of rank 0, and of non-persistent buffers none. Most models have none that differ; frozen weights of
-any size are the same everywhere. So a rank writes only what a resume could not find otherwise, told
-by hashes: a persistent tensor that is not equal to rank 0's, a non-persistent one that is not what
-it was when the fit began.
-
-At a save each of them is read once, at about the speed of memory, and 8 bytes and its name are
-broadcast. At the beginning of a fit only non-persistent buffers
-are read. What is trained is never read, nor floating-point buffers of a checkpoint: the strategy
-restores them.
+of rank 0, and of non-persistent buffers none. A rank's part has all persistent ones, of which those
+that are equal to rank 0's are references that take no room, and such non-persistent ones as are not
+what they were when the fit began. What is trained is not among them, nor floating-point buffers of
+a checkpoint: the strategy restores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -41,20 +36,14 @@ class OwnTensors:
         self._optimizers = optimizers
         self._at_begin = _digests(self._split()[1])
 
-    def state(self, of_rank_0: Callable[[dict[str, int]], dict[str, int]]) -> dict[str, Tensor]:
-        """Return what only this rank knows: the module's own tensors, not copies.
-
-        Args:
-            of_rank_0: broadcasts an object from rank 0; called once, on all ranks.
-        """
+    def state(self) -> dict[str, Tensor]:
+        """Return what rank 0 may have otherwise: the module's own tensors, not copies."""
         persistent, others = self._split()
-        mine = _digests(persistent)
-        common = of_rank_0(mine)
-        differing = [name for name in persistent if mine[name] != common.get(name)]
         now = _digests(others)
-        changed = [name for name in others if now[name] != self._at_begin.get(name)]
-        tensors = {**persistent, **others}
-        return {name: tensors[name].detach() for name in differing + changed}
+        changed = {
+            name: tensor for name, tensor in others.items() if now[name] != self._at_begin.get(name)
+        }
+        return {name: tensor.detach() for name, tensor in {**persistent, **changed}.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:

@@ -1,20 +1,18 @@
 """Going on in the middle of an epoch: random numbers and the place in the data.
 
-Lightning restores the loops (with help from `_loops`), but neither the random number generators nor
+Lightning restores the loops (with help from `loops`), but neither the random number generators nor
 the position of a loader that has no `state_dict` of its own: it hands out the epoch's first batches
 again.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
@@ -23,76 +21,76 @@ from lightning_commfree.lightning_internals import (
     reloaded_at,
 )
 from lightning_commfree.resume.epoch_start import EpochStart, training_loaders
-from lightning_commfree.resume.loops import Moment, restore_loops
-from lightning_commfree.resume.random_state import set_random_state, without_device
+from lightning_commfree.resume.loops import Moment, left_out, restore_loops
+from lightning_commfree.resume.random_state import random_state, set_random_state
 
 
-def loop_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the fit loop: "combined_loader" has the loaders' states."""
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
+def plain(state: Any) -> Any:
+    """Return a state of plain values and tensors, None for one that holds anything else.
 
-
-class Data(NamedTuple):
-    """Where the training data stood at a save.
-
-    Attributes:
-        loaders: the states of the loaders that have a `state_dict`; None: as Lightning has restored
-            them.
-        ahead: batches that Lightning had read and not handed out: one, of data without a length.
-            None: they cannot be read back.
-        epoch_start: of the epoch; None: unknown, in a checkpoint of an older version.
+    What lies in a rank's file is read without running code from it.
     """
-
-    loaders: list[dict[str, Any]] | None = None
-    ahead: Sequence[Any] | None = ()
-    epoch_start: dict[str, Any] | None = None
-
-
-def read_ahead(trainer: pl.Trainer) -> list[Any]:
-    """Return the batches that Lightning has read and not handed out."""
-    return list(getattr(data_fetcher(trainer), "batches", [])) if MID_EPOCH.works(trainer) else []
-
-
-def loadable(state: Any, what: str = "") -> Any:
-    """Return what this rank's loaders or schedulers hold; None where only pickle can load it.
-
-    What comes from another rank, or from its file, is read without running code from it. Rank 0's,
-    in the checkpoint itself, is then taken by all.
-
-    Args:
-        state: as they give it.
-        what: whose it is, for a message where it is not kept; none without it.
-    """
-    if _is_plain(state):
-        return state
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    try:
-        return torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
-        if what:
-            rank_zero_warn(
-                f"The state of {what} holds more than tensors and plain values, and is kept of"
-                " rank 0 only: a resumed fit gives every rank that of rank 0. What was found:"
-                f" {str(error).splitlines()[-1]}"
-            )
-        return None
+    return state if _is_plain(state) else None
 
 
 def _is_plain(state: Any) -> bool:
-    """Return whether it is known without a try that no code is needed to load it."""
-    if type(state) is dict:
+    if type(state) in (dict, Counter, OrderedDict):
         return all(map(_is_plain, (*state.keys(), *state.values())))
-    if type(state) in (list, tuple):
+    if type(state) in (list, tuple, set, torch.Size):
         return all(map(_is_plain, state))
-    return state is None or type(state) in (bool, int, float, str, bytes, torch.Tensor)
+    return state is None or type(state) in (bool, int, float, complex, str, bytes, torch.Tensor)
 
 
-def restore_place(
-    trainer: pl.Trainer, random: dict[str, Any], begin: EpochStart, data: Data
-) -> Moment:
+def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochStart) -> Any:
+    """Return where this rank's training data stand.
+
+    Args:
+        trainer: in its fit.
+        checkpoint: as Lightning dumps it on this rank.
+        begin: of this Trainer.
+
+    Returns:
+        "loaders": the states of those that have a `state_dict`, None where Lightning alone can
+        restore them; "ahead": batches that Lightning had read and not handed out (one, of data
+        without a length), None where they are not plain; "epoch_start"; "random".
+    """
+    works = MID_EPOCH.works(trainer)
+    ahead = getattr(data_fetcher(trainer), "batches", []) if works else []
+    return {
+        "random": random_state(trainer.strategy.root_device),
+        "epoch_start": begin.state_dict(),
+        "loaders": plain(_loader_states(checkpoint)),
+        "ahead": plain([*ahead]),
+    }
+
+
+def not_saved(checkpoint: Mapping[str, Any], part: Mapping[str, Any], ranks: int) -> list[str]:
+    """Return what stands of rank 0 alone in a checkpoint, and of no rank.
+
+    Args:
+        checkpoint: as Lightning dumps it.
+        part: of this rank, from it.
+        ranks: that save; a single one loses nothing that Lightning saves.
+    """
+    texts, shared = [], "holds more than tensors and plain values, and every rank gets rank 0's"
+    if ranks > 1 and part["loaders"] is None and _loader_states(checkpoint):
+        texts.append(f"the state of a training data loader {shared}")
+    if ranks > 1 and part["schedulers"] is None and checkpoint.get("lr_schedulers"):
+        texts.append(f"the state of a learning-rate scheduler {shared}")
+    if part["ahead"] is None:
+        texts.append(
+            "a batch that had been read ahead is left out: it holds more than tensors and plain"
+            " values"
+        )
+    return texts
+
+
+def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
+    loops: Any = checkpoint.get("loops", {})
+    return loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+
+
+def restore_place(trainer: pl.Trainer, begin: EpochStart, data: Mapping[str, Any]) -> list[str]:
     """Bring loops, loader and random numbers to where they were; the last thing before the fit.
 
     1. A checkpoint of the middle of an epoch: the epoch's order is made again, from the random
@@ -105,12 +103,11 @@ def restore_place(
 
     Args:
         trainer: in `Strategy.on_train_start` of a resumed fit.
-        random: what `random_state` returned at the save.
         begin: of this Trainer; gets the epoch's beginning from `data`.
-        data: where the data stood.
+        data: what `data_state` returned at the save.
 
     Returns:
-        Where the fit goes on.
+        What is not as it was.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`
@@ -121,64 +118,55 @@ def restore_place(
         reloaded_at(trainer, latest // every * every)
     for loader in loaders:
         _begin_epoch(loader, moment.epoch)
-    set_random_state(random, trainer.strategy.root_device)
+    set_random_state(data["random"], trainer.strategy.root_device)
 
     # Lightning has not loaded them where it took the epoch for over
     later = loaded_later(trainer)
-    states = data.loaders or later
+    states = data["loaders"] or later
     if states:
         stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
         for loader, state in zip(stateful, states, strict=True):
             loader.load_state_dict(state)
 
+    texts = left_out(trainer, moment)
     at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     if at_batch and MID_EPOCH.works(trainer):
-        unknown = {"iterator": {"random": without_device(random), "generators": []}, "batch": None}
-        begin.load_state_dict(data.epoch_start or unknown, begun=moment.begun)
-        _restore_iterator(trainer, moment, bool(states), data.ahead, begin)
-        set_random_state(random, trainer.strategy.root_device)
-    begin.set_generators((data.epoch_start or {}).get("now", []))
-    return moment
+        begin.load_state_dict(data["epoch_start"], begun=moment.begun)
+        texts += _restore_iterator(trainer, moment, bool(states), data["ahead"] or [], begin)
+        set_random_state(data["random"], trainer.strategy.root_device)
+    begin.set_generators(data["epoch_start"]["now"])
+    return texts
 
 
 def _restore_iterator(
-    trainer: pl.Trainer,
-    moment: Moment,
-    loaded: bool,
-    ahead: Sequence[Any] | None,
-    begin: EpochStart,
-) -> None:
+    trainer: pl.Trainer, moment: Moment, loaded: bool, ahead: Sequence[Any], begin: EpochStart
+) -> list[str]:
     """Make the iterator of an epoch of which some batches have been trained on."""
     fetcher, loaders = data_fetcher(trainer), training_loaders(trainer)
     if any(hasattr(loader, "load_state_dict") for loader in loaders):
-        if ahead is None:
-            rank_zero_warn(
-                "A batch that was read ahead when the checkpoint was written is left out: it holds"
-                " more than tensors and plain values, which is not read from a rank's file."
-            )
         if ahead:
             fetcher.iterator = iter(fetcher.combined_loader)  # `iter(fetcher)` would read ahead
             fetcher.reset()
-            fetcher.batches = list(ahead)
+            fetcher.batches = [*ahead]
         elif loaded:
             iter(fetcher)
-    elif fetcher.length is None:
-        if moment.batches:
-            rank_zero_warn(
-                "The training data has neither a length nor a `state_dict`, so its place in the"
-                " middle of an epoch is unknown: the resumed fit begins with its first batch. Give"
-                " the loader `state_dict` and `load_state_dict` to resume exactly."
-            )
-    else:
-        for loader in loaders:
-            if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
-                loader._iterator = None  # workers that persist; `setup_data` gave them other seeds
-        begin.set_for_iterator()
-        iter(fetcher)
-        assert fetcher.iterator is not None, "`iter` has made it"
-        begin.set_for_batch()
-        for _ in range(moment.batches):
-            next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself
+        return []
+    if fetcher.length is None:
+        unknown = (
+            "the training data have neither a length nor a `state_dict`, so the fit begins with"
+            " their first batch. Give the loader `state_dict` and `load_state_dict`"
+        )
+        return [unknown] if moment.batches else []
+
+    for loader in loaders:
+        if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
+            loader._iterator = None  # workers that persist; `setup_data` gave them other seeds
+    begin.set_for_iterator()
+    iter(fetcher)
+    begin.set_for_batch()
+    for _ in range(moment.batches):
+        next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself
+    return []
 
 
 def _begin_epoch(loader: Any, epoch: int) -> None:

@@ -37,8 +37,3 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
         np.random.set_state(states["numpy"])
     if device.type == "cuda" and "device" in states:
         torch.cuda.set_rng_state(states["device"].cpu(), device)
-
-
-def without_device(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `random_state` returned for the host."""
-    return {name: state for name, state in states.items() if name != "device"}

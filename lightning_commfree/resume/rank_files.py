@@ -54,6 +54,19 @@ class RankFiles:
         """Return the place of the set `token` beside a checkpoint."""
         return f"{self._name}/{token}"
 
+    def entry(
+        self, owner: Owner, algorithm: str, fingerprint: dict[str, str], own: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a checkpoint says of its ranks, with rank 0's part, `own`."""
+        return {
+            "ranks": owner.ranks,
+            "token": owner.token,
+            "place": self.place(owner.token),
+            "algorithm": algorithm,
+            "fingerprint": fingerprint,
+            "own": own,
+        }
+
     def save(self, token: str, rank: int, part: dict[str, Any]) -> None:
         """Write this rank's part of the set `token`.
 

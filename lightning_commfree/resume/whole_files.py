@@ -4,7 +4,8 @@ A file is written under a hidden name beside its final one, brought to the disk,
 the folder is brought to the disk. A process that is killed, or a full disk, leaves the file that
 was there before. (Lightning writes below `$TMPDIR` and moves, and where the folder is a mount of
 its own a move is a copy onto the file that was there.) Tensors go straight into the file, those of
-a GPU one at a time.
+a GPU one at a time. The hidden name is always the same: the next save to that name takes the place
+of what a killed one has left.
 
 `torch.save` writes a checksum (CRC-32) of every record, and `torch.load` does not look at them:
 `check_whole` does, at about 0.3 s per GB that is in the page cache.
@@ -12,10 +13,10 @@ a GPU one at a time.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -44,12 +45,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
         Raises:
             RuntimeError: it cannot be written; what was there before is as it was.
         """
-        target = local_path(path)
-        if storage_options is not None or target is None:
+        if storage_options is not None or local_path(path) is None:
             super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        _remove_leftovers(target.parent)
-        write_whole(checkpoint, path)
+        else:
+            write_whole(checkpoint, path)
 
 
 def write_whole(state: Any, path: FilePath) -> None:
@@ -67,90 +66,60 @@ def write_whole(state: Any, path: FilePath) -> None:
         TorchCheckpointIO().save_checkpoint(state, path)
         return
     sink = _Sink()
+    half = target.with_name(f".{target.name}{_WRITING}")
     try:
         new = [folder for folder in target.parents if not folder.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
-        sink.open(target)
-        sink.write_all(state)
-        os.replace(sink.path, target)
+        with half.open("wb") as file:
+            sink.write_all(state, file)
+        os.replace(half, target)
         for folder in (target.parent, *(folder.parent for folder in new)):
             _sync_folder(folder)
     except OSError as error:
-        raise RuntimeError(_why_not_written(target, error, sink)) from error
+        written = half.stat().st_size if half.exists() else 0
+        raise RuntimeError(_why_not_written(target, error, sink.needed, written)) from error
     finally:
-        sink.close()
+        with suppress(OSError):
+            half.unlink()
 
 
 class _Sink:
-    """A file under a hidden name, for `torch.save`.
+    """A file, for `torch.save`.
 
     After an error it writes nothing more and counts on: torch, which would come down over a half
     file with an error of its own, ends as usual, and how much there is to write is known then.
     """
 
     def __init__(self) -> None:
-        self.path = Path()
-        self.needed = self.written = 0  # bytes
-        self._descriptor: int | None = None
+        self.needed = 0  # bytes
+        self._write: Callable[[Any], Any] = len
         self._error: OSError | None = None
 
-    def open(self, target: Path) -> None:
-        self.path = target.with_name(f".{target.name}.{os.urandom(6).hex()}{_WRITING}")
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with suppress(OSError):  # a disk without locks: nobody will take it for a leftover
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        if not self.path.exists():  # taken for a leftover, before it was locked
-            self.close()
-            self.open(target)
-
-    def write_all(self, state: Any) -> None:
+    def write_all(self, state: Any, file: IO[bytes]) -> None:
         """Write a state to the disk.
 
         Raises:
             OSError: the first one that came.
         """
+        self._write = file.write
         torch.save(state, cast("IO[bytes]", self))  # two methods of it are called
-        if self._error is None:
-            assert self._descriptor is not None, "it is open"
-            os.fsync(self._descriptor)
-        else:
+        if self._error is not None:
             raise self._error
+        file.flush()
+        os.fsync(file.fileno())
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self.needed += view.nbytes
+        size = memoryview(data).nbytes
+        self.needed += size
         if self._error is None:
             try:
-                self._put(view)
+                self._write(data)
             except OSError as error:
                 self._error = error
-        return view.nbytes
-
-    def _put(self, view: memoryview) -> None:
-        assert self._descriptor is not None, "it is open"
-        while view.nbytes:
-            count = os.write(self._descriptor, view)
-            self.written += count
-            view = view[count:]
+        return size
 
     def flush(self) -> None:
-        """Nothing is buffered."""
-
-    def close(self) -> None:
-        """Close it; what has not been renamed is removed."""
-        if self._descriptor is not None:
-            with suppress(OSError):
-                os.unlink(self.path)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what writers left that were killed: nobody holds its lock any more."""
-    for path in folder.glob(f".*{_WRITING}"):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+        """The file is flushed at the end."""
 
 
 def _sync_folder(folder: Path) -> None:
@@ -162,12 +131,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _why_not_written(target: Path, error: OSError, sink: _Sink) -> str:
+def _why_not_written(target: Path, error: OSError, needed: int, written: int) -> str:
     missing = ""
-    if sink.needed > sink.written:
+    if needed > written:
         missing = (
-            f" It has {_megabytes(sink.needed)}, of which {_megabytes(sink.written)} could be"
-            f" written: {_megabytes(sink.needed - sink.written)} are missing."
+            f" It has {_megabytes(needed)}, of which {_megabytes(written)} could be written:"
+            f" {_megabytes(needed - written)} are missing."
         )
     before = "What was there before is as it was" if target.exists() else "Nothing is there"
     return (

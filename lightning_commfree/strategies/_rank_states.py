@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_commfree.domino import ParallelModel
-from lightning_commfree.resume.exact import PLACE, Adopted, Saved
+from lightning_commfree.resume.rank_state import PLACE, Adopted, Saved
 
 
 @dataclass

@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_commfree.resume.exact import Adopted, ExactResume, Saved
+from lightning_commfree.resume.exact import ExactResume
+from lightning_commfree.resume.rank_state import Adopted, Saved
 from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies._replicated import ReplicatedStrategy
 from lightning_commfree.strategies.signals import warn_unsaved

@@ -20,7 +20,7 @@ from lightning_commfree.lion import (
     agree_on_parameters,
     mean_momenta,
 )
-from lightning_commfree.resume.exact import REPLICA, Adopted, Saved
+from lightning_commfree.resume.rank_state import REPLICA, Adopted, Saved
 from lightning_commfree.strategies._gradients import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies._resumable import ResumableStrategy
 from lightning_commfree.strategies.lockstep_end import LockstepEnd

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_commfree.resume.position import loadable
+from lightning_commfree.resume.position import not_saved, plain
 
 
 class Touching:
@@ -21,19 +22,28 @@ class Touching:
         return Path.touch, (self.path,)
 
 
-def test_what_only_pickle_loads_of_a_loader_is_left_out_and_said(tmp_path: Path) -> None:
+def test_what_only_pickle_loads_is_left_out_and_said(tmp_path: Path) -> None:
+    """Rank 0's is in the checkpoint; a batch that was read ahead is nowhere."""
     state = [{"place": Touching(tmp_path / "ran")}]
-    with pytest.warns(UserWarning, match="state of a training data loader holds more than tensors"):
-        assert loadable(state, "a training data loader") is None
-    assert loadable([{"place": 3}]) == [{"place": 3}]
+    loops = {"fit_loop": {"state_dict": {"combined_loader": state}}}
+    part = {"loaders": plain(state), "schedulers": plain(state), "ahead": plain(state)}
+    assert set(part.values()) == {None}
+    loader, scheduler, batch = not_saved({"loops": loops, "lr_schedulers": state}, part, 2)
+    assert "state of a training data loader holds more than tensors and plain values" in loader
+    assert "scheduler holds more than tensors and plain values, and every rank gets" in scheduler
+    assert not_saved({"loops": loops, "lr_schedulers": state}, part, 1) == [batch]
+    assert not_saved({"loops": {}}, {**part, "ahead": []}, 2) == []
     assert not (tmp_path / "ran").exists()
 
 
-def test_plain_values_are_kept_without_a_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save calls `torch.save` once: somebody may count."""
-    monkeypatch.setattr(torch, "save", None)
-    plain = {"a": [1, 2.0, ("x", None, True)], "b": torch.arange(3), 4: b"c"}
-    assert loadable(plain) is plain
-    monkeypatch.undo()
-    assert loadable({"size": torch.Size([2])}) == {"size": torch.Size([2])}
-    assert loadable({"where": Path()}) is None
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": [1, 2.0, ("x", None, True)], "b": torch.arange(3), 4: b"c", "d": {1j}},
+        {"milestones": Counter({3: 1}), "size": torch.Size([2]), "order": OrderedDict(a=1)},
+    ],
+)
+def test_plain_values_are_kept(state: Any, tmp_path: Path) -> None:
+    assert plain(state) is state
+    torch.save(state, tmp_path / "state.pt")
+    torch.load(tmp_path / "state.pt", weights_only=True)

@@ -46,13 +46,6 @@ class Rude(Noisy):
         torch.rand(5)
 
 
-class Watching(Rude):
-    """The learning rate follows a metric that is this run's own."""
-
-    def configure_optimizers(self) -> Any:
-        return {**plateau_of(super().configure_optimizers()), "monitor": "val_loss"}
-
-
 class Voter(Rude):
     def configure_optimizers(self) -> Any:
         return DistributedLion(self.parameters(), lr=0.02)
@@ -64,7 +57,7 @@ class Calm(Voter):
 
 
 class Told(Rude):
-    """The learning rate follows a mean over the training steps of an epoch."""
+    """The learning rate follows a metric, which a resumed fit does not know."""
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         self.log("mean", float(self.global_step), on_step=False, on_epoch=True)
@@ -202,7 +195,6 @@ CASES: dict[str, dict[str, Any]] = {
     "steps": STEPS,
     "steps, validation": {"validation": True, **STEPS},
     "validation twice": {"validation": True, "val_check_interval": 0.5, **EPOCHS_ONLY},
-    "plateau": {"validation": True, "module": Watching, **EPOCHS_ONLY},
     "own place": {"validation": True, "data": lambda: Eager(draw, BATCHES, 3), **EPOCHS_ONLY},
     "reloaded": {"reload_dataloaders_every_n_epochs": 1, **EPOCHS_ONLY},
     "unsized": {"data": lambda: Unsized(draw, BATCHES, 3), **EPOCHS_ONLY},
@@ -278,25 +270,28 @@ def test_a_fit_that_ended_within_an_epoch_goes_on_within_it(tmp_path: Path) -> N
 def warned(rank: int, size: int, folder: Path) -> Any:
     straight = fit(folder / "straight", module=Told, **EPOCHS_ONLY)
     found = {}
-    for hook, step in (("on_train_batch_end", 4), ("on_train_batch_end", 7), SAVES[-1]):
+    saves = (("on_train_epoch_start", 4), ("on_train_batch_end", 7), ("on_train_epoch_end", 8))
+    for hook, step in saves:
         path = folder / "straight" / f"{hook}-{step}.ckpt"
         with pytest.MonkeyPatch.context() as patch:
             said: list[str] = []
-            patch.setattr("lightning_commfree.resume.loops.rank_zero_warn", said.append)
+            patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
             resumed = fit(folder / path.stem, path, module=Told, **EPOCHS_ONLY)
         found[hook, step] = said, resumed.events, straight.after(hook, step)
     return found
 
 
-def test_what_does_not_come_back_is_said(tmp_path: Path) -> None:
+def test_what_does_not_come_back_is_said_in_one_warning(tmp_path: Path) -> None:
     (found,) = run_ranks(warned, 1, tmp_path, tmp_path)
     for hook, step in found:
         said, events, expected = found[hook, step]
         assert [event[:3] for event in events] == [event[:3] for event in expected]
-        if hook == "on_train_epoch_end":
+        if hook == "on_train_epoch_start":
             assert not said
             assert events == expected
-        else:
-            own_hook, scheduler = said
-            assert "callbacks come before `Told.on_train_batch_end`, and the" in own_hook
-            assert "watches 'mean', a mean over an epoch in the middle of which" in scheduler
+            continue
+        (text,) = said
+        assert text.startswith("The fit goes on where it was saved, but: ")
+        assert "the scheduler that watches 'mean' leaves out its step for the batch or" in text
+        own_hook = "`Told.on_train_batch_end` does not run for the batch of the save"
+        assert (own_hook in text) == (hook == "on_train_batch_end")

@@ -15,20 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 from typing_extensions import override
 
 from benchmarks.bandwidth.window import WARM_UP, Stopwatch, Window
+from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.common.relay import Relay, Run
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 
@@ -37,62 +34,7 @@ BATCH, TOKENS, VOCABULARY = 4, 128, 4096
 
 def tiny_gpt2() -> GPT2LMHeadModel:
     """Return the model of all rows: GPT-2, 6 blocks, 5.8 million parameters, random."""
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=TOKENS,
-            n_layer=6,
-            n_embd=256,
-            n_head=4,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    )
-
-
-class Tokens(Dataset[Tensor]):
-    """Uniformly random tokens, int64 of shape (TOKENS,), made when they are asked for."""
-
-    def __len__(self) -> int:
-        return 100_000
-
-    @override
-    def __getitem__(self, index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(VOCABULARY, (TOKENS,), generator=generator)
-
-
-class Module(pl.LightningModule):
-    """The model with nothing that is logged.
-
-    Args:
-        optimizer: makes the optimizer of the parameters.
-        zeros: leave the last position without a target, as transformers' own loss does: nothing
-            depends on its embedding, whose gradient is then exactly zero. Else it gets the first
-            token for a target.
-    """
-
-    def __init__(
-        self,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-        zeros: bool = False,
-    ) -> None:
-        super().__init__()
-        self.model = tiny_gpt2()
-        self._optimizer, self._zeros = optimizer, zeros
-
-    @override
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits = self.model(input_ids=batch, use_cache=False).logits
-        targets = batch.roll(-1, dims=1)
-        if self._zeros:
-            logits, targets = logits[:, :-1], targets[:, :-1]
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    @override
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self._optimizer(self.parameters(), lr=1e-4)
+    return gpt2(VOCABULARY, TOKENS, layers=6, width=256)
 
 
 class HookedDDP(DDPStrategy):
@@ -157,22 +99,12 @@ def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) 
     stopwatch = Stopwatch(row, steps, sync_every, pass_on)
     strategy = (strategies(sync_every) | lion_strategies())[row]()
     optimizer = DistributedLion if row in lion_strategies() else torch.optim.AdamW
-    module = Module(optimizer, zeros=row == "lion_zeros")
+    module = Module(tiny_gpt2(), optimizer, zeros=row == "lion_zeros")
     dist.barrier()
     try:
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            num_nodes=1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size(),
-            strategy=strategy,
-            max_steps=WARM_UP + steps + 1,
-            callbacks=[stopwatch],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, DataLoader(Tokens(), batch_size=BATCH))
+        nodes = 1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size()
+        trainer = quiet_trainer(strategy, nodes, WARM_UP + steps + 1, [stopwatch])
+        trainer.fit(module, loader(Tokens(VOCABULARY, TOKENS), BATCH))
     except (RuntimeError, TypeError) as error:  # torch refuses a hook
         if stopwatch.began:
             raise

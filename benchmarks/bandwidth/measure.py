@@ -25,7 +25,7 @@ HEAP = {
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
-Jobs = Callable[[str, Sequence[str], int, argparse.Namespace], Iterator[Any]]
+JobsOfRound = Callable[[str, Sequence[str], int, argparse.Namespace], Iterator[Any]]
 NODES = 2
 
 
@@ -172,7 +172,7 @@ def _last_line(output: str, returncode: int) -> str:
 
 
 def measure(
-    results: Results, options: argparse.Namespace, jobs: Jobs = jobs, nodes: int = NODES
+    results: Results, options: argparse.Namespace, jobs: JobsOfRound = jobs, nodes: int = NODES
 ) -> None:
     """Measure what `results` lacks: round by round, rate by rate."""
     for round_ in range(options.rounds):

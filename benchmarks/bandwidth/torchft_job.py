@@ -23,8 +23,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
-from benchmarks.bandwidth.job import BATCH, Tokens, tiny_gpt2
+from benchmarks.bandwidth.job import BATCH, TOKENS, VOCABULARY, tiny_gpt2
 from benchmarks.bandwidth.window import Window
+from benchmarks.common.fits import Tokens
 from benchmarks.lab import interface_counters
 
 LIGHTHOUSE_PORT, STORE_PORT = 29510, 29511
@@ -98,7 +99,9 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
         diloco._local_step = period - delay - 1
         wire = 0
         ends: list[float] = []  # of the last warm-up step and those of the window
-        for step, batch in enumerate(DataLoader(Tokens(), batch_size=BATCH, shuffle=True), 1):
+        for step, batch in enumerate(
+            DataLoader(Tokens(VOCABULARY, TOKENS), batch_size=BATCH, shuffle=True), 1
+        ):
             inner.zero_grad()
             model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
             inner.step()

@@ -31,9 +31,9 @@ class Results(Generic[R]):
     losses: dict[R, float] = field(default_factory=dict)
     made_by: list[list[str]] = field(default_factory=list)
 
-    def add(self, job: R, loss: float, block: list[str]) -> None:
+    def add(self, run: R, loss: float, block: list[str]) -> None:
         """Add a run and who made it."""
-        self.losses[job] = loss
+        self.losses[run] = loss
         if block not in self.made_by:
             self.made_by.append(block)
 
@@ -63,7 +63,7 @@ def load(path: Path, setting: dict[str, Any], kind: type[R]) -> Results[R]:
 
 def save(path: Path, results: Results[Any]) -> None:
     """Write all results; a reader never sees half a file."""
-    runs = [{"run": asdict(job), "validation_loss": loss} for job, loss in results.losses.items()]
+    runs = [{"run": asdict(run), "validation_loss": loss} for run, loss in results.losses.items()]
     stored = {"setting": results.setting, "made_by": results.made_by, "runs": runs}
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".tmp")

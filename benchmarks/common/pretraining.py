@@ -1,18 +1,26 @@
-"""A run of `recipes.pretrain` in processes of its own."""
+"""Runs of `recipes.pretrain`: in processes of their own, or what one is played of in this one."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from recipes.data.token_data import TokenDataModule
 from recipes.training.report import SUMMARY_FILE
 
+CONF = Path(__file__).parents[2] / "conf"
+Config = dict[str, Any]
 
-def run(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+
+def summary_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """Run one job of `recipes.pretrain` and return its summary.
 
     Raises:
@@ -22,3 +30,28 @@ def run(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     subprocess.run(command, check=True)
     summary: dict[str, Any] = json.loads((folder / SUMMARY_FILE).read_text())
     return summary
+
+
+def composed(words: Sequence[str]) -> Config:
+    """Return what `recipes.pretrain` would be given for a run, as plain values.
+
+    Args:
+        words: overrides; nothing is written into the run's folder, so it needs no name.
+    """
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("pretrain", ["run_dir=none", *words])
+    return cast(Config, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+
+
+def batches(data: TokenDataModule, steps: int) -> Iterator[Tensor]:
+    """Yield the training batches of so many steps, epoch after epoch, as a Trainer would."""
+    loader = data.train_dataloader()
+    epoch = 0
+    while steps > 0:
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            if steps == 0:
+                return
+            yield batch
+            steps -= 1
+        epoch += 1

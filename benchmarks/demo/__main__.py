@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
-from benchmarks.common.pretraining import run
+from benchmarks.common.pretraining import summary_of
 from recipes.training.traffic import human_bytes
 
 PAGE = Path(__file__).with_name("result.md")
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, more = parser.parse_known_args(arguments)
     block = provenance("demo", more, options.page)
     summaries = {
-        name: run([*overrides, *more], options.work / name) for name, overrides in RUNS.items()
+        name: summary_of([*overrides, *more], options.work / name)
+        for name, overrides in RUNS.items()
     }
     picture = options.page.with_suffix(".png")
     losses = {name: {"validation loss": s["validation_loss"]} for name, s in summaries.items()}

@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.common.kept import load, save
 from benchmarks.common.page import provenance, write_page
-from benchmarks.common.side_by_side import made
+from benchmarks.common.side_by_side import made, new_pool
 from benchmarks.last_round.page import draw_page, page_lines
-from benchmarks.last_round.runs import End, done, ends, losses_of, new_pool, planned
+from benchmarks.last_round.runs import End, done, ends, losses_of, planned
 from benchmarks.quality.grid import COMMON, Run, Size
 
 RESULTS = Path(__file__).with_name("result.json")

@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.utilities.types import LRSchedulerConfigType
 from torch import Tensor, nn
 
-from benchmarks.lion_quality.played import Config, batches
+from benchmarks.common.pretraining import Config, batches
 from lightning_commfree.diloco import (
     WIRE_FORMATS,
     DiLoCoSettings,

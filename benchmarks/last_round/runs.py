@@ -7,24 +7,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from itertools import product
-from multiprocessing import get_context
-from pathlib import Path
-from typing import cast
-
-import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from benchmarks.common.kept import MISSING
+from benchmarks.common.pretraining import Config, composed
 from benchmarks.last_round.played import LAST_ROUNDS, train
-from benchmarks.lion_quality.played import Config
 from benchmarks.quality.grid import DEFAULTS, TUNED, OuterByM, Run, Size, cells
 from benchmarks.quality.grid import Losses as Others
 
-CONF = Path(__file__).parents[2] / "conf"
 SETTINGS: dict[str, OuterByM] = {"the defaults": DEFAULTS, "tuned": TUNED}
 
 
@@ -62,21 +53,12 @@ def _run(end: End) -> Run:
 def configuration(run: Run, size: Size, overrides: Sequence[str]) -> Config:
     """Return what `recipes.pretrain` would be given, with the global batch, as plain values."""
     batch = f"data.batch_size={size.blocks_per_step}"
-    words = ["run_dir=none", *run.overrides(size), batch, *overrides]  # nothing is written there
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("pretrain", words)
-    return cast(Config, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    return composed([*run.overrides(size), batch, *overrides])
 
 
 def losses_of(run: Run, size: Size, overrides: Sequence[str]) -> dict[str, float]:
     """Make one run and return its validation loss in nats per token after each last round."""
     return train(configuration(run, size, overrides))
-
-
-def new_pool(jobs: int) -> Executor:
-    """Return so many processes of one thread each."""
-    spawn = get_context("spawn")  # a fork would inherit this process's threads as locks
-    return ProcessPoolExecutor(jobs, spawn, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def differences(losses: Losses, runs: Sequence[Run]) -> list[float]:

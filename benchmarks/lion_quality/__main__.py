@@ -18,11 +18,11 @@ from pathlib import Path
 
 from benchmarks.common.kept import load, save
 from benchmarks.common.page import provenance, write_page
-from benchmarks.common.side_by_side import made
+from benchmarks.common.pretraining import Config
+from benchmarks.common.side_by_side import made, new_pool
 from benchmarks.lion_quality.grid import COMMON, DECAY, MODELS, Run, planned
 from benchmarks.lion_quality.page import draw_page, page_lines
-from benchmarks.lion_quality.played import Config
-from benchmarks.lion_quality.runs import configuration, new_pool, run
+from benchmarks.lion_quality.runs import configuration, loss_of
 
 RESULTS = Path(__file__).with_name("result.json")
 
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     page = options.results.with_suffix(".md")
     write_page(page, page_lines(results, options.seeds, f"{page.stem}.png"))
     plan = partial(planned, results.losses, options.seeds)
-    one = partial(run, steps=options.steps, overrides=more)
+    one = partial(loss_of, steps=options.steps, overrides=more)
     try:
         with new_pool(options.jobs) as pool:
-            for job, loss in made(pool, options.jobs, results.losses, plan, one, options.seconds):
-                print(f"{job}: {loss:.4f}", flush=True)
-                results.add(job, loss, block)
+            for run, loss in made(pool, options.jobs, results.losses, plan, one, options.seconds):
+                print(f"{run}: {loss:.4f}", flush=True)
+                results.add(run, loss, block)
                 save(options.results, results)
                 write_page(page, page_lines(results, options.seeds, f"{page.stem}.png"))
     finally:  # a call that is interrupted too: its figure shows what its page does
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _optimizer(method: str, steps: int, overrides: Sequence[str]) -> Config:
     """Return what is the same in all runs with a method's optimizer."""
-    job = Run(next(iter(MODELS)), method, 1, 1, 1.0)
-    optimizer: Config = configuration(job, steps, overrides)["optimizer"]
+    run = Run(next(iter(MODELS)), method, 1, 1, 1.0)
+    optimizer: Config = configuration(run, steps, overrides)["optimizer"]
     of_a_run = ("lr", "betas", "weight_decay")
     return {key: value for key, value in optimizer.items() if key not in of_a_run}
 

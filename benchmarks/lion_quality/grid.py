@@ -57,7 +57,7 @@ TARGET = 2.0  # percent above G-Lion, for the majority of 4 workers
 
 @dataclass(frozen=True)
 class Run:
-    """One job."""
+    """One run."""
 
     model: str
     method: str  # "adamw", "g_lion", "majority", "average"
@@ -105,9 +105,9 @@ def tried(model: str, clip: float = 0.0) -> list[Run]:
 def best_betas(losses: Losses) -> Betas | None:
     """Return Lion's betas, the same for all models; None while a run that chooses is missing."""
     columns = list(zip(*map(tried, MODELS), strict=True))  # a pair's runs, one of each model
-    if any(job not in losses for column in columns for job in column):
+    if any(run not in losses for column in columns for run in column):
         return None
-    means = [sum(losses[job] for job in column) for column in columns]
+    means = [sum(losses[run] for run in column) for column in columns]
     return BETAS[means.index(min(means))]
 
 
@@ -172,7 +172,7 @@ def at_best(losses: Losses, cell: Run, seeds: int) -> list[Run]:
 
 def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -> list[float]:
     """Return, seed by seed, by how many percent a loss is above the other, where both are there."""
-    found = [(losses.get(job), losses.get(other)) for job, other in zip(ours, theirs, strict=False)]
+    found = [(losses.get(run), losses.get(other)) for run, other in zip(ours, theirs, strict=False)]
     return [100 * (loss / other - 1) for loss, other in found if loss and other]
 
 
@@ -206,7 +206,7 @@ def _without_vote(rows: Sequence[Row], losses: Losses, seeds: int) -> Iterator[R
     for row in reversed(rows):
         yield from _seeds(losses, row, seeds)
     for row in rows:
-        yield from (replace(job, clip=0.0) for job in _seeds(losses, row, seeds))
+        yield from (replace(run, clip=0.0) for run in _seeds(losses, row, seeds))
 
 
 def _at_lions_rate(rows: Sequence[Row], losses: Losses, seeds: int) -> Iterator[Run]:

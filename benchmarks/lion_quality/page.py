@@ -68,9 +68,9 @@ vote's rungs lie around G-Lion's best one, at which it is run first; a rate with
 above is the best of those that were tried, and not all of them were."""
 
 
-def label(job: Run) -> str:
+def label(run: Run) -> str:
     """Return the method's name as the page says it."""
-    return NAMES.get(job.method) or f"{job.method}, n = {job.workers}"
+    return NAMES.get(run.method) or f"{run.method}, n = {run.workers}"
 
 
 def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
@@ -161,7 +161,7 @@ def _main_table(losses: Losses, seeds: int) -> list[str]:
         runs = _runs(losses, model, seeds)
         for cell in _in_order(losses, model):
             ours = runs[cell.method, cell.workers]
-            found = [losses[job] for job in ours if job in losses]
+            found = [losses[run] for run in ours if run in losses]
             lion = percents_above(losses, ours, runs["g_lion", 1])
             adamw = percents_above(losses, ours, runs["adamw", 1])
             target = "|"
@@ -192,7 +192,7 @@ def _betas_table(losses: Losses) -> list[str]:
     ]
     columns = [tried(model, clip) for clip in (0.0, CLIP) for model in MODELS]
     for betas, *jobs in zip(BETAS, *columns, strict=True):
-        texts = [MISSING if job not in losses else f"{losses[job]:.4f}" for job in jobs]
+        texts = [MISSING if run not in losses else f"{losses[run]:.4f}" for run in jobs]
         name = f"**{betas}**" if betas == best_betas(losses) else f"{betas}"
         lines.append(f"| {name} | {1 / (1 - betas[1]):.0f} steps | {' | '.join(texts)} |")
     return lines
@@ -203,7 +203,7 @@ def _unclipped_table(losses: Losses, seeds: int) -> list[str]:
     for model in MODELS:
         runs = _runs(losses, model, seeds)
         adamw, lion = (
-            [replace(job, clip=0.0) for job in runs[method, 1]] for method in ("adamw", "g_lion")
+            [replace(run, clip=0.0) for run in runs[method, 1]] for method in ("adamw", "g_lion")
         )
         above = percents_above(losses, lion, adamw)
         texts = [

@@ -7,7 +7,7 @@ what it does to a loss. W: workers, N: values in a parameter group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -16,13 +16,11 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recipes.data.token_data import TokenDataModule
+from benchmarks.common.pretraining import Config, batches
 from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import decay_groups, lion_betas, warmup_cosine
-
-Config = dict[str, Any]
 
 
 class PlayedLion(Optimizer):
@@ -131,20 +129,6 @@ def take_step(
             optimizer.cast(worker)
     optimizer.step()
     schedule["scheduler"].step()
-
-
-def batches(data: TokenDataModule, steps: int) -> Iterator[Tensor]:
-    """Yield the training batches of so many steps, epoch after epoch, as a Trainer would."""
-    loader = data.train_dataloader()
-    epoch = 0
-    while steps > 0:
-        loader.sampler.set_epoch(epoch)
-        for batch in loader:
-            if steps == 0:
-                return
-            yield batch
-            steps -= 1
-        epoch += 1
 
 
 def train(config: Config, workers: int, vote: str | None) -> float:

@@ -11,10 +11,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from lightning_commfree import (
     DistributedLion,
     DistributedLionStrategy,
@@ -22,53 +20,22 @@ from lightning_commfree import (
     StreamingDiLoCoStrategy,
 )
 
-WORDS, LENGTH, BATCH = 64, 16, 2
+VOCABULARY, LENGTH, BATCH = 64, 16, 2
 STEPS, TRAINS_AT = 40, 10
 STEP_S = 0.05
 
 
-class Model(pl.LightningModule):
-    """A small GPT-2."""
-
-    def __init__(self, lion: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lm = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=WORDS,
-                n_positions=LENGTH,
-                n_embd=64,
-                n_layer=2,
-                n_head=4,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-        self.lion = lion
-
-    def training_step(self, batch: Any, _: int) -> Tensor:
-        """Compute the loss."""
-        time.sleep(STEP_S)  # a step of a larger model
-        loss: Tensor = self.lm(input_ids=batch[0], labels=batch[0]).loss
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return what the strategy asks for."""
-        if self.lion:
-            return DistributedLion(self.parameters(), lr=1e-4)
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 class Trains(pl.Callback):
-    """Writes a file when the fit is under way."""
+    """Makes each step as long as a larger model's; writes a file when the fit is under way."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Look at the step."""
+        time.sleep(STEP_S)
         if trainer.global_step == TRAINS_AT:
-            self.path.write_text("")
+            (self._folder / f"trains_{trainer.global_rank}").write_text("")
 
 
 def main(name: str, timeout_s: float, folder: Path) -> None:
@@ -79,28 +46,17 @@ def main(name: str, timeout_s: float, folder: Path) -> None:
         "lion": lambda: DistributedLionStrategy(timeout=timeout),
         "domino": lambda: DominoTPStrategy(tensor_parallel_size=2, timeout=timeout),
     }[name]()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        devices=1,
-        num_nodes=2,
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    rank = trainer.global_rank
-    trainer.callbacks.append(Trains(folder / f"trains_{rank}"))  # type: ignore[attr-defined]
-    same = torch.Generator().manual_seed(0)  # on all ranks
-    rows = torch.randint(0, WORDS, (STEPS * BATCH * 2, LENGTH), generator=same)
+    optimizer = DistributedLion if name == "lion" else torch.optim.AdamW
+    module = Module(gpt2(VOCABULARY, LENGTH, layers=2, width=64), optimizer)
+    trainer = quiet_trainer(strategy, 2, STEPS, [Trains(folder)])
+
     error = ""
     try:
-        trainer.fit(Model(name == "lion"), DataLoader(TensorDataset(rows), batch_size=BATCH))
+        trainer.fit(module, loader(Tokens(VOCABULARY, LENGTH), BATCH))
     except RuntimeError as failure:
         error = str(failure)
     ended = {"step": trainer.global_step, "error": error, "at_s": time.monotonic()}
-    (folder / f"ended_{rank}.json").write_text(json.dumps(ended))
+    (folder / f"ended_{trainer.global_rank}.json").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.common.kept import Results, load, save
 from benchmarks.common.page import provenance, write_page
-from benchmarks.common.pretraining import run
+from benchmarks.common.pretraining import summary_of
 from benchmarks.common.side_by_side import made
 from benchmarks.quality.grid import (
     COMMON,
@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _write(results, size, options.seeds, options.results)
     plan = partial(planned, results.losses, options.seeds)
 
-    def loss_of(job: Run) -> float:
-        summary = run([*job.overrides(size), *more], options.work / job.name)
+    def loss_of(run: Run) -> float:
+        summary = summary_of([*run.overrides(size), *more], options.work / run.name)
         return float(summary["validation_loss"])
 
     with ThreadPoolExecutor(options.jobs) as pool:  # a run is a command of its own
         runs = made(pool, options.jobs, results.losses, plan, loss_of, options.seconds)
-        for job, loss in runs:
-            results.add(job, loss, block)
+        for run, loss in runs:
+            results.add(run, loss, block)
             save(options.results, results)
             _write(results, size, options.seeds, options.results)
 

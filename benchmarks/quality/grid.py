@@ -87,7 +87,7 @@ OUTERS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One job; `wire` "none" is DDP, for which what comes after `lr`, and H, mean nothing."""
+    """One run; `wire` "none" is DDP, for which what comes after `lr`, and H, mean nothing."""
 
     model: str
     wire: str
@@ -149,24 +149,24 @@ def lr_of(rung: int) -> float:
     return round(0.016 * 2 ** (rung / 2), 4)
 
 
-def best_lr(losses: Losses, job: Run) -> float | None:
+def best_lr(losses: Losses, run: Run) -> float | None:
     """Return the best learning rate of a run's kind; None while a run of its sweep is missing."""
-    rung = best_rung(_loss_at(losses, job), _first_rungs(job))
+    rung = best_rung(_loss_at(losses, run), _first_rungs(run))
     return None if rung is None else lr_of(rung)
 
 
-def sweep(losses: Losses, job: Run) -> list[Run]:
+def sweep(losses: Losses, run: Run) -> list[Run]:
     """Return the runs that tune a run's learning rate, as far as the results allow to know them."""
-    rungs = rungs_to_run(_loss_at(losses, job), _first_rungs(job))
-    return [replace(job, lr=lr_of(rung)) for rung in rungs]
+    rungs = rungs_to_run(_loss_at(losses, run), _first_rungs(run))
+    return [replace(run, lr=lr_of(rung)) for rung in rungs]
 
 
-def _first_rungs(job: Run) -> list[int]:
-    return [rung + (job.wire == "none") for rung in FIRST_RUNGS]
+def _first_rungs(run: Run) -> list[int]:
+    return [rung + (run.wire == "none") for rung in FIRST_RUNGS]
 
 
-def _loss_at(losses: Losses, job: Run) -> LossAt:
-    return lambda rung: losses.get(replace(job, lr=lr_of(rung)))
+def _loss_at(losses: Losses, run: Run) -> LossAt:
+    return lambda rung: losses.get(replace(run, lr=lr_of(rung)))
 
 
 def ours(model: str, replicas: int) -> Run:
@@ -196,7 +196,7 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
     for outer, replicas in product((TUNED, DEFAULTS), TARGETS):
         for wire, seed in product(("fp4", "fp32"), range(1, seeds + 1)):
             row = cells(losses, wire, seed, outer)
-            yield from (job for job in row if job.replicas == replicas)
+            yield from (run for run in row if run.replicas == replicas)
     for jobs in swept(losses):
         yield from jobs
 
@@ -213,7 +213,7 @@ def swept(losses: Losses) -> Iterator[list[Run]]:
     """Yield for each outer setting its runs: fp4, seed 1, the first model at the longest H."""
     for outer in OUTERS:
         row = cells(losses, "fp4", 1, dict.fromkeys(TARGETS, outer))
-        yield [job for job in row if (job.model, job.sync_every) == (MODELS[0], max(SYNC_EVERY))]
+        yield [run for run in row if (run.model, run.sync_every) == (MODELS[0], max(SYNC_EVERY))]
 
 
 def seeds_of(cell: Run, seeds: int) -> list[Run]:

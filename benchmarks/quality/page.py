@@ -153,7 +153,7 @@ def _table(losses: Losses, seeds: int, outer: OuterByM) -> list[str]:
     ]
     for cell in cells(losses, "fp4", 1, outer):
         fp4, theirs = seeds_of(cell, seeds), _theirs(losses, cell, seeds)
-        fp32 = [replace(job, wire="fp32") for job in fp4]
+        fp32 = [replace(run, wire="fp32") for run in fp4]
         found, target = _against_ddp(losses, cell, seeds), TARGETS[cell.replicas]
         against_fp32 = _against_fp32(losses, cell, seeds)
         lines.append(
@@ -175,7 +175,7 @@ def _swept_table(losses: Losses) -> list[str]:
     names = [f"M = {replicas}" for replicas in TARGETS]
     lines = [f"| outer settings | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for outer, jobs in zip(OUTERS, swept(losses), strict=True):
-        found = [_percents(losses, [job], _theirs(losses, job, 1)) for job in jobs]
+        found = [_percents(losses, [run], _theirs(losses, run, 1)) for run in jobs]
         lines.append(f"| {outer} | {' | '.join(map(_percent, found))} |")
     return lines
 
@@ -184,14 +184,14 @@ def _lr_table(losses: Losses) -> list[str]:
     lines = ["| model | method | learning rate: loss | best |", "|---|---|---|---|"]
     for model in MODELS:
         rows = [("DDP", ddp(model)), *((f"ours, M = {m}", ours(model, m)) for m in TARGETS)]
-        lines += [_lr_row(losses, f"{model} | {method}", job) for method, job in rows]
+        lines += [_lr_row(losses, f"{model} | {method}", run) for method, run in rows]
     return lines
 
 
-def _lr_row(losses: Losses, name: str, job: Run) -> str:
-    tried = sorted(sweep(losses, job), key=lambda run: run.lr)
+def _lr_row(losses: Losses, name: str, run: Run) -> str:
+    tried = sorted(sweep(losses, run), key=lambda run: run.lr)
     texts = [f"{run.lr}: {_loss(losses, [run])}" for run in tried]
-    return f"| {name} | {', '.join(texts)} | {best_lr(losses, job) or MISSING} |"
+    return f"| {name} | {', '.join(texts)} | {best_lr(losses, run) or MISSING} |"
 
 
 def _theirs(losses: Losses, cell: Run, seeds: int) -> list[Run]:
@@ -206,12 +206,12 @@ def _against_ddp(losses: Losses, cell: Run, seeds: int) -> list[float]:
 
 def _against_fp32(losses: Losses, cell: Run, seeds: int) -> list[float]:
     fp4 = seeds_of(cell, seeds)
-    return _percents(losses, fp4, [replace(job, wire="fp32") for job in fp4])
+    return _percents(losses, fp4, [replace(run, wire="fp32") for run in fp4])
 
 
 def _percents(losses: Losses, jobs: Sequence[Run], references: Sequence[Run]) -> list[float]:
     pairs = zip(jobs, references, strict=True)
-    found = [percent_above(losses, job, reference) for job, reference in pairs]
+    found = [percent_above(losses, run, reference) for run, reference in pairs]
     return [percent for percent in found if percent is not None]
 
 
@@ -220,7 +220,7 @@ def _percent(values: Sequence[float]) -> str:
 
 
 def _loss(losses: Losses, jobs: Sequence[Run]) -> str:
-    return mean_text([losses[job] for job in jobs if job in losses], ".4f")
+    return mean_text([losses[run] for run in jobs if run in losses], ".4f")
 
 
 def _verdict(percents: Sequence[float], target: float) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
-from benchmarks.sync_cost.job import PHASES, Job, MemoryJob
+from benchmarks.sync_cost.job import PHASES, MemoryJob, SyncJob
 from lightning_commfree.diloco import WIRE_FORMATS
 
 PAGE = Path(__file__).with_name("result.md")
@@ -65,7 +65,7 @@ class SyncCost(NamedTuple):
     cpu_s: dict[str, float]
 
 
-def measure_sync(job: Job) -> SyncCost:
+def measure_sync(job: SyncJob) -> SyncCost:
     """Run the processes of one job.
 
     Raises:
@@ -75,7 +75,7 @@ def measure_sync(job: Job) -> SyncCost:
     return summed_up(job, _run_job(prefix, job, job.replicas))
 
 
-def summed_up(job: Job, ranks: Sequence[dict[str, Any]]) -> SyncCost:
+def summed_up(job: SyncJob, ranks: Sequence[dict[str, Any]]) -> SyncCost:
     """Turn what the ranks wrote down into the cost of one sync."""
     crossed = None
     if job.own_network:
@@ -93,7 +93,7 @@ def summed_up(job: Job, ranks: Sequence[dict[str, Any]]) -> SyncCost:
 
 
 def measure_memory(job: MemoryJob) -> dict[str, float]:
-    """Run a memory job; of its ranks each figure's largest, see `_sync_job.measure_memory`."""
+    """Run a memory job; of its ranks each figure's largest, see `job.measure_memory`."""
     ranks = _run_job([], job, job.ranks)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
@@ -181,7 +181,7 @@ def memory_lines(numel: int) -> list[str]:
     ]
 
 
-def _run_job(prefix: Sequence[str], job: Job | MemoryJob, size: int) -> list[dict[str, Any]]:
+def _run_job(prefix: Sequence[str], job: SyncJob | MemoryJob, size: int) -> list[dict[str, Any]]:
     """Run a job in processes of its own; return what its ranks wrote down."""
     command = [*prefix, sys.executable, "-m", "benchmarks.sync_cost.job", json.dumps(job._asdict())]
     environment = dict(os.environ)
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "check_drift_every": options.check_drift_every,
     }
     costs = [
-        measure_sync(Job(replicas, options.numel, options.rounds, changes, reason is None))
+        measure_sync(SyncJob(replicas, options.numel, options.rounds, changes, reason is None))
         for replicas in options.replicas
     ]
     picture = options.page.with_suffix(".png")

@@ -1,7 +1,7 @@
 """The processes that `benchmarks.sync_cost` measures; each is a replica that only syncs.
 
 Run by that command, not by hand: `python -m benchmarks.sync_cost.job JOB FOLDER`, where JOB is a
-`Job` or a `MemoryJob` as JSON. Every rank leaves what it saw in FOLDER.
+`SyncJob` or a `MemoryJob` as JSON. Every rank leaves what it saw in FOLDER.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOPBACK = "lo"
 _SYNC_EVERY = 2  # launches after every second step, lands after the next one
 
 
-class Job(NamedTuple):
+class SyncJob(NamedTuple):
     """A measurement of syncs; `changes` are `DiLoCoSettings`.
 
     With `own_network` the caller has put it into an empty network.
@@ -55,7 +55,7 @@ class MemoryJob(NamedTuple):
     changes: dict[str, Any]
 
 
-def play(job: Job, folder: Path) -> None:
+def play(job: SyncJob, folder: Path) -> None:
     """Run all replicas of a job and let each write `RANK.json`."""
     if job.own_network:
         subprocess.run(["ip", "link", "set", LOOPBACK, "up"], check=True)
@@ -142,7 +142,7 @@ def bytes_on_the_interface() -> int:
     raise RuntimeError(f"there is no interface `{LOOPBACK}`")
 
 
-def _replica(rank: int, job: Job, folder: Path) -> None:
+def _replica(rank: int, job: SyncJob, folder: Path) -> None:
     torch.set_num_threads(1)
     ledger = Ledger()
     channel = _open(rank, job.replicas, ledger, folder)
@@ -187,7 +187,7 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _crossing(action: Callable[[], object], job: Job) -> list[int] | None:
+def _crossing(action: Callable[[], object], job: SyncJob) -> list[int] | None:
     """Do `action` once a round; return what all replicas put on the interface, by round."""
     crossed = []
     for _ in range(job.rounds):
@@ -243,7 +243,7 @@ def main(arguments: list[str]) -> None:
     """Play the job that the command line names."""
     fields, folder = json.loads(arguments[0]), Path(arguments[1])
     if "replicas" in fields:
-        play(Job(**fields), folder)
+        play(SyncJob(**fields), folder)
     else:
         play_memory(MemoryJob(**fields), folder)
 

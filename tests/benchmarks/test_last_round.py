@@ -17,10 +17,10 @@ import torch.distributed as dist
 from hydra.utils import instantiate
 from torch import Tensor
 
+from benchmarks.common.pretraining import batches
 from benchmarks.last_round import __main__ as last_round
 from benchmarks.last_round import runs
 from benchmarks.last_round.played import PlayedDiLoCo, take_steps, train
-from benchmarks.lion_quality.played import batches
 from benchmarks.quality.grid import Run, Size, cells, seeds_of
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger

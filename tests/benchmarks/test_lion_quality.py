@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.common.pretraining import batches
 from benchmarks.lion_quality import __main__ as lion_quality
 from benchmarks.lion_quality.grid import BETAS, BLOCKS_PER_STEP, Run, cells, planned, tried
-from benchmarks.lion_quality.played import PlayedLion, batches, played_lion_cosine, take_step, train
+from benchmarks.lion_quality.played import PlayedLion, played_lion_cosine, take_step, train
 from lightning_commfree import DistributedLion
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
@@ -217,7 +218,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[[Losses], list[Run]]:
         def pool(jobs: int) -> Executor:
             return ThreadPoolExecutor(jobs)
 
-        monkeypatch.setattr(lion_quality, "run", one)
+        monkeypatch.setattr(lion_quality, "loss_of", one)
         monkeypatch.setattr(lion_quality, "new_pool", pool)
         return made
 

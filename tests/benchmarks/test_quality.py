@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.pretraining import run
+from benchmarks.common.pretraining import summary_of
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality.grid import Run, Size, ddp
 
@@ -43,7 +43,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Play], list[dict[str, s
             calls.append(words)
             return {"validation_loss": loss(words)}
 
-        monkeypatch.setattr(quality, "run", one)
+        monkeypatch.setattr(quality, "summary_of", one)
         monkeypatch.setattr(quality, "draw_page", lambda losses, seeds, path: None)
         return calls
 
@@ -139,7 +139,9 @@ def test_a_true_run_and_that_ddp_on_two_ranks_stands_for_four(
     summary = json.loads((tmp_path / "runs" / job.name / "summary.json").read_text())
     assert f"| gpt2_tiny | DDP | 0.0113: missing, 0.016: {summary['validation_loss']:.4f}, " in page
     assert summary["tokens"] == 6 * 64 * 32
-    four = run([*replace(job, replicas=4).overrides(Size(16, 64, 6)), *more], tmp_path / "four")
+    four = summary_of(
+        [*replace(job, replicas=4).overrides(Size(16, 64, 6)), *more], tmp_path / "four"
+    )
     assert four["tokens"] == summary["tokens"]
     # float32 sums in another order; 6 steps move the loss by more than a thousand times as much
     assert four["validation_loss"] == pytest.approx(summary["validation_loss"], abs=1e-4)

@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.sync_cost import __main__ as sync_cost
 from benchmarks.sync_cost import job as sync_job
-from benchmarks.sync_cost.job import Job, MemoryJob
+from benchmarks.sync_cost.job import MemoryJob, SyncJob
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
 from lightning_commfree.diloco import WIRE_FORMATS
@@ -94,7 +94,7 @@ def test_a_sync_moves_the_global_copy_and_leaves_nothing_in_flight() -> None:
 def test_figures_are_per_replica_and_sync() -> None:
     """Two replicas, four rounds; barriers alone put 200 bytes on the interface in each. TCP sent
     some of one round twice."""
-    job = Job(2, 10, 4, {}, own_network=True)
+    job = SyncJob(2, 10, 4, {}, own_network=True)
     ranks = [
         {
             "idle_bytes": [200, 200, 9200, 200],

@@ -1,0 +1,102 @@
+"""Small fits of a GPT-2 on made-up tokens, of which the time or the end is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+from typing_extensions import override
+
+
+def gpt2(vocabulary: int, positions: int, layers: int, width: int) -> GPT2LMHeadModel:
+    """Return a GPT-2 of four heads with random weights, the same ones each time."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=positions,
+            n_layer=layers,
+            n_embd=width,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+class Tokens(Dataset[Tensor]):
+    """Uniformly random tokens, int64 of shape (length,), made when they are asked for."""
+
+    def __init__(self, vocabulary: int, length: int) -> None:
+        self._vocabulary, self._length = vocabulary, length
+
+    def __len__(self) -> int:
+        return 100_000
+
+    @override
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(self._vocabulary, (self._length,), generator=generator)
+
+
+class Module(pl.LightningModule):
+    """The model with nothing that is logged.
+
+    Args:
+        model: what is trained.
+        optimizer: makes the optimizer of the parameters.
+        zeros: leave the last position without a target, as transformers' own loss does: nothing
+            depends on its embedding, whose gradient is then exactly zero. Else it gets the first
+            token for a target.
+    """
+
+    def __init__(
+        self,
+        model: GPT2LMHeadModel,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        zeros: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._optimizer, self._zeros = optimizer, zeros
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(input_ids=batch, use_cache=False).logits
+        targets = batch.roll(-1, dims=1)
+        if self._zeros:
+            logits, targets = logits[:, :-1], targets[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self._optimizer(self.parameters(), lr=1e-4)
+
+
+def quiet_trainer(
+    strategy: Strategy, nodes: int, max_steps: int, callbacks: Sequence[pl.Callback]
+) -> pl.Trainer:
+    """Return a Trainer of one CPU process a node that writes and prints nothing."""
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=nodes,
+        strategy=strategy,
+        max_steps=max_steps,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader(tokens: Tokens, batch_size: int) -> DataLoader[Tensor]:
+    """Return a loader of batches of tokens, in their order."""
+    return DataLoader(tokens, batch_size=batch_size)

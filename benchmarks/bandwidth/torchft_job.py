@@ -99,9 +99,8 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
         diloco._local_step = period - delay - 1
         wire = 0
         ends: list[float] = []  # of the last warm-up step and those of the window
-        for step, batch in enumerate(
-            DataLoader(Tokens(VOCABULARY, TOKENS), batch_size=BATCH, shuffle=True), 1
-        ):
+        batches = DataLoader(Tokens(VOCABULARY, TOKENS), batch_size=BATCH, shuffle=True)
+        for step, batch in enumerate(batches, 1):
             inner.zero_grad()
             model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
             inner.step()

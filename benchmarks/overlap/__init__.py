@@ -2,5 +2,5 @@
 
 `ways` are the ways to train that are compared, `rounds` plays their steps in turn, in one process
 over a `link` that only takes time or in a `job` of the laboratory; `trace` keeps a step's timeline,
-`medians` and `page` write it up.
+`medians`, `page` and `method` write it up.
 """

@@ -159,13 +159,13 @@ def _bar(axis: Axes, span: Span, lane: float, colour: str, height: float = 0.8) 
 
 
 def _legend() -> list[Patch]:
-    pieces = [
+    patches = [
         Patch(color=colours[part], label=f"{sublayer} #{part}")
         for sublayer, colours in _COLOURS.items()
         for part in (0, 1)
     ]
     others = [("0.9", "rest of the step"), ("#d62728", "waiting for a sum"), ("0.4", "in gloo")]
-    return pieces + [Patch(color=colour, label=label) for colour, label in others]
+    return patches + [Patch(color=colour, label=label) for colour, label in others]
 
 
 def read_trace(path: Path) -> list[Span]:

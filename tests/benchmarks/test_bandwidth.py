@@ -38,7 +38,7 @@ class Fit:
 
     begins = False
 
-    def __init__(self, callbacks: list[Any], **_: Any) -> None:
+    def __init__(self, strategy: Any, nodes: int, max_steps: int, callbacks: list[Any]) -> None:
         (self._stopwatch,) = callbacks
 
     def fit(self, *_: Any) -> None:
@@ -51,7 +51,7 @@ class Fit:
 def test_a_refusal_is_the_rows_and_a_later_error_ends_the_job(
     begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job.pl, "Trainer", type("Fit", (Fit,), {"begins": begins}))
+    monkeypatch.setattr(job, "quiet_trainer", type("Fit", (Fit,), {"begins": begins}))
     monkeypatch.setattr(job, "dist", SimpleNamespace(barrier=lambda: None))
     passed: list[str] = []
     with pytest.raises(RuntimeError) if begins else nullcontext():

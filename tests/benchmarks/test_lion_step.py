@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_pack_vote_and_unpack_give_the_sign_of_the_sum() -> None:
-    """Larger than a piece, so that the pieces are put together."""
+    """Larger than a chunk, so that chunks are put together."""
     numel, workers = 2**17, 3
     values = torch.randn(workers, numel)
     planes = torch.zeros(workers, packed_bits_size(numel), dtype=torch.uint8)

@@ -11,15 +11,17 @@ TORCH := 2.13.0
 PYTEST_ARGS :=
 # Ranks wait for each other most of the time: two test files at once keep two cores busy.
 TEST_WORKERS := 2
+OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
 
-.PHONY: help demo compare test check wheel-test bench bench-quality constraints clean
+.PHONY: help demo compare test test-oldest check wheel-test bench bench-quality constraints clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
+	@echo "make test-oldest  fetch the oldest torch and Lightning that are allowed, and run tests with them, some minutes"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
 	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
 	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
@@ -38,6 +40,10 @@ compare: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# On a machine that cannot have them it says why and exits with 0.
+test-oldest: $(STAMP)
+	$(PY) .ci/oldest $(OLDEST_ARGS)
 
 # All five run whatever the others say: one call shows everything that is to be repaired.
 check: $(STAMP)

@@ -148,10 +148,10 @@ def _generators(loaders: Sequence[object]) -> Iterator[torch.Generator]:
         if isinstance(part, torch.Generator):
             yield part
             continue
-        names = ["generator", "sampler", "batch_sampler", "_sampler"]
-        if isinstance(part, DistributedSamplerWrapper):
-            names.append("dataset")  # holds the sampler that it wraps
+        names = ("generator", "sampler", "batch_sampler")
         parts += [getattr(part, name, None) for name in names]
+        if isinstance(part, DistributedSamplerWrapper):
+            parts += vars(part.dataset).values()  # the sampler that it wraps is among them
 
 
 def _host_state() -> dict[str, Any]:

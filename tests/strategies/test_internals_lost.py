@@ -1,0 +1,182 @@
+"""A Lightning that lacks one of the private names that we use: what is lost is lost by itself.
+
+Each name in turn is another one throughout Lightning, in a forked process that then imports the
+package anew. There a fit saves at the end of its epoch and another one resumes. Both must do what
+they do with all names there, to the last bit, and one warning says what is lost. A resume in the
+middle of an epoch, where it is not exact, must train on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import traceback
+import warnings
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_commfree.lightning_internals import (
+    COMPILED,
+    FEATURES,
+    LAUNCH,
+    MID_EPOCH,
+    ROWS,
+    SIGTERM,
+    Feature,
+)
+from tests.strategies import another_lightning
+
+INTACT = "nothing"
+RANKS, BATCHES = 2, 4
+OUR_WARNING = "The fit goes on, without: "
+
+
+def private(feature: Feature) -> list[str]:
+    """The private names in a feature's paths."""
+    parts = [part for name in feature.names for part in name.rpartition(":")[2].split(".")]
+    return [part for part in dict.fromkeys(parts) if part.startswith("_")]
+
+
+NAMES = {name: feature for feature in FEATURES for name in private(feature)}
+EVERYWHERE = [private(feature)[-1] for feature in (SIGTERM, ROWS, LAUNCH, MID_EPOCH)]
+# no names of ours; a release that had another one has stopped every fit, or the import, before
+UNUSED = ("RestartStage", "_prepare_dataloader")
+CASES = [
+    ("diloco", INTACT),
+    *(("diloco", name) for name in (*NAMES, *UNUSED)),
+    *((kind, name) for kind in ("lion", "domino") for name in (INTACT, *EVERYWHERE)),
+    *(("domino", name) for name in private(COMPILED)),
+]
+IN_MID_EPOCH = ("_data_fetcher", "_restart_stage")  # with these such a resume is tried as well
+
+
+class Ends(pl.Callback):
+    """Saves in and at the end of the first epoch, and notes where a rank's fit has ended."""
+
+    def __init__(self, folder: Path, end: Path) -> None:
+        self.folder, self.end = folder, end
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.folder / "middle.ckpt")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / "end.ckpt")
+
+    def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        where = (trainer.current_epoch, trainer.global_step)
+        torch.save((where, state), f"{self.end}_{trainer.global_rank}.pt")
+
+
+def fit_and_resume(kind: str, name: str, folder: Path) -> None:
+    """Write what the ranks warned of, and where their fits have ended; in a process of its own."""
+    said = folder / "said"
+    said.touch()
+
+    def say(message: Warning | str, *_: Any, **__: Any) -> None:
+        with said.open("a", encoding="utf-8") as file:
+            file.write(f"{message}\n")
+
+    warnings.showwarning, ends = say, []
+    fits = [(1, None), (2, "end.ckpt"), (2, "middle.ckpt")]
+    for epochs, saved in fits if name in IN_MID_EPOCH else fits[:2]:
+        warnings.simplefilter("always")
+        end = folder / f"{epochs}-{saved}"
+        trainer, module, data = make(kind, [Ends(folder, end)], epochs)
+        trainer.fit(module, data, ckpt_path=saved and str(folder / saved))
+        ends += [torch.load(f"{end}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    torch.save(ends, folder / "ends.pt")
+
+
+def make(kind: str, callbacks: list[pl.Callback], epochs: int) -> tuple[pl.Trainer, Any, Any]:
+    ours, models = import_module("lightning_commfree"), import_module("tests.strategies.models")
+    settings = {"start_method": "fork", "timeout": timedelta(seconds=60)}
+    torch.manual_seed(0)
+    if kind == "diloco":
+        strategy = ours.StreamingDiLoCoStrategy(sync_every=3, num_fragments=2, **settings)
+        module, data = models.Noisy(), models.dataset(2 * BATCHES * RANKS)
+    elif kind == "lion":
+        strategy = ours.DistributedLionStrategy(**settings)
+        module, data = models.Noisy(), models.dataset(2 * BATCHES * RANKS)
+        lion = partial(ours.DistributedLion, lr=0.02)
+        module.configure_optimizers = lambda: lion(module.parameters())
+    else:
+        causal_lm = import_module("tests.strategies.causal_lm")
+        strategy = ours.DominoTPStrategy(RANKS, **settings)
+        module, data = causal_lm.CausalLM(), causal_lm.words(2 * BATCHES)
+    trainer = models.quiet_trainer(
+        strategy=strategy, devices=RANKS, callbacks=callbacks, max_epochs=epochs
+    )
+    return trainer, module, DataLoader(data, batch_size=2, shuffle=True)
+
+
+def run_all(folder: Path) -> None:
+    """Run every case in a process of its own, forked where Lightning is loaded and known."""
+    os.setpgrp()
+    inside = another_lightning.Inside()
+    for kind, name in CASES:
+        place = folder / f"{kind}-{name}"
+        place.mkdir()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        try:
+            if name != INTACT:
+                inside.rename(name)
+            another_lightning.forget_ours()
+            fit_and_resume(kind, name, place)
+        except BaseException:  # noqa: BLE001 - the test shows it
+            (place / "failed").write_text(traceback.format_exc(), encoding="utf-8")
+        finally:
+            os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lost")
+    process = mp.get_context("fork").Process(target=run_all, args=(folder,))
+    process.start()
+    process.join()
+    return folder
+
+
+@pytest.mark.timeout(600)  # the first one waits for all
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_what_is_lost_is_lost_by_itself(outcomes: Path, kind: str, name: str) -> None:
+    place, intact = outcomes / f"{kind}-{name}", outcomes / f"{kind}-{INTACT}"
+    failed = place / "failed"
+    assert not failed.exists(), failed.read_text(encoding="utf-8")
+
+    ends, wanted = torch.load(place / "ends.pt"), torch.load(intact / "ends.pt")
+    assert [where for where, _ in ends[: 2 * RANKS]] == [
+        *[(1, BATCHES)] * RANKS,
+        *[(2, 2 * BATCHES)] * RANKS,
+    ]
+    for (_, state), (_, same) in zip(ends[: 2 * RANKS], wanted, strict=True):
+        for key, tensor in state.items():
+            assert torch.equal(tensor, same[key]), key
+    if name in IN_MID_EPOCH:
+        first, other = (state for _, state in ends[2 * RANKS :])
+        for key, tensor in first.items():
+            assert torch.equal(tensor, other[key]), key
+            assert not torch.equal(tensor, wanted[0][1][key]), "it has trained on"
+
+    said = [line for line in (place / "said").read_text().splitlines() if OUR_WARNING in line]
+    if name not in NAMES:
+        assert said == []
+        return
+    assert len(said) == len(ends) // RANKS, "one of each fit"
+    for line in said:
+        assert NAMES[name].lost in line
+        assert name in line

@@ -28,7 +28,8 @@ class Feature(NamedTuple):
 
     Attributes:
         lost: what there is not where one of them is missing.
-        names: attributes from the Trainer on, or from a module on: "module:name".
+        names: attributes from the Trainer on, or from a module on: "module:name". One that is only
+            written has a value behind it that its owner must understand: "name=value".
         since: the release of Lightning that brought them.
     """
 
@@ -75,9 +76,9 @@ MID_EPOCH = Feature(
     "exact resume in the middle of an epoch: data begin again there",
     (
         "fit_loop._data_fetcher",
-        "fit_loop._restart_stage",
-        "fit_loop.epoch_loop._restart_stage",
-        "fit_loop.epoch_loop.val_loop._restart_stage",
+        "fit_loop._restart_stage=restarted_mid_epoch",
+        "fit_loop.epoch_loop._restart_stage=restarted_on_last",
+        "fit_loop.epoch_loop.val_loop._restart_stage=restarted_mid_evaluation",
         "fit_loop.epoch_loop._batches_that_stepped",
         "fit_loop.epoch_loop._should_check_val_fx",
     ),
@@ -117,11 +118,19 @@ def probe(trainer: pl.Trainer) -> None:
 
 def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
     module, _, path = name.rpartition(":")
+    path, _, value = path.partition("=")
     try:
-        attrgetter(path)(import_module(module) if module else trainer)
+        before = attrgetter(path)(import_module(module) if module else trainer)
+        if not value:
+            return True
+        owner, _, last = path.rpartition(".")
+        loop = attrgetter(owner)(trainer)
+        setattr(loop, last, value)
+        understood = bool(getattr(loop, value, False))  # a property that says whether it has it
+        setattr(loop, last, before)
     except (ImportError, AttributeError):
         return False
-    return True
+    return understood
 
 
 # In place of Lightning's methods, while a fit runs
@@ -159,9 +168,6 @@ def add_to_rows(
             connector._logged_metrics.pop(name, None)
 
     patches.put(connector, "log_metrics", log_row)
-
-
-# Launchers
 
 
 def _of_launchers(name: str) -> Any:
@@ -202,9 +208,6 @@ def interrupt(trainer: pl.Trainer, exception: BaseException) -> None:
     """Call the hooks of an exception and tear the Trainer down."""
     import_module(_CALL)._interrupt(trainer, exception)
     trainer._teardown()
-
-
-# The loops of a resumed fit
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
@@ -251,9 +254,6 @@ def reloaded_at(trainer: pl.Trainer, epoch: int) -> None:
     """Let the training loaders count as made anew at this epoch."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch
-
-
-# Settings
 
 
 def is_compiled(module: pl.LightningModule) -> bool:

@@ -41,7 +41,11 @@ OUR_WARNING = "The fit goes on, without: "
 
 def private(feature: Feature) -> list[str]:
     """The private names in a feature's paths."""
-    parts = [part for name in feature.names for part in name.rpartition(":")[2].split(".")]
+    parts = [
+        part
+        for name in feature.names
+        for part in name.rpartition(":")[2].partition("=")[0].split(".")
+    ]
     return [part for part in dict.fromkeys(parts) if part.startswith("_")]
 
 

@@ -41,11 +41,8 @@ OUR_WARNING = "The fit goes on, without: "
 
 def private(feature: Feature) -> list[str]:
     """The private names in a feature's paths."""
-    parts = [
-        part
-        for name in feature.names
-        for part in name.rpartition(":")[2].partition("=")[0].split(".")
-    ]
+    paths = [name.rpartition(":")[2].partition("=")[0] for name in feature.names]
+    parts = [part for path in paths for part in path.split(".")]
     return [part for part in dict.fromkeys(parts) if part.startswith("_")]
 
 

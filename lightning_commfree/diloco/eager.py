@@ -18,8 +18,8 @@ Averaged buffers are no gradients: their mean of one cycle ago becomes the globa
 arrives, and until the first one the local buffers stay as they are.
 
 `finish` lands the others' part of what is in flight and takes the mean of the local weights, as
-without eager updates. The weights themselves travel, in fp32: replicas whose global copies differ
-have none in common to take differences from.
+without eager updates. The weights themselves travel, in fp32: the global copies differ, so the
+replicas have none in common to take differences from.
 """
 
 from __future__ import annotations

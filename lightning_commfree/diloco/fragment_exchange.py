@@ -19,16 +19,19 @@ Averaged buffers come behind the values, in fp32 and in either way exactly once:
 stay what they are (a rounded variance may be zero), and are few. Where all replicas hold the same
 number, that is the mean to the last bit. N counts the values in the wire format alone.
 
-A *header* of three int64 goes ahead of the values: whether the sender wants all to stop, and
-whether its values hold NaN or Inf, and with these flags a digest of what no fragment holds
-(`joining`); its inner step, and after which one its training has ended; a digest of its global copy
-(0: none). The second message of the exchange by shards says what its sender saw in all headers, and
-carries its part of the gradients' inner products. A replica with NaN or Inf is left out of the
-mean: the others are divided by their own number.
+A *header* of three int64 goes ahead of the values:
 
-Codes of values on a CUDA device are made there, on a stream of their own, and come down on it;
-where the channel wants them on the host, a thread beside the training waits for them and sends
-them.
+1. flags: the sender wants all to stop; its values hold NaN or Inf. Behind them a digest of what no
+   fragment holds (`late_parameters`).
+2. its inner step, and after which one its training has ended;
+3. a digest of its global copy (0: none).
+
+The second message of the exchange by shards says what its sender saw in all headers, and carries
+its part of the gradients' inner products. A replica with NaN or Inf is left out of the mean: the
+others are divided by their own number.
+
+A CUDA device encodes its values on a stream of their own. Where the channel wants the codes on the
+host, they come down on that stream, and a thread beside the training waits for them and sends them.
 """
 
 from __future__ import annotations
@@ -64,9 +67,9 @@ class Arrival(NamedTuple):
     stop: bool  # somebody wants to stop
     drifted: bool  # the digests differ
     steps_differ: bool  # the messages are of different inner steps
-    rest_differs: bool  # what stands in no fragment, or what has joined
+    late_differs: bool  # what no fragment holds, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
-    ended: tuple[int, ...]  # by replica, the code of its mark; -1: it trains on
+    ended: tuple[int, ...]  # by replica, the code of its notice; -1: it trains on
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, replica: Channel) -> Arrival:
@@ -74,14 +77,16 @@ class Arrival(NamedTuple):
 
         Collective over the replica. The mean stays the rank's own shard's.
         """
-        flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.rest_differs])
+        flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.late_differs])
         mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(replica.device)
         all_of_them = replica.all_gather(mine, REPLICA_TAG).wait().cpu()
+
         anywhere = all_of_them[:, : len(flags)].any(dim=0).tolist()
-        stop, drifted, differ, rest_differs = (bool(flag) for flag in anywhere)
+        stop, drifted, differ, late_differs = (bool(flag) for flag in anywhere)
         gram = all_of_them[:, len(flags) :].sum(dim=0).view_as(self.gram)
+
         own = self.nonfinite, self.ended  # of whole replicas
-        return Arrival(self.mean, stop, drifted, differ, rest_differs, *own, gram)
+        return Arrival(self.mean, stop, drifted, differ, late_differs, *own, gram)
 
     @property
     def norm(self) -> float:
@@ -93,6 +98,7 @@ class Arrival(NamedTuple):
         """Cosine similarity of two replicas' outer gradients, mean over all pairs; 1 for K = 1."""
         norms_M = self.gram.diagonal().sqrt()
         cosines_MM = self.gram / torch.outer(norms_M, norms_M).clamp(min=1e-30)
+
         size = len(norms_M)
         pairs = size * (size - 1)
         return float((cosines_MM.sum() - cosines_MM.trace()) / pairs) if pairs else 1.0
@@ -131,7 +137,7 @@ def cheaper_fragment_exchange(
 
     Args:
         channel: to the other replicas.
-        background: whose thread sends what the training shall not wait for.
+        background: its thread sends what the training shall not wait for.
         wire: format of the values.
         numel: N, how many of them a fragment has.
         exact: E, how many values of buffers.
@@ -154,6 +160,7 @@ def cheaper_fragment_exchanges(
     """
     ways = [cheaper_fragment_exchange(channel, background, wire, *size) for size in sizes]
     thread_sends = any(isinstance(way, ShardedFragmentExchange) for way in ways)
+
     for way in ways:
         if isinstance(way, GatheredFragmentExchange):
             way.in_thread = thread_sends
@@ -169,12 +176,7 @@ class GatheredFragmentExchange:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        background: Background,
-        wire: WireFormat,
-        numel: int,
-        exact: int = 0,
+        self, channel: Channel, background: Background, wire: WireFormat, numel: int, exact: int = 0
     ) -> None:
         self._channel, self._background, self._numel = channel, background, numel
         self.staging, self._layout = Staging(), MessageLayout(wire, numel, exact)
@@ -189,6 +191,7 @@ class GatheredFragmentExchange:
         """See `FragmentExchange`."""
         if values.device == self._channel.device and not self.in_thread:
             return self._channel.all_gather(self._write(values, header), tag)
+
         message = self.staging.stage(lambda: self._write(values, header), header.on_device(values))
         return self._background.submit(
             lambda: self._channel.all_gather(message(), tag).wait(), tag, message
@@ -202,6 +205,7 @@ class GatheredFragmentExchange:
         """See `FragmentExchange`."""
         summary = summarize_headers(self._layout.headers(arrived))
         on_device = counted_messages(arrived, summary.nonfinite).to(device)
+
         mean, gram_KK = self._layout.average(on_device)
         mean = _joined(mean, self._layout.average_exact(on_device))
         return Arrival(mean, *summary, gram_KK)
@@ -214,16 +218,12 @@ class ShardedFragmentExchange:
     """Every replica averages one shard for all; shards are whole blocks, the last ones padded."""
 
     def __init__(
-        self,
-        channel: Channel,
-        background: Background,
-        wire: WireFormat,
-        numel: int,
-        exact: int = 0,
+        self, channel: Channel, background: Background, wire: WireFormat, numel: int, exact: int = 0
     ) -> None:
         self._channel, self._background = channel, background
         self._numel, self._exact = numel, exact
         self.staging = Staging()
+
         self._shard = -(-numel // (channel.size * BLOCK)) * BLOCK
         self._exact_shard = -(-exact // channel.size)
         self._up = MessageLayout(wire, self._shard, self._exact_shard)
@@ -276,13 +276,16 @@ class ShardedFragmentExchange:
         def carry() -> Tensor:
             received = self._channel.all_to_all(messages(), tag).wait()
             summary = summarize_headers(self._up.headers(received))
+
             counted = counted_messages(received, summary.nonfinite)
             mean, gram_KK = self._up.average(counted)
+
             own = self._channel.rank in summary.nonfinite
-            differ, rest = int(summary.steps_differ), int(summary.rest_differs)
+            differ, late = int(summary.steps_differ), int(summary.late_differs)
             ended = summary.ended[self._channel.rank]
-            mark = None if ended < 0 else EndNotice.decode(ended)
-            seen = Header(summary.stop, int(summary.drifted), differ, own, rest, mark)
+            notice = None if ended < 0 else EndNotice.decode(ended)
+            seen = Header(summary.stop, int(summary.drifted), differ, own, late, notice)
+
             exact = self._up.average_exact(counted)
             extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))
             message = self._down.write(mean, exact, seen, extra=extra)

@@ -56,18 +56,21 @@ def split_into_fragments(
     _check_parameters(parameters)
     blocks = [b for b in _blocks(module) if any(_inside(name, b) for name in parameters)]
     rest = [name for name in parameters if not any(_inside(name, block) for block in blocks)]
+
     if num_fragments is not None:
         count = num_fragments
     elif blocks:
         count = math.ceil(len(blocks) / _BLOCKS_PER_FRAGMENT) + bool(rest)
     else:
         count = min(_BALANCED_WITHOUT_BLOCKS, len(parameters)) if pattern == "balanced" else 1
+
     if pattern == "balanced":
         groups = _balanced(parameters, count)
     elif count == 1:
         groups = [list(parameters)]
     else:
         groups = _by_blocks(list(parameters), blocks, rest, count, pattern)
+
     buffers = _buffers_by_group(groups, module)
     return [Fragment(tuple(p), tuple(b)) for p, b in zip(groups, buffers, strict=True)]
 
@@ -95,6 +98,7 @@ def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
     if is_list and len(children) > 1 and len({type(child) for _, child in children}) == 1:
         yield from (prefix + name for name, _ in children)
         return
+
     for name, child in children:
         yield from _blocks(child, f"{prefix}{name}.")
 
@@ -114,11 +118,13 @@ def _by_blocks(
             f"{' and something besides' if rest else ''}, so at most {most}. Lower"
             " `num_fragments`, or use `fragment_pattern='balanced'`, which splits by tensors."
         )
+
     num_groups = count - bool(rest)
     groups: list[list[str]] = [[] for _ in range(num_groups)]
     for i, block in enumerate(blocks):
         group = i % num_groups if pattern == "strided" else i * num_groups // len(blocks)
         groups[group] += [name for name in parameters if _inside(name, block)]
+
     return [*groups, rest] if rest else groups
 
 
@@ -128,14 +134,17 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
             f"`num_fragments={count}` is more than this model can be split into: it has"
             f" {len(parameters)} trainable tensors. Choose at most {len(parameters)}."
         )
+
     order = {name: i for i, name in enumerate(parameters)}
     filled_bytes = [0] * count
     groups: list[list[str]] = [[] for _ in range(count)]
+
     for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
         # an empty fragment comes first even if its tensors so far have no elements
         emptiest = min(range(count), key=lambda p: (filled_bytes[p], len(groups[p]), p))
         filled_bytes[emptiest] += parameters[name].nbytes
         groups[emptiest].append(name)
+
     return [sorted(group, key=order.__getitem__) for group in groups]
 
 
@@ -151,6 +160,7 @@ def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[s
         while owner and not any(siblings):
             siblings = [sum(_inside(p, owner) for p in group) for group in groups]
             owner = owner.rpartition(".")[0]
+
         buffers[siblings.index(max(siblings)) if any(siblings) else -1].append(name)
     return buffers
 
@@ -161,6 +171,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             "The module has no trainable parameters, so there is nothing to synchronize. Set"
             " `requires_grad=True` on what is to be trained, before `fit` or in `configure_model`."
         )
+
     names_by_memory: dict[int, str] = {}
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
@@ -169,6 +180,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
                 " real floating-point numbers. Set `requires_grad=False` on it, or make it a"
                 " buffer."
             )
+
         twin = names_by_memory.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
         if twin != name:
             raise ValueError(

@@ -77,9 +77,11 @@ class LateParameters:
         """
         text = repr(self.joined).encode() if self.joined else b""
         joined = int.from_bytes(hashlib.sha256(text).digest()[:_DIGEST_BYTES], "big") if text else 0
+
         digests_T = self._digests() if values else None
         if digests_T is None:
             return joined
+
         return (mix_digests(digests_T) & ((1 << 8 * _DIGEST_BYTES) - 1)) ^ joined
 
     def moved(self, channel: Channel, background: Background, replica: Channel | None) -> list[str]:
@@ -103,10 +105,12 @@ class LateParameters:
         digests_MT = background.submit(compare, TAG).wait()
         if digests_MT is None:
             return []
+
         differ_T = (digests_MT != digests_MT[0]).any(dim=0)
         if replica is not None and replica.size > 1:
             differ_T = differ_T.float().to(replica.device)
             differ_T = replica.all_reduce(differ_T, REPLICA_TAG).wait() > 0
+
         return [name for name, differs in zip(names, differ_T.tolist(), strict=True) if differs]
 
     def _frozen(self) -> dict[str, Tensor]:

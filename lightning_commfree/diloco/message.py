@@ -12,12 +12,12 @@ from lightning_commfree.diloco.wire import WireFormat, chunks, decode
 
 _HEADER_BYTES = 3 * 8
 _STOP, _NONFINITE = 1, 2  # bits of the first word
-_REST_FROM = 8
-_MARK_FROM = 31  # bits of the second word: above the step, the code of a mark, plus one
+_LATE_FROM = 8
+_NOTICE_FROM = 31  # bits of the second word: above the step, the code of a notice, plus one
 
 
 class EndNotice(NamedTuple):
-    """What a replica says whose training has ended."""
+    """What a replica says when its training has ended."""
 
     step: int  # after which
     goes_on: bool  # it would have, without others that end
@@ -40,15 +40,16 @@ class Header(NamedTuple):
     step: int
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values hold NaN or Inf
-    rest: Tensor | int = 0  # hash of what stands in no fragment, and of what has joined; 40 bits
+    late_digest: Tensor | int = 0  # of what no fragment holds, and of what has joined; 40 bits
     ended: EndNotice | None = None  # this replica's training has
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
-        """As it travels: flags and rest, step and mark, digest."""
+        """As it travels: flags and late digest, step and notice, digest."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        mark = 0 if self.ended is None else self.ended.code + 1
-        return flags + (self.rest << _REST_FROM), self.step + (mark << _MARK_FROM), self.digest
+        notice = 0 if self.ended is None else self.ended.code + 1
+        first = flags + (self.late_digest << _LATE_FROM)
+        return first, self.step + (notice << _NOTICE_FROM), self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return the values and those tensors of the header that live beside them."""
@@ -62,9 +63,9 @@ class HeaderSummary(NamedTuple):
     stop: bool  # somebody wants to stop
     drifted: bool  # the digests differ
     steps_differ: bool
-    rest_differs: bool  # what stands in no fragment, or what has joined
+    late_differs: bool  # what no fragment holds, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
-    ended: tuple[int, ...]  # by replica, the code of its mark; -1: it trains on
+    ended: tuple[int, ...]  # by replica, the code of its notice; -1: it trains on
 
 
 class MessageLayout:
@@ -98,13 +99,16 @@ class MessageLayout:
         message = torch.empty(self.num_bytes, dtype=torch.uint8, device=values.device)
         message[: self._payload_at].zero_()
         message[self._payload_end :].zero_()
+
         for word, value in zip(
             message[:_HEADER_BYTES].view(torch.int64), header.words, strict=True
         ):
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))  # neither is waited for
+
         if extra is not None:
             message[_HEADER_BYTES : self._extra_end].view(torch.float32).copy_(extra)
+
         self._wire.encode(values, out=message[self._payload_at : self._payload_end])
         message[self._exact_at : self._exact_end].view(torch.float32).copy_(exact)
         return message
@@ -127,6 +131,7 @@ class MessageLayout:
         """Decode messages: fp32, shape (M, numel)."""
         shape = len(messages), self._numel
         values_MN = torch.empty(shape, dtype=torch.float32, device=messages.device)
+
         for message, row in zip(messages, values_MN, strict=True):
             decode(self._wire, self._payload(message), row)
         return values_MN
@@ -139,6 +144,7 @@ class MessageLayout:
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
         gram_MM = torch.zeros(size, size, dtype=torch.float32, device=device)
+
         buffer_MV: Tensor | None = None
         for chunk in chunks(self._numel, device):
             if buffer_MV is None:  # the first chunk is the largest
@@ -146,9 +152,11 @@ class MessageLayout:
             rows_MV = buffer_MV[:, : chunk.numel]
             for message, row in zip(messages, rows_MV, strict=True):
                 self._wire.decode_chunk(self._payload(message), self._numel, chunk, row)
+
             _average(rows_MV, out=mean[chunk.values])
             for i, row in enumerate(rows_MV):  # not all at once: BLAS is slow at so flat a product
                 gram_MM[i, i:] += rows_MV[i:] @ row
+
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_exact(self, messages: Tensor) -> Tensor:
@@ -166,6 +174,7 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
     torch.add(rows_MN[0], 0.0, out=out)  # as a sum from zero: -0.0 becomes 0.0
     for row in rows_MN[1:]:
         out += row
+
     # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
     size = torch.full((), float(len(rows_MN)), dtype=torch.float32, device=out.device)
     return out.div_(size)
@@ -174,22 +183,26 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
     """Put the headers of all replicas together; int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
-    steps, ended = _steps_and_marks(steps)
-    drifted, differ, rest_differs = (
-        bool((words != words[0]).any()) for words in (digests, steps, flags >> _REST_FROM)
+    steps, ended = _steps_and_notices(steps)
+
+    drifted, differ, late_differs = (
+        bool((words != words[0]).any()) for words in (digests, steps, flags >> _LATE_FROM)
     )
-    return HeaderSummary(_any_stops(flags), drifted, differ, rest_differs, _nonfinite(flags), ended)
+
+    return HeaderSummary(_any_stops(flags), drifted, differ, late_differs, _nonfinite(flags), ended)
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     """Put together what replicas say of the headers that they have seen, in headers of their own.
 
-    Their step stands for "drifted", their digest for "steps differ" and their rest for "rest
-    differs"; what is not finite and its mark are each one's own.
+    Their step stands for "drifted", their digest for "steps differ" and their late digest for "late
+    differs". What is not finite and the notice are each one's own.
     """
     flags, drifted, differ = headers_M3.unbind(1)
-    drifted, ended = _steps_and_marks(drifted)
-    said = bool(drifted.any()), bool(differ.any()), bool((flags >> _REST_FROM).any())
+    drifted, ended = _steps_and_notices(drifted)
+
+    said = bool(drifted.any()), bool(differ.any()), bool((flags >> _LATE_FROM).any())
+
     return HeaderSummary(_any_stops(flags), *said, _nonfinite(flags), ended)
 
 
@@ -207,7 +220,7 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
-def _steps_and_marks(words_M: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Take the second words of headers apart: the steps, and the codes of the marks."""
-    codes = (words_M >> _MARK_FROM) - 1
-    return words_M & ((1 << _MARK_FROM) - 1), tuple(codes.tolist())
+def _steps_and_notices(words_M: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Take the second words of headers apart: the steps, and the codes of the notices."""
+    codes = (words_M >> _NOTICE_FROM) - 1
+    return words_M & ((1 << _NOTICE_FROM) - 1), tuple(codes.tolist())

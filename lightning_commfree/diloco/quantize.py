@@ -82,6 +82,7 @@ def _e3m0_codes(values_BV: Tensor, buffers: ChunkWorkspace) -> Tensor:
     buffers.bits.bitwise_and_(-1 << (MANTISSA_BITS - 1))
     buffers.half.copy_(buffers.fp32)
     buffers.half_bits.add_(1 << 9).bitwise_right_shift_(10)
+
     codes = buffers.codes
     codes.copy_(buffers.half_bits.view(-1))  # m, or m - 32 = m + 224 with a sign
     with_sign = torch.sub(codes, 224 - 8, out=buffers.more_codes)

@@ -118,6 +118,7 @@ def _codes(bits: Any, floor: Any, codes: Any) -> None:
         above = i32(i32(value & _MAGNITUDE) - floor)
         by_exponent = i32(i32(above + _HALF) >> _SHIFT)
         from_floor_on = i32(i32(1) + i32(above >> i32(31)))
+
         code = by_exponent if by_exponent > from_floor_on else from_floor_on
         codes[i] = u8(i32(code | i32(i32(value >> i32(28)) & i32(8))))
 
@@ -139,18 +140,22 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
     row = packed.size  # bytes; code i lies in the low half of byte i, code row + i in the high one
     packed[bits.size :] = u8(0)  # of the last word, where fewer values come than a row holds
     codes_of_block = np.empty(size, u8)
+
     for b in range(scales.size):
         start = b * size
         stop = min(start + size, bits.size)
         block, codes = bits[start:stop], codes_of_block[: stop - start]
+
         top = i32(i32(min(_largest(block), _INF) + _HALF) >> _SHIFT)
         floor = i32(i32(top - i32(7)) << _SHIFT)
         if top < lowest:
             top, floor = i32(0), _INF  # no value reaches it
         elif top > highest:
             top = _TOP_OF_NAN
+
         scales[b] = u8(top)
         _codes(block, floor, codes)
+
         low = min(max(row - start, 0), stop - start)
         _write_low(codes[:low], packed[start : start + low])
         if start + low < stop:
@@ -163,6 +168,7 @@ def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
     for i in range(packed.size):
         code = i32(i32(packed[i]) >> shift)
         m = i32(code & i32(7))
+
         power = i32(i32(m + base) << _SHIFT)
         magnitude = i32(power & kept) if m > i32(0) else i32(0)
         bits[i] = i32(magnitude | i32(i32(code & i32(8)) << i32(28)))
@@ -180,10 +186,13 @@ def _decode_e3m0(
         if top > highest:
             bits[start:stop] = _NAN
             continue
+
         base, kept = i32(top - i32(7)), i32(-1) if top >= lowest else i32(0)
+
         low = min(max(row - first - start, 0), stop - start)
         at = first + start
         _lift(packed[at : at + low], i32(0), base, kept, bits[start : start + low])
+
         if start + low < stop:
             at += low - row
             high = packed[at : at + stop - start - low]
@@ -199,10 +208,12 @@ def _scaled(values: Any, factor: Any, codes: Any) -> None:
 @_compiled
 def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, least: Any) -> None:
     one = np.empty(1, i32)
+
     for b in range(scales.size):
         block = slice(b * size, min(b * size + size, bits.size))
         one[0] = _largest(bits[block])
         largest = one.view(f32)[0]
+
         if one[0] >= _INF:
             scales[b] = f32(np.nan)
             codes[block] = np.int8(0)

@@ -199,6 +199,7 @@ class Replica:
     def _join(self, fragment: Fragment, offset: int) -> int:
         """Let parameters that stood in no fragment be a new one; return its number."""
         kind, device = self.settings.outer_optimizer, self.settings.outer_device
+
         joined = OuterFragment(self._module, fragment, kind, self._replica, device)
         self.fragments.append(joined)
         self.schedule = replace(self.schedule, joined=(*self.schedule.joined, offset))

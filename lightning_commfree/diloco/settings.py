@@ -39,6 +39,7 @@ def make_outer_optimizer(
     """
     made = factory(parameters)
     optimizer, scheduler = made if isinstance(made, tuple) else (made, None)
+
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"`outer_optimizer` returned a {type(optimizer).__name__}; it must take a list"
@@ -46,6 +47,7 @@ def make_outer_optimizer(
             " `functools.partial(torch.optim.SGD, lr=0.4)`, or a tuple of it and a learning"
             " rate scheduler."
         )
+
     return optimizer, scheduler
 
 
@@ -94,7 +96,9 @@ class DiLoCoSettings:
             "replica_size",
             "check_drift_every",
         )
+
         others = (("num_fragments", None), ("overlap_steps", EAGER))
+
         for name in counts:
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -104,6 +108,7 @@ class DiLoCoSettings:
                     f" {type(value).__name__}. Give an int"
                     f"{' or ' + repr(EAGER) if name == 'overlap_steps' else ''}."
                 )
+
         if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
             raise TypeError(
                 f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Give"
@@ -116,16 +121,19 @@ class DiLoCoSettings:
                 f"`sync_every={self.sync_every}` must be at least 1: it counts the inner steps"
                 " between two syncs of a fragment."
             )
+
         if self.num_fragments is not None and self.num_fragments < 1:
             raise ValueError(
                 f"`num_fragments={self.num_fragments}` must be at least 1, or None to choose it"
                 " from the model."
             )
+
         if self.fragment_pattern not in PATTERNS:
             raise ValueError(
                 f"`fragment_pattern={self.fragment_pattern!r}` is unknown. Choose one of"
                 f" {', '.join(map(repr, PATTERNS))}."
             )
+
         steps = 0 if self.eager else int(self.overlap_steps)
         if not 0 <= steps < self.sync_every:
             raise ValueError(
@@ -140,37 +148,44 @@ class DiLoCoSettings:
                 f"`mix={self.mix}` is outside [0, 1]. It is the weight of the local parameters at"
                 " a landing: 0 takes the global ones, 1 ignores them."
             )
+
         if self.wire_dtype not in tuple(WIRE_FORMATS):  # a tuple compares what cannot be hashed
             raise ValueError(
                 f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
                 f" {', '.join(map(repr, WIRE_FORMATS))}."
             )
+
         if not callable(self.outer_optimizer):
             raise TypeError(
                 "`outer_optimizer` must be a factory that takes a list of parameters, like"
                 " `functools.partial(torch.optim.SGD, lr=0.4)`, but it is a"
                 f" {type(self.outer_optimizer).__name__}."
             )
+
         if self.replica_size < 1:
             raise ValueError(
                 f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"
                 " one replica."
             )
+
         if self.nonfinite not in NONFINITE:
             raise ValueError(
                 f"`nonfinite={self.nonfinite!r}` is unknown. Choose one of"
                 f" {', '.join(map(repr, NONFINITE))}."
             )
+
         if self.evaluate not in ("outer", "mean"):
             raise ValueError(
                 f"`evaluate={self.evaluate!r}` is unknown. Choose 'outer', the outer weights, or"
                 " 'mean', the mean of the replicas' local weights."
             )
+
         if self.outer_device not in (None, "cpu"):
             raise ValueError(
                 f"`outer_device={self.outer_device!r}` is unknown. Choose 'cpu', host memory, or"
                 " None, where the parameters are."
             )
+
         if self.check_drift_every < 0:
             raise ValueError(
                 f"`check_drift_every={self.check_drift_every}` must be 0 (never) or more: it counts"

@@ -196,7 +196,7 @@ class StreamingDiLoCo(Replica):
         arrival, flight = self._transfers.receive(p, self.step)
         if max(arrival.ended) >= 0:
             self._last_round.note(flight.step, arrival.ended)
-        if arrival.rest_differs:
+        if arrival.late_differs:
             self._average_moved()
         return arrival
 
@@ -205,7 +205,7 @@ class StreamingDiLoCo(Replica):
         late = self._late_parameters
         if not (late.outside or late.joined):
             return header
-        return header._replace(rest=late.digest(values=p == 0 and self.num_replicas > 1))
+        return header._replace(late_digest=late.digest(p == 0 and self.num_replicas > 1))
 
     def _digest(self, p: int) -> Tensor | int:
         """Return what travels with this launch: the global copy's hash where it is due, else 0."""

@@ -92,6 +92,7 @@ class Transfers:
         self._fragments, self._settings = fragments, settings
         self._channel, self._replica = channel, replica
         self.wire = WIRE_FORMATS[settings.wire_dtype]
+
         devices = {tensor.device for f in fragments for tensor in (f.global_copy, *f.local)}
         for device in {*devices, channel.device}:  # a thread averages shards on the channel's
             warm_up(self.wire, device)

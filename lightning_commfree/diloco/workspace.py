@@ -108,6 +108,7 @@ class Workspace:
     def factors(self) -> Tensor:
         """Fp32, shape (256, 1): 2^(-E-8), with which a block is multiplied; 0 to make it zero."""
         exponents = self._exponents()
+
         # in two steps, because the exponent of the product may lie below those of fp32
         factors = _power_of_two(2 * _EXPONENT_BIAS + 1 - exponents) * 2**-9
         return factors.masked_fill_(exponents == 0, 0.0).unsqueeze(1)

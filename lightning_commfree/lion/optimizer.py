@@ -1,4 +1,4 @@
-"""Lion whose workers vote: Distributed Lion (arXiv:2404.00438), alone Lion (arXiv:2302.06675)."""
+"""Lion with workers that vote (arXiv:2404.00438); alone it is plain Lion (arXiv:2302.06675)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class DistributedLion(Optimizer):
                 on all workers, and with the same values.
             channel: to the other workers: CPU tensors.
             settings: of the vote, the same on all workers.
-            node: to the ranks that form one worker with this one, whose gradients are equal.
+            node: to the ranks that form one worker with this one; their gradients are equal.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"

@@ -237,6 +237,7 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
     """Compare every number with `bound`, at least 0; return the planes of greater and equal."""
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
+
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
         digit = digits[i] if i < len(digits) else greater & 0
         if bound >> i & 1:
@@ -244,6 +245,7 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
         else:
             greater = greater | (equal & digit)
             equal = equal & ~digit
+
     return greater, equal
 
 
@@ -260,11 +262,13 @@ def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
     """Add numbers; the result has one digit more than the longer of both."""
     zero = a[0] & 0
     carry, digits = zero, []
+
     for i in range(max(len(a), len(b))):
         digit_a = a[i] if i < len(a) else zero
         digit_b = b[i] if i < len(b) else zero
         total, carry = _full_adder(digit_a, digit_b, carry)
         digits.append(total)
+
     return [*digits, carry]
 
 

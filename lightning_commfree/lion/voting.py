@@ -120,6 +120,7 @@ class Voting:
         since, before = self._begun
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
+
         names = {UP_TAG: "bits_up", DOWN_TAG: "bits_down"}
         return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
 
@@ -226,12 +227,14 @@ class Voting:
                     " changed. Set them alike on all ranks: a scheduler on a metric has to watch"
                     " one that is logged per epoch with `sync_dist=True`."
                 )
+
             if summary.parameters_differ:
                 raise RuntimeError(
                     f"The workers' parameters differ before step {self.step + 1}, among them"
                     f" {', '.join(map(repr, bucket.names[:5]))}. Only votes may change them:"
                     " look for code that writes to parameters on some ranks."
                 )
+
             if summary.faults and self.settings.nonfinite == "raise":
                 worker, i = summary.faults[0]
                 more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""

@@ -197,7 +197,9 @@ class ParallelModel:
 
         active = torch.is_grad_enabled() and not asked and not cached
         self._blocks.active = active
-        self.group.sums_flow = active and self.sharding.embedding_is_stream
+        # a whole stack that is computed again would find no summands, and take them for the sum
+        again = getattr(base, "gradient_checkpointing", False) and not _checkpoints(self._blocks[0])
+        self.group.sums_flow = active and self.sharding.embedding_is_stream and not again
 
     def _end(self, base: Any, args: Any, output: Any) -> None:
         self._blocks.active = False
@@ -266,6 +268,11 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
         "The model is divided: `save_pretrained` would write one rank's part of it. Call it after"
         " `fit` has returned, or load a checkpoint, which is whole, into a model of your own."
     )
+
+
+def _checkpoints(block: Any) -> bool:
+    """Return whether a block checkpoints itself; older transformers do it around its call."""
+    return hasattr(block, "gradient_checkpointing")
 
 
 def _checkpointed(block: Any) -> bool:

@@ -14,11 +14,12 @@ none       one                     --
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_commfree.domino.micro_sublayer import Arguments, LentTensor, MicroSublayer
@@ -174,8 +175,8 @@ class TokenSplit:
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
         """See `Split`."""
         keys = _KeyCache([before.lent for before in earlier])
-        attends = micro.sublayer.attention is not None
-        partial = micro.body({"past_key_values": keys} if attends else {})
+        attention = micro.sublayer.attention
+        partial = micro.body({} if attention is None else {cache_argument(type(attention)): keys})
 
         micro.outputs = [partial, *keys.own]
         micro.lent = [LentTensor(tensor) for tensor in keys.own]
@@ -204,6 +205,25 @@ class TokenSplit:
             ones = torch.ones(stop - start, stop, dtype=torch.bool, device=hidden.device)
             return ones.tril(start)[None, None]
         return mask[:, :stop] if mask.dim() == 2 else mask[..., start:stop, :stop]
+
+
+def cache_argument(attention: type[nn.Module]) -> str:
+    """Return the name of a cache among the arguments of an attention's class.
+
+    An argument by another name would be dropped without a word: chunks would not see each other.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = inspect.signature(attention.forward).parameters
+    for name in ("past_key_values", "past_key_value"):  # the latter in older transformers
+        if name in names:
+            return name
+    raise ValueError(
+        f"`{attention.__name__}` takes no cache of keys and values, by which the chunks of a"
+        " sequence see each other: it cannot be split by tokens. Take another `split`, batches of"
+        " two rows or more, or a newer transformers."
+    )
 
 
 class _KeyCache:

@@ -1,0 +1,95 @@
+"""Is a training step as fast as at another commit? `python -m benchmarks.commits BEFORE AFTER`.
+
+BEFORE and AFTER are checkouts, such as `git worktree add` makes. Both libraries train the same
+model with the same script (`job`) on two nodes of the laboratory, in turns: a fit of one, a fit of
+the other, round by round, and the other one first in every second round. Printed are, row by row,
+the median of the rounds' mean step times of both, the ratio of these medians (AFTER over BEFORE)
+and the smallest and largest ratio of a round. The mean of a fit covers whole cycles, so that no
+exchange is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.commits.job import ROWS, SYNC_EVERY
+from benchmarks.lab import LaboratoryUnavailable, NetLab, exit_on_signals
+
+JOB = Path(__file__).with_name("job.py")
+
+
+class Compared(NamedTuple):
+    """Two checkouts' step times of a row, in seconds, and their ratios."""
+
+    before: float
+    after: float
+    ratio: float
+    least: float
+    most: float
+
+
+def compared(before: Sequence[float], after: Sequence[float]) -> Compared:
+    """Compare the rounds' times of two checkouts, which belong together pair by pair."""
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
+    medians = statistics.median(before), statistics.median(after)
+    return Compared(*medians, medians[1] / medians[0], min(ratios), max(ratios))
+
+
+def mean_step(checkout: Path, row: str, steps: int) -> float:
+    """Return the mean seconds of a step of one fit.
+
+    Raises:
+        RuntimeError: a node has failed; with what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder, NetLab(2, ROWS[row][0]) as lab:
+        out = Path(folder) / "seconds.json"
+        command = [sys.executable, str(JOB), row, str(steps), str(out)]
+        env = {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        results = lab.run([command] * 2, timeout_s=300, env=env)
+        if any(result.returncode for result in results):
+            raise RuntimeError(f"{checkout}: {results[0].output}{results[1].output}")
+        return statistics.fmean(json.loads(out.read_text()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cycles", type=int, default=5, help=f"of {SYNC_EVERY} steps, in a fit")
+    options = parser.parse_args(arguments)
+    for checkout in (options.before, options.after):
+        if not (checkout / "lightning_commfree").is_dir():
+            parser.error(f"{checkout} is no checkout of this repository")
+
+    exit_on_signals()
+    checkouts = options.before.resolve(), options.after.resolve()
+    for row in options.rows:
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for i in range(options.rounds):
+            for which in (0, 1) if i % 2 else (1, 0):
+                try:
+                    found = mean_step(checkouts[which], row, options.cycles * SYNC_EVERY)
+                except LaboratoryUnavailable as error:
+                    parser.exit(2, f"{error}\n")
+                seconds[which].append(found)
+        old, new, ratio, least, most = compared(*seconds)
+        print(
+            f"{row} ({ROWS[row][0]}): {1e3 * old:.1f} -> {1e3 * new:.1f} ms a step,"
+            f" ratio {ratio:.3f} ({least:.3f} to {most:.3f} by round)",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,7 @@ from typing_extensions import override
 from benchmarks.lab import interface_counters
 from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import LedgerTotals
-from lightning_commfree.strategies import ReplicatedStrategy
+from lightning_commfree.strategies import ReplicaStrategy
 
 WARM_UP = 3  # steps; DDP rebuilds its buckets after the first, PowerSGD begins with the third
 LEG_STEPS = 3  # about a second: what slows the machine for longer meets all rows
@@ -97,11 +97,10 @@ class Stopwatch(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.began = True
         if isinstance(trainer.strategy, StreamingDiLoCoStrategy):
-            running = trainer.strategy._diloco
-            assert running is not None, "a fit has begun"
+            running = trainer.strategy.now.between
             running.finish()  # the replicas are equal: nothing moves
             running.step = self._sync_every - 1 - WARM_UP
-            running.after_step = self._timed(running.after_step)  # type: ignore[method-assign]
+            running.after_step = self._timed(running.after_step)
 
     @override
     def on_train_batch_end(
@@ -171,20 +170,17 @@ class Stopwatch(pl.Callback):
     def _formula_bytes(self, trainer: pl.Trainer) -> int | None:
         if not isinstance(trainer.strategy, DistributedLionStrategy):
             return None
-        voting = trainer.strategy._voting
-        assert voting is not None, "a fit runs"
-        return self._steps * voting.bytes_per_step
+        return self._steps * int(trainer.strategy.now.between.voting.bytes_per_step)
 
 
 def _ledger(strategy: Strategy) -> LedgerTotals | None:
-    return strategy.ledger.totals() if isinstance(strategy, ReplicatedStrategy) else None
+    return strategy.ledger.totals() if isinstance(strategy, ReplicaStrategy) else None
 
 
 def _in_flight(strategy: Strategy) -> bool:
     if not isinstance(strategy, StreamingDiLoCoStrategy):
         return False
-    assert strategy._diloco is not None, "a fit runs"
-    return bool(strategy._diloco.in_flight)
+    return bool(strategy.now.between.in_flight)
 
 
 def _cpu_s_beside() -> float:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import thorough_digest
+from lightning_commfree.comm.handshake import check_agreement
 
 START_TAG = "start"  # of the ledger: what travels before the first step
+
+
+def common_start(channel: Channel, module: nn.Module, fingerprint: Mapping[str, str]) -> None:
+    """Compare settings and module over all ranks, then take rank 0's weights where they differ.
+
+    Args:
+        channel: over the world.
+        module: has the same parameters and buffers on all ranks.
+        fingerprint: what else must be equal.
+
+    Raises:
+        ValueError: the ranks do not agree; on all of them alike.
+    """
+    check_agreement(channel, {**fingerprint, **_describe(module)})
+    take_first_rank(channel, [*module.parameters(), *module.buffers()], START_TAG)
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
@@ -45,3 +61,12 @@ def share_random_state(channel: Channel, device: torch.device) -> None:
     if device.type == "cuda":
         own = torch.cuda.get_rng_state(device).to(channel.device)
         torch.cuda.set_rng_state(channel.broadcast(own, START_TAG).wait().cpu(), device)
+
+
+def _describe(module: nn.Module) -> dict[str, str]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {
+        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        + (", trainable" if tensor.requires_grad else "")
+        for name, tensor in tensors
+    }

@@ -93,6 +93,11 @@ class SharedCopy:
         for tensor, part in zip(self.local, parts, strict=True):
             tensor.copy_(part)
 
+    def load(self, shared: Sequence[Tensor]) -> None:
+        """Let this be shared, as `outer` returned it."""
+        for own, value in zip(self._shared, shared, strict=True):
+            own.copy_(value)
+
     def is_local(self, buffers: bool = True) -> bool:
         """Return whether the module holds what is shared; buffers on demand."""
         count = None if buffers else len(self.names[0])
@@ -100,8 +105,7 @@ class SharedCopy:
 
     def take_local(self) -> None:
         """Let what the module holds be what is shared."""
-        for shared, tensor in zip(self._shared, self.local, strict=True):
-            shared.copy_(tensor)
+        self.load(self.local)
 
 
 class WeightSwap:

@@ -12,6 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE: timedelta = dist.constants.default_pg_timeout  # of groups of which nobody says more
+
+
+def default_backend(device: torch.device) -> str:
+    """Return the backend of process groups for tensors on a device."""
+    return str(dist.get_default_backend_for_device(device))
+
 
 def attempt() -> int:
     """Return how often torchrun has restarted this job; 0 without torchrun or a restart."""

@@ -30,6 +30,10 @@ from lightning_commfree.diloco.transfers import FragmentInFlight, Landing, Trans
 class Replica:
     """Base of `StreamingDiLoCo`, with its arguments and attributes."""
 
+    name = "Streaming DiLoCo"
+    # two of them look and change nothing; the third may be what a run that has stopped goes on with
+    free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})
+
     def __init__(
         self,
         module: nn.Module,
@@ -63,6 +67,10 @@ class Replica:
         for fragment in self.fragments:
             if not (fragment.fragment.parameters or self.weight_swap.is_in):
                 fragment.take_local()
+
+    def adopt(self, saved: object) -> None:
+        """Use nothing of a save by other ranks; the checkpoint itself holds its outer weights."""
+        del saved
 
     def close(self) -> None:
         """End the thread of the exchanges; what is in flight is given up."""

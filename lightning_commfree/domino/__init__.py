@@ -34,7 +34,6 @@ Departures from the paper:
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
-from lightning_commfree.domino.channels import Channels
 from lightning_commfree.domino.checks import (
     check_batch,
     check_module,
@@ -49,6 +48,7 @@ from lightning_commfree.domino.finite import (
     refuse_nonfinite_weights,
 )
 from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
+from lightning_commfree.domino.gradient_mean import GradientMean
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.materialize import on_meta
@@ -60,9 +60,9 @@ from lightning_commfree.domino.sharding import whole_tensor
 
 __all__ = [
     "FAMILIES",
-    "Channels",
     "DominoSettings",
     "GradientAverage",
+    "GradientMean",
     "HeldTensor",
     "OptimizerParts",
     "ParallelModel",

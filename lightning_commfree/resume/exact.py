@@ -17,6 +17,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.resume.epoch_start import EpochStart
@@ -65,11 +66,6 @@ class ExactResume:
         self._resumes = False  # until `go_on`
         self._part: Part = {}  # what this rank goes on with, until all of it is in place
 
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has weights of its own back, and the rest follows in `go_on`."""
-        return bool(self._part)
-
     def install(self, trainer: pl.Trainer) -> None:
         """Watch a fit's random numbers from its first loader on; in `setup_environment`."""
         self._epoch_start.install(trainer)
@@ -92,7 +88,9 @@ class ExactResume:
         Raises:
             RuntimeError: a part is another rank's, of another save, or damaged; on all ranks.
         """
-        if self._fit is not None and not self._strategy.restore_checkpoint_after_setup:
+        strategy, module = self._strategy, self._strategy.lightning_module
+        fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        if not fits or (self._fit is not None and not strategy.restore_checkpoint_after_setup):
             return  # somebody looks at a file
         saved, mine = Saved(SavedParts(path, checkpoint, weights_only), self._ranks), None
         if saved.entry.get("ranks") == self._strategy.world_size:
@@ -116,30 +114,24 @@ class ExactResume:
         if self._source is not None:
             self._take(self._fit, self._source)
 
-    def optimizer_states(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what `load_optimizer_state_dict` shall load: this rank's own, if it has any.
+    def go_on(self) -> bool:
+        """Bring loops, data and random numbers to where they were; in `on_train_start`.
 
-        Its gradient scaler is restored here.
+        Returns:
+            Whether this rank has something of its own back.
         """
-        if "optimizers" not in self._part:
-            return checkpoint
-        if self._part["precision"]:  # nothing without a gradient scaler, which takes no nothing
-            self._strategy.precision_plugin.load_state_dict(self._part["precision"])
-        return {**checkpoint, "optimizer_states": self._part["optimizers"]}
-
-    def go_on(self) -> None:
-        """Bring loops, data and random numbers to where they were; in `on_train_start`."""
         fit, part = self._fit, self._part
         if fit is None or not self._resumes:
-            return
+            return False
         self._part, self._resumes = {}, False
         if "random" not in part:
             restore_loops(fit.trainer)
-            return
+            return bool(part)
         lost = [*part["lost"], *restore_place(fit.trainer, self._epoch_start, part)]
         accumulate_further(fit.trainer.lightning_module, part.get("gradients", {}))
         if lost:
             rank_zero_warn(f"The fit goes on where it was saved, but: {'; '.join(lost)}.")
+        return True
 
     def _take(self, fit: _Fit, source: _Source) -> None:
         """Put in place what has to be before Lightning restores the rest."""
@@ -156,6 +148,11 @@ class ExactResume:
         # Lightning, which restores them later, has saved those of rank 0 only
         if part.get("schedulers"):
             source.checkpoint["lr_schedulers"] = part["schedulers"]
+        if "optimizers" in part:
+            source.checkpoint["optimizer_states"] = part["optimizers"]
+        if part.get("precision"):  # nothing without a gradient scaler, which takes no nothing
+            plugin = type(self._strategy.precision_plugin).__qualname__
+            source.checkpoint[plugin] = part["precision"]
         # first: what the algorithm exchanges is its own to restore
         fit.tensors.load(part.get("tensors", {}))
         if "algorithm" in part:

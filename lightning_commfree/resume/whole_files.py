@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -173,6 +173,23 @@ def read_whole(path: FilePath, weights_only: bool = True) -> Any:
             " read that may run code from it. If you trust it, pass `weights_only=False` to"
             f" `Trainer.fit`. What was found: {error}"
         ) from error
+
+
+@contextmanager
+def reading_whole(path: FilePath) -> Iterator[None]:
+    """In the body a checkpoint is read, by whatever plugin.
+
+    Raises:
+        RuntimeError: the file is damaged; with its name and what to do.
+    """
+    check_whole(path)
+    try:
+        yield
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        local = local_path(path)
+        if local is None or not local.is_file() or "weights_only" in str(error):
+            raise
+        raise damaged(path, error) from error
 
 
 def check_whole(path: FilePath) -> None:

@@ -6,11 +6,13 @@ from typing import NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_commfree.strategies._replicated import ReplicatedStrategy
-from lightning_commfree.strategies._traffic import Traffic
+from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.contracts import EveryStep, LocalUpdates
 from lightning_commfree.strategies.distributed_lion import DistributedLionStrategy
 from lightning_commfree.strategies.domino_tp import DominoTPStrategy
+from lightning_commfree.strategies.inside import DataParallel
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
+from lightning_commfree.strategies.traffic import Traffic
 
 _NAMES = {
     "distributed_lion": DistributedLionStrategy,
@@ -48,9 +50,12 @@ def _refuse_fabric(name: str) -> NoReturn:
 register_strategies()
 
 __all__ = [
+    "DataParallel",
     "DistributedLionStrategy",
     "DominoTPStrategy",
-    "ReplicatedStrategy",
+    "EveryStep",
+    "LocalUpdates",
+    "ReplicaStrategy",
     "StreamingDiLoCoStrategy",
     "Traffic",
     "register_strategies",

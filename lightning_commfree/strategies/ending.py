@@ -14,7 +14,7 @@ meet differs:
 ======== ============================ ========================================= =============
 strategy ranks meet                   the word travels with                     object
 ======== ============================ ========================================= =============
-Domino   behind every backward        32 bytes of its own (`comm.in_step`)      `Together`
+Domino   behind every backward        32 bytes of its own (`comm.in_step`)      `every_batch`
 Lion     in every optimizer step      the header of the votes                   `LockstepEnd`
 DiLoCo   at a fragment's landing, and the header of a fragment, or an answer    `LocalEnd`
          where Lightning sends        (`comm.meeting`)

@@ -20,6 +20,10 @@ from typing_extensions import override
 
 from lightning_commfree.lightning_internals import LAUNCH, Processes, Scripts, interrupt
 
+# looks at what is going to run, in the process that will launch the ranks: what it refuses is
+# refused at once, and once; None stands for something that is not a Trainer's
+Check = Callable[[pl.Trainer | None], None]
+
 
 class _Left(NamedTuple):
     """In place of a result."""
@@ -27,29 +31,31 @@ class _Left(NamedTuple):
     by_sigterm: bool
 
 
-def own_launcher(strategy: Any, start_method: str) -> OrderlyLauncher | ScriptLauncher | None:
+def own_launcher(
+    strategy: Any, start_method: str, check: Check
+) -> OrderlyLauncher | ScriptLauncher | None:
     """Return the launcher of a strategy, None where Lightning's own has to do."""
     if not LAUNCH.works(None):
         return None
     return (
-        ScriptLauncher(strategy)
+        ScriptLauncher(strategy, check)
         if start_method == "popen"
-        else OrderlyLauncher(strategy, start_method)
+        else OrderlyLauncher(strategy, start_method, check)
     )
 
 
 class ScriptLauncher(Scripts):
     """Starts ranks as copies of the script; first lets the strategy look at what will be run."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Any, check: Check) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._owner = strategy
+        self._check = check
 
     @override
     def launch(
         self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        self._owner.check_before_launch(trainer)
+        self._check(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -63,9 +69,9 @@ class OrderlyLauncher(Processes):
     `restore_callbacks`.
     """
 
-    def __init__(self, strategy: Any, start_method: str) -> None:
+    def __init__(self, strategy: Any, start_method: str, check: Check) -> None:
         super().__init__(strategy, start_method)
-        self._owner = strategy
+        self._check = check
         self._hidden: tuple[pl.Trainer, list[pl.Callback]] | None = None
 
     def restore_callbacks(self) -> None:
@@ -78,7 +84,7 @@ class OrderlyLauncher(Processes):
     def launch(
         self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        self._owner.check_before_launch(trainer)
+        self._check(trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override

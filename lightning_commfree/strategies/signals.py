@@ -51,6 +51,14 @@ def stopped_by_hand(trainer: pl.Trainer) -> bool:
     return by_hand and trainer.world_size > 1
 
 
+def stopped_by_hand_in(module: pl.LightningModule | None) -> bool:
+    """Return the same of a module's Trainer; False where it has none."""
+    try:
+        return module is not None and stopped_by_hand(module.trainer)
+    except RuntimeError:  # no Trainer: it launched the ranks, which trained a copy, and is back
+        return False
+
+
 def warn_unsaved() -> None:
     """Say that there is no checkpoint because of Ctrl-C."""
     rank_zero_warn(

@@ -26,7 +26,7 @@ from lightning_commfree.comm.ledger import (
     broadcast_bytes,
     ring_all_reduce_bytes,
 )
-from lightning_commfree.strategies import DominoTPStrategy, ReplicatedStrategy, Traffic
+from lightning_commfree.strategies import DominoTPStrategy, ReplicaStrategy, Traffic
 
 
 class TrafficMeter:
@@ -53,7 +53,7 @@ class TrafficMeter:
         self.plan: Traffic
         self.ddp_start_bytes = ddp_start_bytes
         self._trainer = trainer
-        if isinstance(strategy, ReplicatedStrategy):
+        if isinstance(strategy, ReplicaStrategy):
             self.plan, self.ledger = strategy.traffic(), strategy.ledger
         elif isinstance(strategy, DominoTPStrategy):
             batches = trainer.accumulate_grad_batches
@@ -66,7 +66,7 @@ class TrafficMeter:
     def bytes_per_step(self) -> float:
         """Return the mean over the last cycle, as the strategy logs it; computed for DDP."""
         strategy = self._trainer.strategy
-        if isinstance(strategy, ReplicatedStrategy | DominoTPStrategy):
+        if isinstance(strategy, ReplicaStrategy | DominoTPStrategy):
             return strategy.figures().get("comm/bytes_per_step", 0.0)
         return self.plan.bytes_per_step
 

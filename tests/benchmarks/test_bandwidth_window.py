@@ -47,8 +47,7 @@ def measured(
         between()
         passed.append(trainer.global_step)
         if isinstance(strategy, StreamingDiLoCoStrategy):
-            assert strategy._diloco is not None, "a fit runs"
-            assert strategy._diloco.in_flight == []
+            assert strategy.now.between.in_flight == []
 
     stopwatch = window.Stopwatch("row", STEPS, STEPS, pass_on)
     steps = window.WARM_UP + STEPS + 1

@@ -64,7 +64,7 @@ class Watch(pl.Callback):
         self.before: dict[str, Tensor] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        diloco = trainer.strategy._running
+        diloco = trainer.strategy.now.between
         settle = diloco.settle_arrived
 
         def remember(p: int) -> bool:

@@ -27,7 +27,7 @@ class Weighed(CausalLM):
     """Keeps the bytes of a rank's parts of what is divided."""
 
     def on_train_start(self) -> None:
-        self.parts = {p: p.shape for p in self.trainer.strategy.sharded.specs}
+        self.parts = {p: p.shape for p in self.trainer.strategy.inside.sharded.specs}
         self.part_bytes = sum(p.nbytes for p in self.parts)
 
 
@@ -51,7 +51,7 @@ def fit(folder: Path, group: int) -> dict[str, Any]:
         "model": all_gather_bytes(module.part_bytes, group),
         "in parts": held == module.parts,
         "whole": [p.shape for p in module.parameters()],
-        "open": strategy._channels is not None,
+        "open": strategy._network._channels is not None,
     }
 
 

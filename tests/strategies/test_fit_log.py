@@ -12,7 +12,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import STEPS, Ledger
-from lightning_commfree.strategies._traffic import FitLog
+from lightning_commfree.strategies.traffic import FitLog, Traffic
 from tests.strategies.models import Tiny, loader
 from tests.world import run_ranks
 
@@ -46,7 +46,9 @@ class Logging(Tiny):
 
     def on_fit_start(self) -> None:
         self.ledger = Ledger()
-        self.fit_log = FitLog(self.trainer, self.ledger, BYTES, self.cycle_steps, self.more)
+        self.fit_log = FitLog(
+            self.trainer, self.ledger, Traffic({}, self.cycle_steps, BYTES), self.more
+        )
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -62,7 +63,9 @@ def test_where_they_do_not_the_error_says_what_to_set(
 
     monkeypatch.setattr(DDPStrategy, "setup_environment", fail)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    strategy = DistributedLionStrategy(cluster_environment=LightningEnvironment())
+    strategy = DistributedLionStrategy(
+        cluster_environment=LightningEnvironment(), parallel_devices=[torch.device("cpu")]
+    )
     strategy.num_nodes = nodes
     with pytest.raises(RuntimeError, match=re.escape(said)) as caught:
         strategy.setup_environment()

@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.domino import check_module
+from lightning_commfree.domino import check_module, on_meta
 from lightning_commfree.lightning_internals import is_compiled
 
 
@@ -62,3 +62,17 @@ def warn_once() -> Callable[[str], None]:
             rank_zero_warn(text)
 
     return say
+
+
+def check_values(strategy: str, module: pl.LightningModule) -> None:
+    """Refuse, outside of a fit, a model without values.
+
+    Raises:
+        ValueError: it is on the `meta` device.
+    """
+    if without := on_meta(module):
+        raise ValueError(
+            f"{len(without)} tensors, {without[0]!r} among them, are on the meta device and hold no"
+            f" values. `{strategy}` gives them some in `fit` only: call it first, or build the"
+            " model on the CPU."
+        )

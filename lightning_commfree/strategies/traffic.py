@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_commfree.comm.ledger import END, STEPS, Ledger
+from lightning_commfree.comm.ledger import END, STEPS, Ledger, ring_all_reduce_bytes
 from lightning_commfree.lightning_internals import add_to_rows
 from lightning_commfree.patches import Patches
 
@@ -21,6 +21,18 @@ class Traffic:
     bytes_by_tag: Mapping[str, float]  # in a cycle, by the ledger's tags
     cycle_steps: int
     ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
+
+    @classmethod
+    def of(
+        cls,
+        numel: int,
+        world_size: int,
+        bytes_by_tag: Mapping[str, float],
+        cycle_steps: int,
+    ) -> Traffic:
+        """Return the forecast for so many trainable numbers."""
+        ddp_bytes = ring_all_reduce_bytes(4 * numel, world_size)
+        return cls(bytes_by_tag, cycle_steps, float(ddp_bytes))
 
     @property
     def bytes_per_cycle(self) -> int:
@@ -45,24 +57,22 @@ class FitLog:
     Args:
         trainer: in its fit; patched until `close`.
         ledger: of this rank.
-        ddp_bytes_per_step: what fp32 DDP would send for the same model on the same ranks.
-        cycle_steps: after which the strategy sends the same again.
+        traffic: the forecast: after how many steps the same is sent again, and what DDP would send.
         more: the algorithm's own figures; asked for after a step, where they are wanted.
 
     Attributes:
-        ddp_bytes_per_step: as given.
+        traffic: as given.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
         ledger: Ledger,
-        ddp_bytes_per_step: float,
-        cycle_steps: int = 1,
+        traffic: Traffic,
         more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._trainer, self._ledger, self._more = trainer, ledger, more
-        self.ddp_bytes_per_step = ddp_bytes_per_step
+        self.traffic, cycle_steps = traffic, traffic.cycle_steps
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         cycles = -(-max(every, 1) // cycle_steps)
         self._window = deque([self._sums()], maxlen=cycles * cycle_steps + 1)
@@ -85,8 +95,9 @@ class FitLog:
         return dict(self._latest)
 
     def close(self) -> None:
-        """End it, with the fit."""
-        self._runs = False
+        """End it, with the fit; the figures stay."""
+        self.figures()
+        self._runs, self._more = False, dict
         self._patches.remove()
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
@@ -109,5 +120,5 @@ class FitLog:
             "comm/exposed_ms": 1e3 * (seconds_now - seconds_before) / steps,
         }
         if sent:  # a ratio to nothing says nothing
-            figures["comm/compression"] = self.ddp_bytes_per_step / sent
+            figures["comm/compression"] = self.traffic.ddp_bytes_per_step / sent
         return figures

@@ -1,4 +1,4 @@
-"""The end of a fit whose ranks exchange something in every step.
+"""Ranks that exchange something in every optimizer step, and hold the same weights after it.
 
 With the step's exchange a rank says why its part ends with that step, if it does: the data of its
 epoch are used up, or it wants to stop. If that holds for some ranks and not for others, all take
@@ -25,7 +25,9 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.parting import Why
 from lightning_commfree.loop_counters import may_stop_early
 from lightning_commfree.patches import Patches
+from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.ending import CommonEnd
+from lightning_commfree.strategies.pace import Fit, Pace
 
 
 class LockstepEnd(CommonEnd):
@@ -97,3 +99,49 @@ class LockstepEnd(CommonEnd):
                 return
             self._wants_to_stop, trainer.should_stop = True, False
         self.meeting.move(self.meeting.step + 1)
+
+
+class MeetEveryStep(Pace[EveryStep]):
+    """Lets what is exchanged in a step carry who stops, and who ends with it.
+
+    Args:
+        fit: whose ranks stay together.
+    """
+
+    def __init__(self, fit: Fit[EveryStep]) -> None:
+        super().__init__(fit)
+        self._end = LockstepEnd()
+        self._end.install(fit.trainer, fit.world)
+        fit.between.wants(lambda: fit.sigterm.requested, self._end.why)
+
+    @override
+    def begin(self, resumed: bool) -> None:
+        self.between.follow_parameters()
+
+    @override
+    def validation_begins(self) -> None:
+        super().validation_begins()
+        self.between.average_buffers()
+
+    @override
+    def fit_ends(self) -> None:
+        self.between.average_buffers()
+
+    @override
+    def end(self) -> None:
+        self._end.remove()
+        super().end()
+
+    @override
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if not self._stopped_by_hand():
+            self.between.average_buffers()
+        return read()
+
+    @override
+    def _after_step(self, stop: bool) -> bool:
+        stop_agreed = super()._after_step(stop)
+        if self.between.parted:
+            self.between.parted = False
+            self._end.agree_in_step()
+        return stop_agreed

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from torch import Tensor
 
-from lightning_commfree.diloco import StreamingDiLoCo
+from lightning_commfree.comm.weight_swap import WeightSwap
 from lightning_commfree.patches import Patches
 
 _KIND = getattr(callbacks, "WeightAveraging", None)
@@ -30,14 +30,14 @@ def averaging(trainer: pl.Trainer) -> list[pl.Callback]:
 
 
 def average_outer_weights(
-    trainer: pl.Trainer, module: pl.LightningModule, diloco: StreamingDiLoCo, patches: Patches
+    trainer: pl.Trainer, module: pl.LightningModule, swap: WeightSwap, patches: Patches
 ) -> Callable[[], None]:
     """Let the callbacks average outer weights.
 
     Args:
         trainer: has them; its fit begins.
         module: that is trained.
-        diloco: has its outer weights.
+        swap: has its outer weights.
         patches: removed when the fit ends.
 
     Returns:
@@ -47,7 +47,7 @@ def average_outer_weights(
     ends = []
     for callback in averaging(trainer):
         for name in _UPDATES:
-            patches.put(callback, name, partial(_update, getattr(callback, name), diloco))
+            patches.put(callback, name, partial(_update, getattr(callback, name), swap))
         ends.append(callback.on_train_end)
         patches.put(callback, "on_train_end", lambda *_: None)
 
@@ -60,19 +60,19 @@ def average_outer_weights(
 
 def _update(
     hook: Callable[..., None],
-    diloco: StreamingDiLoCo,
+    swap: WeightSwap,
     trainer: pl.Trainer,
     module: pl.LightningModule,
     *args: Any,
 ) -> None:
-    hook(trainer, _Outer(module, diloco), *args)
+    hook(trainer, _Outer(module, swap), *args)
 
 
 class _Outer:
     """The module, but for its tensors, which are the outer ones where these are exchanged."""
 
-    def __init__(self, module: pl.LightningModule, diloco: StreamingDiLoCo) -> None:
-        self._module, self._diloco = module, diloco
+    def __init__(self, module: pl.LightningModule, swap: WeightSwap) -> None:
+        self._module, self._swap = module, swap
 
     def parameters(self) -> Iterator[Tensor]:
         return (self._values.get(name, own) for name, own in self._module.named_parameters())
@@ -85,4 +85,4 @@ class _Outer:
 
     @cached_property
     def _values(self) -> dict[str, Tensor]:
-        return self._diloco.weight_swap.outer_tensors()
+        return self._swap.outer_tensors()

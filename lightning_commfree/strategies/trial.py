@@ -7,11 +7,11 @@ it, would give all of them rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -19,45 +19,42 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree.patches import Patches
-from lightning_commfree.strategies._phases import CountingStrategy
+from lightning_commfree.strategies.pace import OutsideOfFit
 
-# of a strategy; in a trial they do what they do without gradient sync
-_PLAIN = (
-    "lightning_module_state_dict",
-    "load_checkpoint",
-    "on_train_end",
-    "on_train_start",
-    "on_validation_end",
-    "on_validation_start",
-    "optimizer_step",
-    "remove_checkpoint",
-    "save_checkpoint",
-)
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-def let_finders_try(strategy: CountingStrategy, trainer: pl.Trainer, patches: Patches) -> None:
+def let_finders_try(
+    trainer: pl.Trainer, plain: Callable[[], AbstractContextManager[None]], patches: Patches
+) -> None:
     """Make the search of every `LearningRateFinder` of the Trainer, `Tuner`'s too, a trial fit.
 
     Args:
-        strategy: whose ranks hold different weights. Its `_settled` puts others into the module.
         trainer: has the callbacks; its fit begins.
+        plain: in the body of what it returns Lightning saves what it finds in the module.
         patches: removed when the fit ends.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
-            find = partial(_find, strategy, callback.lr_find)
+            find = partial(_find, trainer, plain, callback.lr_find)
             patches.put(callback, "lr_find", find)
 
 
-def _find(strategy: CountingStrategy, find: Any, *args: Any, **kwargs: Any) -> None:
-    with _trial(strategy):
+def _find(
+    trainer: pl.Trainer,
+    plain: Callable[[], AbstractContextManager[None]],
+    find: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    with plain(), _trial(cast(Any, trainer.strategy)):
         find(*args, **kwargs)
 
 
 @contextmanager
-def _trial(strategy: CountingStrategy) -> Iterator[None]:
-    module, phase, patches = strategy.lightning_module, strategy.ledger.phase, Patches()
-    assert module is not None, "a fit runs"
+def _trial(strategy: ReplicaStrategy) -> Iterator[None]:
+    module, patches = strategy.module, Patches()
     weights = {name: tensor.to("cpu", copy=True) for name, tensor in _tensors(module).items()}
     states = [deepcopy(optimizer.state_dict()) for optimizer in strategy.optimizers]
 
@@ -69,17 +66,17 @@ def _trial(strategy: CountingStrategy) -> Iterator[None]:
     def put_states_back(*_: Any) -> None:
         DDPStrategy.load_optimizer_state_dict(strategy, {"optimizer_states": states})
 
-    for name in _PLAIN:
-        patches.put(strategy, name, partial(getattr(DDPStrategy, name), strategy))
+    patches.put(strategy, "save_checkpoint", partial(DDPStrategy.save_checkpoint, strategy))
     # when Lightning restores them: a learning rate that it has found comes after that
     patches.put(strategy, "load_model_state_dict", put_weights_back)
     patches.put(strategy, "load_optimizer_state_dict", put_states_back)
-    patches.put(strategy, "_settled", nullcontext)
+    fit, strategy.now = strategy.now, OutsideOfFit()
     try:
-        yield
+        with strategy.ledger.during(strategy.ledger.phase):
+            yield
     finally:
+        strategy.now = fit
         patches.remove()
-        strategy.ledger.phase = phase
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,0 +1,111 @@
+"""How a process joins the others of its job, and reaches them until it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from lightning_commfree.comm.interface import GlooInterface, unreachable
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.mesh import Mesh
+from lightning_commfree.comm.replica_channels import Near, ReplicaChannels
+from lightning_commfree.comm.unshared import Unshared
+from lightning_commfree.comm.world import join_restarted_world
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process among the others.
+
+    Attributes:
+        rank: global rank.
+        size: ranks of the job.
+        timeout: of an exchange.
+        backend: of process groups on the rank's device.
+        device: of the rank.
+        meeting_point: address of the main machine, where there are several.
+    """
+
+    rank: int
+    size: int
+    timeout: timedelta
+    backend: str
+    device: torch.device
+    meeting_point: str | None
+
+
+class Network:
+    """This process's way into a job, from `joining` to `leave`."""
+
+    def __init__(self) -> None:
+        self._sockets, self._interface = Unshared(), GlooInterface()
+        self._channels: ReplicaChannels | None = None
+
+    @property
+    def channels(self) -> ReplicaChannels:
+        """To all ranks, between replicas, within one.
+
+        Raises:
+            RuntimeError: they are not open.
+        """
+        if self._channels is None:
+            raise RuntimeError("Channels are open between `setup_environment` and `teardown` only.")
+        return self._channels
+
+    @contextmanager
+    def joining(self, job: Job) -> Iterator[None]:
+        """Let the framework open its process group in the body.
+
+        Raises:
+            RuntimeError: machines do not reach each other; it says what to set.
+        """
+        if job.meeting_point is not None:
+            self._interface.tell(job.meeting_point)
+        try:
+            # a rank that is killed is gone, whoever it has forked off
+            with self._sockets.opening():
+                join_restarted_world(job.backend, job.rank, job.size, job.timeout, job.device)
+                yield
+        except RuntimeError as error:
+            if job.meeting_point is not None and "gloo" in str(error).lower():
+                raise RuntimeError(unreachable(error)) from error
+            raise
+
+    def open(self, mesh: Mesh, job: Job, ledgers: tuple[Ledger, Ledger], liveness: bool) -> None:
+        """Open the channels, if they are not; arguments as `ReplicaChannels.open` takes them."""
+        if self._channels is None:
+            near = Near(job.backend, job.device)
+            self._channels = ReplicaChannels.open(
+                mesh, job.rank, ledgers, job.timeout, near, liveness=liveness
+            )
+
+    @contextmanager
+    def reaching(
+        self, mesh: Mesh, job: Job, ledgers: tuple[Ledger, Ledger], liveness: bool
+    ) -> Iterator[ReplicaChannels]:
+        """In the body the channels are open, if they are before or not."""
+        opens = self._channels is None
+        self.open(mesh, job, ledgers, liveness)
+        try:
+            yield self.channels
+        finally:
+            if opens:
+                self.leave()
+
+    def naming_lost(self, what: str) -> AbstractContextManager[None]:
+        """In the body, a collective of the framework's that fails names the rank that is gone."""
+        if self._channels is None:
+            return nullcontext()
+        # a tensor on the wrong device fails here too, and is nobody's death
+        return self._channels.world.naming_lost(what, computing=True)
+
+    def leave(self) -> None:
+        """Close the channels, and leave this process's environment as it was."""
+        self._interface.take_back()
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None

@@ -1,0 +1,172 @@
+"""One worker's optimizer among the others', for the length of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_commfree.comm.averaging import averaged_buffers
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.lion.agreement import agree_on_parameters
+from lightning_commfree.lion.momenta import mean_momenta
+from lightning_commfree.lion.optimizer import DistributedLion
+from lightning_commfree.lion.settings import LionSettings
+from lightning_commfree.lion.voting import Voting
+
+BUFFERS_TAG = "buffers"
+_OWN = ("algorithm", "optimizers", "precision", "tensors")  # of a worker's part of a checkpoint
+
+
+class SavedParts(Protocol):
+    """What other workers have saved."""
+
+    entry: Mapping[str, Any]
+
+    def load_all(self, wanted: Any) -> list[dict[str, Any]]:
+        """Return the parts of some ranks, or none if some rank does not find all that it wants."""
+
+
+class JoinedLion:
+    """A `DistributedLion` that votes with the other workers, and joins them again where it must.
+
+    Collective over all ranks.
+
+    Args:
+        module: has the parameters.
+        optimizer: of this rank.
+        settings: of the vote.
+        channels: to all ranks, to the other workers, to the ranks that form one worker with this.
+        overlaps: votes may start during backward, for nothing changes the gradients after it.
+
+    Attributes:
+        parted: workers said different things of whether they end with the last step.
+        voting: the votes as of now.
+
+    Raises:
+        ValueError: the ranks have not the same parameters in the same order and groups.
+    """
+
+    name = "Distributed Lion"
+    free_at_resume: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: DistributedLion,
+        settings: LionSettings,
+        channels: ReplicaChannels,
+        overlaps: bool,
+    ) -> None:
+        self._module, self._lion, self._settings = module, optimizer, settings
+        self._channels, self._overlaps = channels, overlaps
+        self._averaged = self._trainable()  # what is averaged within a node, by name
+        self.parted = False
+        self.voting = self._join()
+
+    # -- in a step
+
+    def wants(self, stop: Callable[[], bool], ends: Callable[[], int]) -> None:
+        """Ask, in every step, whether this worker wants to stop, and why it ends; see `Voting`."""
+        self.voting.stop, self.voting.ends = stop, ends
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Vote in the optimizer's step in the body.
+
+        Raises:
+            RuntimeError: parameters of a node of several ranks have become trainable.
+        """
+        parameters = {p for group in self._lion.param_groups for p in group["params"]}
+        if self.voting.parameters != parameters or self._lion.voting is not self.voting:
+            before = self.voting  # somebody has added parameters to the optimizer
+            self.voting = self._join()
+            self.voting.load_state_dict(before.state_dict())
+            self.wants(before.stop, before.ends)
+        if self._settings.node_size > 1:
+            self._check_thawed()
+        with self.voting.during_backward() if self._overlaps else nullcontext():
+            yield
+
+    def after_step(self, stop: bool) -> bool:
+        """Return whether some worker wanted to stop, as it said in the step (`wants`)."""
+        del stop
+        stop_agreed, self.voting.stop_agreed = self.voting.stop_agreed, False
+        self.parted, self.voting.parted = self.voting.parted, False
+        return stop_agreed
+
+    def figures(self) -> dict[str, float]:
+        """Return what votes were like; shares of ties, zeros, agreement are of the latest step."""
+        return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
+
+    def cycle(self) -> tuple[Mapping[str, int], int]:
+        """Return the bytes that this rank sends in a cycle by tag, and the steps of a cycle."""
+        return self.voting.cycle()
+
+    # -- beside the steps
+
+    def follow_parameters(self) -> None:
+        """Let master copies follow what has been written to parameters."""
+        self._lion.follow_parameters()
+
+    @torch.no_grad()
+    def average_buffers(self) -> None:
+        """Let floating-point buffers of a checkpoint be their mean over all ranks."""
+        for buffer, mean in averaged_buffers(self._module, self._channels.world, BUFFERS_TAG):
+            buffer.copy_(mean)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what all workers must have alike, now and at a resume."""
+        return self._settings.fingerprint()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what besides parameters and optimizer state an exact resume needs."""
+        return self.voting.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.voting.load_state_dict(state)
+
+    def adopt(self, saved: SavedParts) -> tuple[dict[str, Any], str] | None:
+        """Give every worker its momentum where it was there, a new one the mean of all."""
+        size = int(saved.entry["fingerprint"]["node_size"])
+        workers, now = saved.entry["ranks"] // size, self._channels.between
+        wanted = [now.rank] if now.rank < workers else range(workers)
+
+        parts = saved.load_all(worker * size for worker in wanted)
+        if not parts:
+            return None
+        own = {name: parts[0][name] for name in _OWN}
+        if len(parts) > 1:
+            own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]
+
+        said = "every worker takes up the momentum that it had"
+        if now.size > workers:
+            said += f", workers from {workers} on the mean of all"
+        return own, said
+
+    def close(self) -> None:
+        """Leave the other workers."""
+        self._lion.leave()
+
+    # -- inside
+
+    def _join(self) -> Voting:
+        named = agree_on_parameters(self._channels.world, self._module, self._lion.param_groups)
+        node = self._channels.within if self._settings.node_size > 1 else None
+        return self._lion.join(named, self._channels.between, self._settings, node)
+
+    def _trainable(self) -> set[str]:
+        return {name for name, p in self._module.named_parameters() if p.requires_grad}
+
+    def _check_thawed(self) -> None:
+        """See that DDP averages within a node what is trained; it was told in the beginning."""
+        if late := sorted(self._trainable() - self._averaged):
+            raise RuntimeError(
+                f"The parameters {late} became trainable after the fit had begun, and with"
+                f" `node_size={self._settings.node_size}` their gradients are not averaged over a"
+                " node. Make them trainable before `fit`, or use `node_size=1`."
+            )

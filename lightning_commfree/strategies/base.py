@@ -1,0 +1,257 @@
+"""The base of all strategies: it drives what is inside a replica and between replicas.
+
+Launchers, samplers, `torch.compile` guard and device handling stay Lightning's `DDPStrategy`. What
+that adds for gradients is taken away (the wrapper, its hooks), and what Lightning sends per batch
+is too (the SIGTERM broadcast). A fit goes like this:
+
+1. `setup`: all ranks see that they mean the same and take rank 0's weights; the algorithm between
+   replicas is made (`begin`); a resumed fit gets its state back (`ExactResume`).
+2. Every optimizer step: Lightning's own, in `Between.stepping`; then `Between.after_step`, and the
+   ledger's figures for the loggers.
+3. A validation, a checkpoint, a collective of Lightning's, an end: the fit's `Pace` sees to it that
+   all ranks are there and that the module holds what they agree on.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from functools import partial
+from typing import Any, TypeVar
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_commfree.comm.ledger import START, STEPS, Ledger
+from lightning_commfree.comm.network import Network
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.lightning_internals import probe, set_ddp_group
+from lightning_commfree.resume.exact import ExactResume
+from lightning_commfree.resume.whole_files import FilePath, reading_whole
+from lightning_commfree.strategies.checks import (
+    check_ddp_kwargs,
+    needing_one_optimizer,
+)
+from lightning_commfree.strategies.contracts import Between, Inside
+from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
+from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.rarely import MeetRarely
+from lightning_commfree.strategies.signals import DeferredSigterm
+from lightning_commfree.strategies.starter import Starter
+from lightning_commfree.strategies.traffic import FitLog, Traffic
+
+T = TypeVar("T")
+
+
+class ReplicaStrategy(DDPStrategy):
+    """Replicas of a model, kept together by an algorithm.
+
+    A subclass says what all ranks must have alike (`fingerprint`), makes the algorithm (`begin`)
+    and says how often its ranks meet (`pace`).
+
+    Args:
+        inside: what holds a replica together.
+        **ddp_kwargs: what `DDPStrategy` takes, without its settings of gradient synchronization.
+
+    Attributes:
+        ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
+        group_ledger: the same for what the strategy sends within a replica; DDP's is not counted.
+        now: the moments of the fit that runs, with the algorithm `between` replicas.
+        liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
+    """
+
+    liveness = True
+    pace: type[Pace[Any]] = MeetRarely
+
+    def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
+        super().__init__(**check_ddp_kwargs(type(self).__name__, ddp_kwargs, inside.uses_ddp))
+        self.inside = inside
+        self.ledger, self.group_ledger = Ledger(), Ledger()
+        self.now: Pace[Any] = OutsideOfFit()
+        self._log: FitLog | None = None
+        self._network, self._sigterm = Network(), DeferredSigterm()
+        self._starter = Starter(self, ddp_kwargs, inside.check_before_launch)
+        self._resume = ExactResume(self, Ranks(self))
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, str]:
+        """Return the settings that must be equal on all ranks."""
+
+    @abstractmethod
+    def begin(self, trainer: pl.Trainer) -> Between:
+        """Make the algorithm; model and optimizers stand, all ranks hold the same weights."""
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The LightningModule, which the Trainer connects first."""
+        return present(self.lightning_module, "no LightningModule is connected")
+
+    @property
+    def channels(self) -> ReplicaChannels:
+        """To all ranks, between replicas, within one."""
+        return self._network.channels
+
+    def traffic(self) -> Traffic:
+        """Return what this rank will send; available from `on_fit_start` on."""
+        return present(self._log, "the traffic is known from `on_fit_start` on").traffic
+
+    def figures(self) -> dict[str, float]:
+        """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
+        return {} if self._log is None else self._log.figures()
+
+    # -- the life of a fit, in the order in which the Trainer calls it
+
+    @property
+    @override
+    def launcher(self) -> Any:
+        return self._starter.in_place_of(super().launcher)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return self._starter.checkpoint_io()
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._starter.plugin = io
+
+    @override
+    def setup_environment(self) -> None:
+        self.ledger.phase = START
+        job = self._starter.job()
+        with self._network.joining(job):
+            super().setup_environment()
+        ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
+        self._network.open(mesh, job, ledgers, self.liveness)
+        self._resume.install(self.module.trainer)  # before the first loader is made
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        probe(trainer)
+        self.inside.check(self, trainer)
+        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        with needing_one_optimizer(type(self).__name__):
+            super().setup(trainer)
+        self._sigterm.install(trainer)
+        between, channels = self.begin(trainer), self.channels
+        traffic = Traffic.of(numel, self.world_size, *between.cycle())
+        self._log = FitLog(trainer, self.ledger, traffic, between.figures)
+        fit = Fit(trainer, self.module, between, channels, self._sigterm, self.ledger, self._log)
+        self.now = self.pace(fit)
+        self._resume.begin(trainer, self.now)  # the algorithm stands, and takes its state back
+
+    @override
+    def configure_ddp(self) -> None:
+        if self.inside.prepare(self, self.channels):
+            set_ddp_group(self, self.channels.within.group)
+            super().configure_ddp()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.now.begin(resumed=self._resume.go_on())  # what hooks drew until now does not count
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.ledger.phase = STEPS
+        with self.now.training():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.now.stepping():
+            return super().optimizer_step(*args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self.now.validation_begins()
+
+    @override
+    def on_validation_end(self) -> None:
+        self.now.validation_ends()
+        super().on_validation_end()
+
+    @override
+    def on_train_end(self) -> None:
+        self.now.fit_ends()
+        self._resume.settle()  # all ranks are here for the last time
+        super().on_train_end()
+
+    @override
+    def teardown(self) -> None:
+        fit, self.now = self.now, OutsideOfFit()
+        fit.end()
+        self._sigterm.remove()
+        self._resume.end()
+        self._starter.restore_callbacks()
+        super().teardown()
+        set_ddp_group(self, None)
+        self._network.leave()
+
+    # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.now.meets(self.lightning_module):
+            with self._network.naming_lost("barrier"):
+                super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not self.now.meets(self.lightning_module):
+            return obj
+        with self._network.naming_lost("broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks, but what a training step logs over this rank's replica only."""
+        if self.now.computing:
+            if self.inside.size == 1:
+                return tensor
+            group = self.channels.within.group
+        elif not self.now.meets(self.lightning_module):
+            return tensor
+        with self._network.naming_lost("reduce"):
+            return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.now.module_state(super().lightning_module_state_dict)
+
+    @override
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        if self.now.may_save(self.lightning_module, filepath, "optimizer_states" not in checkpoint):
+            write = partial(self._starter.write, checkpoint, options=storage_options)
+            self._resume.save(checkpoint, filepath, write)
+
+    @override
+    def remove_checkpoint(self, filepath: FilePath) -> None:
+        self.now.removes(filepath)
+        super().remove_checkpoint(filepath)
+        self._resume.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with reading_whole(checkpoint_path):  # later releases of Lightning pass more arguments
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        weights_only = kwargs.get("weights_only", args[0] if args else None)
+        self._resume.read(checkpoint_path, checkpoint, weights_only)
+        return checkpoint
+
+
+def present(found: T | None, without: str) -> T:
+    """Return what is there; say why it is not otherwise.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    if found is None:
+        raise RuntimeError(without)
+    return found

@@ -1,0 +1,191 @@
+"""What a strategy refuses: arguments, settings and callbacks that cannot work with it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commfree.lightning_internals import validation_seconds
+
+_DDP_KWARGS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+# what Lightning or the strategy passes to DDP itself
+_NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "kwargs"}
+
+# by name: the first came with Lightning 2.6
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
+_OF_PARTS = "it copies the whole model before the ranks have divided it"
+REPLICAS = {
+    "StochasticWeightAveraging": (
+        "it averages the local weights of each replica, and would leave different ones on every"
+        " rank. From Lightning 2.6 on `WeightAveraging` and `EMAWeightAveraging` average the outer"
+        " ones, on which they agree"
+    ),
+    "ModelPruning": (
+        "in the middle of a fit it gives parameters other names, under which they are exchanged,"
+        " and masks that each replica makes of its own local weights"
+    ),
+}
+EAGER = {
+    "WeightAveraging": (
+        "with `overlap_steps='eager'` the outer weights, which it averages, differ between replicas"
+    )
+}
+PARTS = {
+    **dict.fromkeys(_AVERAGES, _OF_PARTS),
+    "ModelPruning": (
+        "it would choose what to prune in each rank's part of a weight, not in the whole, and it"
+        " gives parameters other names, under which checkpoints could not be put together"
+    ),
+}
+
+
+def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
+    """Look at the Trainer's callbacks, `Tuner`'s own included.
+
+    Args:
+        trainer: has them.
+        strategy: its name.
+        reasons: why a callback of Lightning's cannot work, by class name.
+
+    Raises:
+        ValueError: one of them, or of a class derived from it, is there.
+    """
+    for name, reason in reasons.items():
+        kind = getattr(callbacks, name, None)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if kind is not None and isinstance(callback, kind):
+                raise ValueError(
+                    f"`{strategy}` does not support the callback `{type(callback).__name__}`:"
+                    f" {reason}. Leave it out; what it does can be done in a Trainer with the"
+                    " strategy `ddp` or on a single device."
+                )
+
+
+def check_module(
+    strategy: str, trainer: pl.Trainer, module: pl.LightningModule, syncs_batchnorm: bool
+) -> None:
+    """Refuse what replicas cannot train.
+
+    Args:
+        strategy: its name.
+        trainer: in its fit.
+        module: that shall be trained.
+        syncs_batchnorm: whether the Trainer puts SyncBatchNorm in.
+
+    Raises:
+        ValueError: manual optimization, SyncBatchNorm, or a time for `val_check_interval`.
+    """
+    refuse_timed_validation(strategy, trainer)
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"`{strategy}` does not support manual optimization: it counts optimizer steps, and a"
+            " LightningModule with `automatic_optimization=False` may take any number of them"
+            " per batch. Set it to True, or use the strategy `ddp`."
+        )
+    if syncs_batchnorm or any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        raise ValueError(
+            f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
+            " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
+            " ordinary BatchNorm layers when it needs them."
+        )
+
+
+@contextmanager
+def needing_one_optimizer(strategy: str) -> Iterator[None]:
+    """In the body Lightning sets up the optimizers.
+
+    Raises:
+        ValueError: there are several. Lightning's advice, manual optimization, would be refused
+            next.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ValueError(
+            f"`{strategy}` needs exactly one optimizer, but `configure_optimizers`"
+            " returned several. Put all parameters into one, with parameter groups where they"
+            " differ."
+        ) from error
+
+
+def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
+    """Refuse a validation that begins when each rank's own clock says so.
+
+    Lightning does not let the ranks agree on it: one validates while the others train on.
+
+    Raises:
+        ValueError: the Trainer has a time for `val_check_interval`.
+    """
+    seconds = validation_seconds(trainer)
+    if seconds is not None and trainer.world_size > 1:
+        raise ValueError(
+            f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
+            " every rank would validate by its own clock, after another step than the others. Give"
+            " a number of batches, or a share of an epoch."
+        )
+
+
+def check_ddp_kwargs(
+    strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: bool
+) -> dict[str, Any]:
+    """Refuse what nobody knows, and without DDP in the groups what means nothing then.
+
+    LightningCLI gives every argument of DDP's that a configuration leaves out, with its default:
+    such a one says nothing and is left out here too.
+
+    Args:
+        strategy: its name.
+        ddp_kwargs: what it got besides its own arguments.
+        with_ddp: DDP synchronizes gradients within groups of ranks, and takes its arguments.
+
+    Returns:
+        Those that are not DDP's defaults.
+
+    Raises:
+        TypeError: an argument of that kind.
+    """
+    taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
+    defaults = {name: known.default for names in taken for name, known in names.items()}
+    said = {
+        name: value
+        for name, value in ddp_kwargs.items()
+        if name not in defaults or not _is_same(value, defaults[name])
+    }
+    legal: tuple[str, ...] = _DDP_KWARGS
+    why = "It replaces DDP's gradient synchronization, so of `DDPStrategy` it"
+    if with_ddp:
+        legal = tuple(defaults.keys() - _NOT_OF_THE_USER)
+        why = "Of `DDPStrategy` and `DistributedDataParallel` it"
+    for name in said:
+        if name not in legal:
+            near = difflib.get_close_matches(name, legal, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(
+                f"`{strategy}` got the argument `{name}`. {why} takes only"
+                f" {', '.join(f'`{one}`' for one in sorted(legal))}.{hint}"
+            )
+    return said
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))

@@ -1,0 +1,207 @@
+"""The two axes of a strategy: what holds a replica together, and what holds replicas together.
+
+*Inside* a replica one model is held and computed by one rank or by several. *Between* replicas an
+algorithm exchanges what keeps them one training. `ReplicaStrategy` drives one of each through the
+Trainer's hooks: a new strategy is a new algorithm between, or a new way inside, and some wiring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.mesh import Mesh
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.weight_swap import WeightSwap
+
+
+class Saved(Protocol):
+    """The parts of a checkpoint that only single ranks know; see `resume.exact`."""
+
+    entry: Mapping[str, Any]
+
+    def load_all(self, wanted: Iterable[int]) -> list[dict[str, Any]]:
+        """Return the parts of some ranks, or none if some rank does not find all that it wants."""
+        ...
+
+
+class Inside(Protocol):
+    """How the ranks of a replica hold and compute one model.
+
+    Attributes:
+        size: ranks of a replica.
+    """
+
+    size: int
+
+    @property
+    def uses_ddp(self) -> bool:
+        """Whether the strategy takes DDP's arguments."""
+        ...
+
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        """Refuse, in the process that will launch the ranks, what cannot be trained.
+
+        Args:
+            trainer: whose state says what runs; None for something that is not a Trainer's.
+        """
+
+    def check(self, strategy: Any, trainer: pl.Trainer) -> None:
+        """Refuse what cannot be trained so, before anything is made."""
+        ...
+
+    def prepare(self, strategy: Any, channels: ReplicaChannels) -> bool:
+        """Start all ranks from the same weights, and prepare the model for what holds it.
+
+        Collective; the optimizer is made after it.
+
+        Returns:
+            Whether Lightning's DDP averages the gradients of a replica's ranks.
+
+        Raises:
+            ValueError: the ranks do not agree on settings or module; on all ranks.
+        """
+        ...
+
+    def mesh(self, world_size: int) -> Mesh:
+        """Lay the ranks of a job out; replicas on the first axis, a replica's ranks on the second.
+
+        Raises:
+            ValueError: the sizes do not fit.
+        """
+        ...
+
+
+class Between(Protocol):
+    """An algorithm between replicas, for the length of a fit.
+
+    It is made when model and optimizers stand and all ranks hold the same weights. Its methods run
+    on all ranks after the same step, so that any of them may exchange something.
+
+    Attributes:
+        name: of the algorithm, for checkpoints.
+        free_at_resume: what of `fingerprint` may be another at an exact resume.
+        parted: the ranks have said different things of whether their training ends with this step;
+            the same on all of them.
+    """
+
+    name: str
+    free_at_resume: frozenset[str] = frozenset()
+    parted: bool = False
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """In the body an optimizer step is taken: forward, backward, clipping, update."""
+        return nullcontext()
+
+    def after_step(self, stop: bool) -> bool:
+        """Exchange what is due after an optimizer step.
+
+        Args:
+            stop: whether this rank wants the training to stop; the others must learn of it.
+
+        Returns:
+            Whether all ranks stop now; the same on all ranks.
+        """
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return the latest figures by name, for the Trainer's loggers."""
+        return {}
+
+    def cycle(self) -> tuple[Mapping[str, float], int]:
+        """Return the bytes that this rank sends in a cycle by tag, and the steps of a cycle."""
+        ...
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what must be equal on all ranks, and as it was for an exact resume."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: tensors, which need not be copies, and plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned, before the first step."""
+        ...
+
+    def adopt(self, saved: Saved) -> tuple[dict[str, Any], str] | None:
+        """Choose what this rank can use of a save by other ranks or with other settings.
+
+        Collective over all ranks, which all return something, or None.
+
+        Args:
+            saved: by the same algorithm.
+
+        Returns:
+            Some entries of a part, and a clause that says what is kept.
+        """
+        del saved
+        return None
+
+    def close(self) -> None:
+        """Let go of what is open; the fit is over, or has failed."""
+
+
+class LocalUpdates(Between, Protocol):
+    """An algorithm whose replicas train apart, on weights of their own, between its exchanges.
+
+    Attributes:
+        step: steps after which all replicas stand; `finish` may raise it to those of others.
+        weight_swap: the weights that they share.
+    """
+
+    step: int
+    weight_swap: WeightSwap
+
+    def finish(self, stop: bool, goes_on: bool) -> bool:
+        """Make all replicas equal: the local weights are the shared ones then, on all of them.
+
+        Args:
+            stop: as `after_step` takes it.
+            goes_on: this replica would train on, if others did not end.
+
+        Returns:
+            As `after_step`.
+        """
+        ...
+
+    def wait_in_flight(self) -> None:
+        """Wait for what is on its way; it counts when it is due."""
+
+    def shown(self) -> Sequence[Tensor] | None:
+        """Return what a validation sees in place of the shared weights; None: these."""
+        return None
+
+    def unready(self, what: str) -> str | None:
+        """Return why `what`, a validation or checkpoint, makes little of the shared weights."""
+        return None
+
+    def refuse_to_save(self, world: Channel) -> None:
+        """Raise, on all ranks alike, where a checkpoint would hold useless weights."""
+
+    def follow_hooks(self) -> None:
+        """Take over, after `finish`, what hooks have made of tensors that nobody trains."""
+
+
+class EveryStep(Between, Protocol):
+    """An algorithm that exchanges in every optimizer step: all replicas hold the same weights."""
+
+    def wants(self, stop: Callable[[], bool], ends: Callable[[], int]) -> None:
+        """Ask, in every step, whether this rank wants to stop, and why its training ends with it.
+
+        Args:
+            stop: whether it does.
+            ends: why, less than 4; 0: it does not.
+        """
+        ...
+
+    def follow_parameters(self) -> None:
+        """Go on from what hooks have made of the weights, before the first step."""
+
+    def average_buffers(self) -> None:
+        """Let all replicas hold the mean of their buffers, for a validation or checkpoint."""

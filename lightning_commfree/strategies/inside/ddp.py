@@ -1,0 +1,51 @@
+"""A replica of one rank, or of several with DDP: every rank holds the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_commfree.comm.mesh import Mesh, replica_mesh
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.sharing import common_start
+from lightning_commfree.lightning_internals import syncs_batchnorm
+from lightning_commfree.strategies.checks import check_module
+from lightning_commfree.strategies.contracts import Inside
+
+
+class DataParallel(Inside):
+    """Ranks of a replica average their gradients.
+
+    Args:
+        size: ranks of a replica.
+        argument: what the user calls `size`.
+    """
+
+    def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
+        self.size = size
+        self._argument = argument
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        """What is refused of a whole model needs no launch to be seen."""
+
+    @property
+    @override
+    def uses_ddp(self) -> bool:
+        return self.size > 1
+
+    @override
+    def check(self, strategy: Any, trainer: pl.Trainer) -> None:
+        name, syncs = type(strategy).__name__, syncs_batchnorm(strategy)
+        check_module(name, trainer, strategy.module, syncs)
+
+    @override
+    def prepare(self, strategy: Any, channels: ReplicaChannels) -> bool:
+        common_start(channels.world, strategy.module, strategy.fingerprint())
+        return self.uses_ddp
+
+    @override
+    def mesh(self, world_size: int) -> Mesh:
+        return replica_mesh(world_size, self.size, self._argument)

@@ -1,0 +1,234 @@
+"""A replica whose ranks hold parts of one model: tensor parallelism, scheduled as Domino does.
+
+The model is divided before the optimizer is made, and whole again after the fit. In between
+checkpoints hold whole states, put together one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.mesh import Mesh, tensor_mesh
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.sharing import START_TAG, common_start
+from lightning_commfree.domino import (
+    DominoSettings,
+    OptimizerParts,
+    ShardedModule,
+    check_batch,
+    check_optimizers,
+    on_meta,
+    refuse_nonfinite_weights,
+)
+from lightning_commfree.patches import Patches
+from lightning_commfree.strategies.checks import PARTS, refuse_callbacks, refuse_timed_validation
+from lightning_commfree.strategies.contracts import Inside
+from lightning_commfree.strategies.domino_checks import check_fit, may_change, warn_once
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
+
+
+class TensorParallel(Inside):
+    """Ranks of a tensor group share a model.
+
+    Args:
+        strategy: whose ranks.
+        settings: of Domino.
+
+    Attributes:
+        sharded: the divided model, from `prepare` to `release`.
+    """
+
+    uses_ddp = False
+
+    def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
+        self._strategy, self._settings = strategy, settings
+        self.sharded: ShardedModule | None = None
+        self._left: OptimizerParts | None = None  # by the latest fit
+        self._undivided: set[nn.Parameter] = set()
+        self._was_on_meta = False
+        self._checked: set[str] = set()  # what has been looked at in this fit
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Ranks that share a model."""
+        return self._settings.tensor_parallel_size or self._strategy.num_processes
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether some of the module's tensors have no values."""
+        module = self._strategy.lightning_module
+        return module is not None and bool(on_meta(module))
+
+    @property
+    def restores_after_setup(self) -> bool:
+        """A model on `meta` has room for a checkpoint's values only once it is divided."""
+        return self._was_on_meta or self.on_meta
+
+    @override
+    def mesh(self, world_size: int) -> Mesh:
+        return tensor_mesh(world_size, self.size)
+
+    # -- before and after a fit
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.mesh(self._strategy.world_size)
+            if not may_change(self._strategy.module):  # else `check` sees to it
+                self.check(self._strategy, trainer)
+
+    @override
+    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        name = type(strategy).__name__
+        refuse_timed_validation(name, trainer)
+        check_fit(name, strategy.module, strategy.precision_plugin, self.size)
+        if self.size > 1:
+            refuse_callbacks(trainer, name, PARTS)
+
+    @override
+    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> bool:
+        """Divide the model, and put this rank's part on its device, which need not hold the whole.
+
+        Returns:
+            False: gradients are averaged as they come.
+        """
+        module, world = strategy.module, channels.world
+        self._was_on_meta, self._checked = self.on_meta, set()
+        meta = {"a model on the meta device": str(self._was_on_meta)}
+        common_start(world, module, {**strategy.fingerprint(), **meta})
+
+        seed = torch.initial_seed() % 2**31
+        init_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
+        self._undivided = set(module.parameters())
+        self.sharded = ShardedModule.prepare(
+            module, channels.within, self._settings, seed, init_seed
+        )
+        for model in self.sharded.models:
+            model.fell_back = warn_once()
+        module.to(strategy.root_device)
+        return False
+
+    def begin(self) -> ShardedModule:
+        """Return the divided model; the optimizers stand.
+
+        Raises:
+            ValueError: they hold parameters of the undivided one.
+        """
+        strategy = self._strategy
+        lost = self._undivided - set(strategy.module.parameters())
+        check_optimizers(strategy.optimizers, lost)
+        self._undivided = set()
+        assert self.sharded is not None, "`prepare` has run"
+        # Lightning clips by the norm of what a rank holds
+        strategy.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        return self.sharded
+
+    def release(self) -> None:
+        """Make the model whole again; collective but after Ctrl-C."""
+        vars(self._strategy.precision_plugin).pop("clip_grad_by_norm", None)
+        if self.sharded is not None:
+            self._left = None
+            if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
+                self.sharded.join()
+                self._left = self.sharded.optimizer_parts
+            self.sharded = None
+        self._was_on_meta = False
+
+    @contextmanager
+    def keeping_meta(self) -> Iterator[None]:
+        """In the body Lightning moves no model without values to the CPU.
+
+        An error came first, and moving it would hide the text.
+        """
+        patches, module = Patches(), self._strategy.lightning_module
+        if module is not None and self.on_meta:
+            patches.put(module, "cpu", lambda: module)
+        try:
+            yield
+        finally:
+            patches.remove()
+
+    # -- in a fit
+
+    def check_first(self, kind: str, batch: Any) -> None:
+        """See that the ranks of a tensor group have the same first batch to train or validate."""
+        if self.sharded is not None and kind not in self._checked:
+            self._checked.add(kind)
+            check_batch(self._strategy.channels.within, kind, batch)
+
+    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm of the whole model's gradient, every number counted once."""
+        assert self.sharded is not None, "a fit runs"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = self.sharded.gradient_norm(parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+
+    # -- states
+
+    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the whole module's state on rank 0; collective, empty on the other ranks.
+
+        Args:
+            read: finds it in a module that is not divided.
+
+        Raises:
+            RuntimeError: some rank's weights are not finite; on all ranks.
+        """
+        strategy = self._strategy
+        if self.sharded is None:
+            return read()
+        if not strategy.now.meets(strategy.lightning_module):  # after Ctrl-C
+            return {}
+        steps = strategy.module.trainer.global_step
+        refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
+        return self.sharded.whole_state_dict(keep=strategy.is_global_zero)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the optimizers of the latest fit hold parts, in it and after it."""
+        return self.sharded is not None or self._left is not None
+
+    def whole_optimizer(self, optimizer: Optimizer, within: Channel) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0; collective, empty on the other ranks.
+
+        After a fit as well, where each rank's optimizer holds its part, as in the fit.
+
+        Args:
+            optimizer: of the latest fit.
+            within: to the ranks of the tensor group.
+        """
+        strategy = self._strategy
+        parts = self._left if self.sharded is None else self.sharded.optimizer_parts
+        if parts is None or not strategy.now.meets(strategy.lightning_module):  # after Ctrl-C
+            return {}
+        return parts.whole_state_dict(optimizer, within, keep=strategy.is_global_zero)
+
+    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's parts of the module, in a fit."""
+        if self.sharded is None:
+            return checkpoint
+        return {**checkpoint, "state_dict": self.sharded.part_state_dict(checkpoint["state_dict"])}
+
+    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's parts of the optimizers, in a fit."""
+        if self.sharded is None:
+            return checkpoint
+        states = [
+            self.sharded.part_optimizer_state(optimizer, state)
+            for optimizer, state in zip(
+                self._strategy.optimizers, checkpoint["optimizer_states"], strict=True
+            )
+        ]
+        return {**checkpoint, "optimizer_states": states}

@@ -1,0 +1,206 @@
+"""How often the ranks of a fit meet decides how they stay together: the moments of a fit.
+
+Three kinds: in every batch (`every_batch`), in every optimizer step (`every_step`), and rarely
+(`rarely`), where replicas train apart. Each looks after the same three things: a checkpoint or a
+validation holds what all ranks agree on; nobody waits for a rank that has ended; all ranks end
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.ledger import VALIDATION, Ledger
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.resume.rank_state import Adopted, Saved
+from lightning_commfree.resume.whole_files import FilePath
+from lightning_commfree.strategies.contracts import Between
+from lightning_commfree.strategies.signals import (
+    DeferredSigterm,
+    stopped_by_hand,
+    stopped_by_hand_in,
+    warn_unsaved,
+)
+from lightning_commfree.strategies.traffic import FitLog
+
+B = TypeVar("B", bound=Between)
+
+
+@dataclass(frozen=True)
+class Fit(Generic[B]):
+    """What lives from `setup` to `teardown` of a fit."""
+
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    between: B
+    channels: ReplicaChannels
+    sigterm: DeferredSigterm
+    ledger: Ledger
+    log: FitLog
+
+    @property
+    def world(self) -> Channel:
+        """To all ranks."""
+        return self.channels.world
+
+
+class Pace(Generic[B]):
+    """The moments of a fit, in their order; here ranks that need nothing at any of them.
+
+    To `ExactResume` it answers for the algorithm.
+
+    Args:
+        fit: whose ranks stay together.
+
+    Raises:
+        ValueError: the algorithms of the ranks are not alike; on all ranks.
+
+    Attributes:
+        between: the algorithm.
+        name: its name.
+        free_at_resume: what of its fingerprint may be another at a resume.
+        computing: a training step is computed.
+    """
+
+    computing = False
+    replicas = True  # ranks hold models of their own
+
+    def __init__(self, fit: Fit[B]) -> None:
+        check_agreement(fit.world, fit.between.fingerprint())
+        self._fit = fit
+        self.between: B = fit.between
+        self.name: str = fit.between.name
+        self.free_at_resume: frozenset[str] = fit.between.free_at_resume
+
+    def begin(self, resumed: bool) -> None:
+        """Train from the next batch on; hooks may have written to the weights.
+
+        Args:
+            resumed: the algorithm has its own state back.
+        """
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """In the body a training step is computed."""
+        self.computing = True
+        try:
+            yield
+        finally:
+            self.computing = False
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In the body an optimizer step is taken; the algorithm's part follows."""
+        fit = self._fit
+        within = fit.channels.within.size > 1  # there DDP exchanges gradients
+        named = fit.world.naming_lost("gradients", computing=True) if within else nullcontext()
+        with self.between.stepping(), named:
+            yield
+        if self._after_step(fit.sigterm.requested):
+            fit.sigterm.agree()
+        fit.log.after_step()
+
+    def validation_begins(self) -> None:
+        """Lightning's hooks have run."""
+        ledger = self._fit.ledger
+        self._phase_before, ledger.phase = ledger.phase, VALIDATION
+
+    def validation_ends(self) -> None:
+        """Lightning's hooks have run."""
+        self._fit.ledger.phase = self._phase_before
+
+    def fit_ends(self) -> None:
+        """No step follows."""
+
+    def end(self) -> None:
+        """Give Lightning its own methods back; after a failed fit too."""
+        self._fit.log.close()
+        self.between.close()
+
+    # -- collectives and checkpoints of Lightning's
+
+    def meets(self, module: pl.LightningModule | None) -> bool:
+        """Return whether the others come to the collective that this rank has come to."""
+        return not stopped_by_hand_in(module) and self._meets()
+
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` finds in the module where that holds what a checkpoint shall."""
+        return read()
+
+    def may_save(
+        self, module: pl.LightningModule | None, filepath: FilePath, weights_only: bool
+    ) -> bool:
+        """Return whether a checkpoint is written now; else it is when the fit ends, or never."""
+        if stopped_by_hand_in(module):
+            warn_unsaved()
+            return False
+        return self._may_save(filepath, weights_only)
+
+    def removes(self, filepath: FilePath) -> None:
+        """A checkpoint is removed."""
+
+    # -- for `ExactResume`
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what must be as it was for an exact resume."""
+        return self.between.fingerprint()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the algorithm's state on this rank, and what belongs to it."""
+        return self.between.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned; the algorithm stands at its beginning."""
+        self.between.load_state_dict(state)
+
+    def adopt(self, saved: Saved) -> Adopted | None:
+        """Choose what this rank can use of a save by other ranks or with other settings."""
+        adopted = self.between.adopt(saved)
+        return None if adopted is None else Adopted(*adopted)
+
+    # -- inside
+
+    def _meets(self) -> bool:
+        return True
+
+    def _may_save(self, filepath: FilePath, weights_only: bool) -> bool:
+        del filepath, weights_only
+        return True
+
+    def _after_step(self, stop: bool) -> bool:
+        return self.between.after_step(stop)
+
+    def _stopped_by_hand(self) -> bool:
+        return stopped_by_hand(self._fit.trainer)
+
+
+class OutsideOfFit(Pace[Any]):
+    """No fit runs: Lightning does what it does."""
+
+    def __init__(self) -> None:
+        """There is nothing to stay together for."""
+
+    @contextmanager
+    @override
+    def stepping(self) -> Iterator[None]:
+        yield
+
+    @override
+    def validation_begins(self) -> None:
+        """No step's bytes are counted."""
+
+    @override
+    def validation_ends(self) -> None:
+        """The same."""
+
+    @override
+    def end(self) -> None:
+        """Nothing has begun."""

@@ -1,0 +1,41 @@
+"""What the ranks of a job tell each other by Lightning's own collectives, in a fit and outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+
+class Ranks:
+    """All ranks of a strategy's job.
+
+    Args:
+        strategy: of this rank.
+    """
+
+    def __init__(self, strategy: DDPStrategy) -> None:
+        self._strategy = strategy
+
+    def all_flags(self, mine: bool) -> list[bool]:
+        """Return the flags of all ranks, by rank; collective."""
+        strategy = self._strategy
+        flags = torch.zeros(strategy.world_size, device=strategy.root_device)
+        flags[strategy.global_rank] = float(mine)
+        total = DDPStrategy.reduce(strategy, flags, reduce_op="sum")
+        return [bool(flag) for flag in total.tolist()]
+
+    @contextmanager
+    def failing_as_one(self) -> Iterator[None]:
+        """If the body fails on some rank, let all ranks raise: their own error, or that one's."""
+        failure = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - it is raised below
+            failure = error
+        failed = self.all_flags(failure is not None)
+        if any(failed):
+            text = self._strategy.broadcast(str(failure), failed.index(True))
+            raise failure or RuntimeError(text)

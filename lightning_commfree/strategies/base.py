@@ -72,8 +72,9 @@ class ReplicaStrategy(DDPStrategy):
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self._network, self._sigterm = Network(), DeferredSigterm()
-        self._starter = Starter(self, ddp_kwargs, inside.check_before_launch)
-        self._resume = ExactResume(self, Ranks(self))
+        self.ranks = Ranks(self, self._network)
+        self._starter = Starter(self, self.ranks, ddp_kwargs, inside.check_before_launch)
+        self._resume = ExactResume(self, self.ranks)
 
     @abstractmethod
     def fingerprint(self) -> dict[str, str]:
@@ -141,8 +142,8 @@ class ReplicaStrategy(DDPStrategy):
         between, channels = self.begin(trainer), self.channels
         traffic = Traffic.of(numel, self.world_size, *between.cycle())
         self._log = FitLog(trainer, self.ledger, traffic, between.figures)
-        fit = Fit(trainer, self.module, between, channels, self._sigterm, self.ledger, self._log)
-        self.now = self.pace(fit)
+        own = self._sigterm, self.ledger, self._log, self.ranks
+        self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
         self._resume.begin(trainer, self.now)  # the algorithm stands, and takes its state back
 
     @override

@@ -23,6 +23,7 @@ from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.resume.rank_state import Adopted, Saved
 from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies.contracts import Between
+from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import (
     DeferredSigterm,
     stopped_by_hand,
@@ -45,6 +46,7 @@ class Fit(Generic[B]):
     sigterm: DeferredSigterm
     ledger: Ledger
     log: FitLog
+    ranks: Ranks
 
     @property
     def world(self) -> Channel:

@@ -8,23 +8,27 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_commfree.comm.network import Network
+
 
 class Ranks:
     """All ranks of a strategy's job.
 
     Args:
         strategy: of this rank.
+        network: names the rank that is gone.
     """
 
-    def __init__(self, strategy: DDPStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: DDPStrategy, network: Network) -> None:
+        self._strategy, self._network = strategy, network
 
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank; collective."""
         strategy = self._strategy
         flags = torch.zeros(strategy.world_size, device=strategy.root_device)
         flags[strategy.global_rank] = float(mine)
-        total = DDPStrategy.reduce(strategy, flags, reduce_op="sum")
+        with self._network.naming_lost("reduce"):
+            total = DDPStrategy.reduce(strategy, flags, reduce_op="sum")
         return [bool(flag) for flag in total.tolist()]
 
     @contextmanager

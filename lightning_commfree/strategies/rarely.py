@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -28,7 +27,6 @@ from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.early_saves import EarlySaves, copies, scores_its_saves
 from lightning_commfree.strategies.local_end import LocalEnd
 from lightning_commfree.strategies.pace import Fit, Pace
-from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.trial import let_finders_try
 
 
@@ -189,8 +187,7 @@ class MeetRarely(Pace[LocalUpdates]):
         DDP would train them. Here the shared weights must be the same, and the same on all ranks:
         rank 0's.
         """
-        ranks = Ranks(cast(DDPStrategy, self._fit.trainer.strategy))
-        if any(ranks.all_flags(not self._swap.is_local())):
+        if any(self._fit.ranks.all_flags(not self._swap.is_local())):
             common_start(self._fit.world, self._fit.module, {})
             self._swap.take_local()
 

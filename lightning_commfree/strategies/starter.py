@@ -27,6 +27,7 @@ class Starter:
 
     Args:
         strategy: whose it is.
+        ranks: all of its job.
         ddp_kwargs: what `DDPStrategy` got.
         check: looks at what will be run, before the ranks are started.
 
@@ -34,10 +35,16 @@ class Starter:
         plugin: the user's, for checkpoints.
     """
 
-    def __init__(self, strategy: DDPStrategy, ddp_kwargs: Mapping[str, Any], check: Check) -> None:
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        ranks: Ranks,
+        ddp_kwargs: Mapping[str, Any],
+        check: Check,
+    ) -> None:
         self._check = check
         self.plugin: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
-        self._strategy = strategy
+        self._strategy, self._ranks = strategy, ranks
         self._timeout: timedelta = ddp_kwargs.get("timeout", PATIENCE)
         self._start_method: str = ddp_kwargs.get("start_method", "popen")
         self._launcher: OrderlyLauncher | ScriptLauncher | None = None
@@ -82,7 +89,7 @@ class Starter:
         Raises:
             RuntimeError: it cannot be written; on all ranks.
         """
-        with Ranks(self._strategy).failing_as_one():
+        with self._ranks.failing_as_one():
             if self._strategy.is_global_zero and writes_later(self.checkpoint_io()):
                 # Lightning before 2.6 writes what the tensors have become meanwhile
                 checkpoint = copied(checkpoint)

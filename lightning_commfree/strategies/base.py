@@ -66,7 +66,9 @@ class ReplicaStrategy(DDPStrategy):
     pace: type[Pace[Any]] = MeetRarely
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
-        super().__init__(**check_ddp_kwargs(type(self).__name__, ddp_kwargs, inside.uses_ddp))
+        # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
+        ddp_kwargs = check_ddp_kwargs(type(self).__name__, ddp_kwargs, inside.uses_ddp)
+        super().__init__(**ddp_kwargs)
         self.inside = inside
         self.ledger, self.group_ledger = Ledger(), Ledger()
         self.now: Pace[Any] = OutsideOfFit()

@@ -39,7 +39,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
-from lightning_commfree.strategies import DominoTPStrategy, ReplicaStrategy
+from lightning_commfree.strategies import ReplicaStrategy
 from recipes.training.report import CHECKPOINT_FOLDER
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -193,7 +193,7 @@ class Stopped(SIGTERMException):
 
 
 def _asks_the_strategy(trainer: pl.Trainer) -> bool:
-    ours = isinstance(trainer.strategy, ReplicaStrategy | DominoTPStrategy)
+    ours = isinstance(trainer.strategy, ReplicaStrategy)
     return ours and trainer.world_size > 1
 
 

@@ -53,12 +53,12 @@ class TrafficMeter:
         self.plan: Traffic
         self.ddp_start_bytes = ddp_start_bytes
         self._trainer = trainer
-        if isinstance(strategy, ReplicaStrategy):
-            self.plan, self.ledger = strategy.traffic(), strategy.ledger
-        elif isinstance(strategy, DominoTPStrategy):
+        if isinstance(strategy, DominoTPStrategy):  # what it sends depends on the batch
             batches = trainer.accumulate_grad_batches
             self.plan = strategy.traffic(batches * tokens_per_batch)
             self.ledger = strategy.ledger
+        elif isinstance(strategy, ReplicaStrategy):
+            self.plan, self.ledger = strategy.traffic(), strategy.ledger
         else:
             self.plan, self.ledger = _ddp_traffic(trainer), None
         self._ddp = _wrapped(strategy)
@@ -66,7 +66,7 @@ class TrafficMeter:
     def bytes_per_step(self) -> float:
         """Return the mean over the last cycle, as the strategy logs it; computed for DDP."""
         strategy = self._trainer.strategy
-        if isinstance(strategy, ReplicaStrategy | DominoTPStrategy):
+        if isinstance(strategy, ReplicaStrategy):
             return strategy.figures().get("comm/bytes_per_step", 0.0)
         return self.plan.bytes_per_step
 

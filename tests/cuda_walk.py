@@ -168,8 +168,9 @@ class CudaWalk(TorchDispatchMode):
             answer = self.ask("value") if on_cuda else True
             return bool(answer) if func is aten.equal.default else _number(args[0], answer)
         shaped = SHAPES.get(func)
-        if shaped is not None and on_cuda and (result := shaped(*args, **kwargs)) is not None:
-            self.ask("shape")
+        if shaped is not None and (result := shaped(*args, **kwargs)) is not None:
+            if on_cuda:
+                self.ask("shape")
             return result
         return func(*args, **kwargs)
 

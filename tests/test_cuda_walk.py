@@ -39,6 +39,7 @@ QUIET: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda x: torch.nn.utils.get_total_norm([x, x]).isfinite(),
     "slice": lambda x: x[1:, ::2].reshape(-1)[torch.zeros(2, dtype=torch.int64, device=x.device)],
     "of the CPU": lambda _: torch.ones(2).sum().item(),
+    "shape of the CPU": lambda _: torch.ones(2).nonzero(),
 }
 MIXED: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x + torch.ones(3, 4),

@@ -37,6 +37,7 @@ host, they come down on that stream, and a thread beside the training waits for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -189,10 +190,13 @@ class GatheredFragmentExchange:
 
     def launch(self, values: Tensor, header: Header, tag: str = TAG) -> Pending[Tensor]:
         """See `FragmentExchange`."""
-        if values.device == self._channel.device and not self.in_thread:
-            return self._channel.all_gather(self._write(values, header), tag)
-
-        message = self.staging.stage(lambda: self._write(values, header), header.on_device(values))
+        write = partial(self._write, values, header)
+        if values.device != self._channel.device:
+            message = self.staging.stage(write, header.on_device(values))
+        elif self.in_thread:
+            message = Pending.here(write()).wait
+        else:
+            return self._channel.all_gather(write(), tag)
         return self._background.submit(
             lambda: self._channel.all_gather(message(), tag).wait(), tag, message
         )
@@ -247,8 +251,7 @@ class ShardedFragmentExchange:
             return torch.stack([self._up.write(*shard, header) for shard in shards])
 
         if values.device == self._channel.device:
-            messages = write()
-            return self._background.submit(self._carry(lambda: messages, tag), tag)
+            return self._background.submit(self._carry(Pending.here(write()).wait, tag), tag)
         staged = self.staging.stage(write, header.on_device(values))
         return self._background.submit(self._carry(staged, tag), tag, staged)
 
@@ -261,8 +264,7 @@ class ShardedFragmentExchange:
         summary = merge_summaries(self._down.headers(arrived))
         on_device = arrived.to(device)
         values = self._down.values(on_device).view(-1)[: self._numel]
-        exact = self._down.exact(on_device).flatten()[: self._exact]
-        mean = _joined(values, exact)
+        mean = _joined(values, self._down.exact(on_device).flatten()[: self._exact])
         size = self._channel.size - len(summary.nonfinite) or self._channel.size
         gram_KK = self._down.extra(on_device).sum(0)[: size**2].view(size, size)
         return Arrival(mean, *summary, gram_KK)

@@ -209,7 +209,10 @@ def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
 def counted_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
     """Return the messages that count: without those of `nonfinite`; all where there is no other."""
     counted = [m for m in range(len(messages)) if m not in nonfinite]
-    return messages[counted] if 0 < len(counted) < len(messages) else messages
+    if not 0 < len(counted) < len(messages):
+        return messages
+    # an index made of a list would be copied to the device while the host waits
+    return torch.stack([messages[m] for m in counted])
 
 
 def _any_stops(flags_M: Tensor) -> bool:

@@ -1,0 +1,304 @@
+"""Launch and landing on a CUDA device, walked without one: one device, and what the host waits for.
+
+What the walk does not see, and what stands there (`tests.cuda_seams`):
+
+- the thread beside the training: its tasks run where their result is waited for, as "thread";
+- streams and pinned memory: copies are made, nothing runs beside anything, so that no race is seen;
+- the loops that numba compiles: codes on the CPU are made by torch operations;
+- what headers say: they hold no values, so a summary is given. `message.summarize_headers` reads
+  them in host memory, where no device is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commfree.comm.digest import digest, thorough_digest
+from lightning_commfree.diloco import (
+    WIRE_FORMATS,
+    DiLoCoSettings,
+    EagerDiLoCo,
+    OuterFragment,
+    StreamingDiLoCo,
+    fragment_exchange,
+    split_into_fragments,
+)
+from lightning_commfree.diloco.fragment_exchange import (
+    GatheredFragmentExchange,
+    ShardedFragmentExchange,
+)
+from lightning_commfree.diloco.message import EndNotice, HeaderSummary
+from lightning_commfree.diloco.transfers import is_nonfinite
+from lightning_commfree.diloco.wire import BLOCK, decode, warm_up
+from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
+from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
+from tests.diloco.training import DEFAULTS, NESTEROV
+
+STEPS, WIDTH = 4, 64  # every fragment lands once; wide enough for shards at three replicas
+Questions = set[Question]
+
+# What a step waits for, by the step at which it happens, and why. A launch waits for nothing.
+
+
+def landing(step: str) -> Questions:
+    """Figures of the log: by then the host has waited for the messages anyway."""
+    places = ("norm", "cosine")
+    return {Question(step, f"diloco/fragment_exchange.py {place}", "value") for place in places}
+
+
+def on_device(step: str) -> Questions:
+    """The channel is the device's: what the headers say decides what becomes of the values."""
+    return landing(step) | {Question(step, "diloco/message.py headers", "copy down")}
+
+
+def on_host(step: str) -> Questions:
+    """The channel is the CPU's: the codes have come down, and what has arrived goes up."""
+    return landing(step) | {
+        Question(step, "comm/background.py wait", "wait"),
+        Question(step, "diloco/fragment_exchange.py read", "copy up"),
+        # the thread waits for them too, before it sends them
+        Question("thread", "comm/background.py wait", "wait"),
+    }
+
+
+# The second message of an exchange by shards says what the headers of the first one said.
+SHARDS = {Question("thread", "diloco/message.py headers", "copy down")}
+# The global copy lives in host memory. It is made there, and so the mean is formed there; landings
+# take it up, and the end of a fit makes it the local copy.
+OFFLOADED = {
+    Question("start", "diloco/outer.py _moved", "copy down"),
+    Question("after step", "diloco/outer.py whole", "copy up"),
+    Question("finish", "diloco/outer.py whole", "copy up"),
+    Question("finish", "diloco/outer.py take_local", "copy down"),
+}
+
+
+def after_abstaining(step: str) -> Questions:
+    """This replica's values were not finite: which fragments, and which state, begin anew."""
+    places = ("take_global", "reset_nonfinite_state")
+    return {Question(step, f"diloco/nonfinite.py {place}", "value") for place in places}
+
+
+ANSWERS = {
+    "diloco/nonfinite.py take_global": False,
+    "diloco/nonfinite.py reset_nonfinite_state": False,
+}
+
+
+class Net(nn.Module):
+    """Blocks with averaged buffers; nothing goes through them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=dtype)
+
+
+class Training:
+    """Replica 0 of `size`, whose module is on the device; `channel` says where what is sent is."""
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        size: int,
+        channel: torch.device,
+        nonfinite: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.walk, self.module, self.size = CudaWalk(ANSWERS), Net(dtype), size
+        self.channel: Any = InstantChannel(size, device=channel)
+        self.ended = (-1,) * size
+        self.diloco: StreamingDiLoCo
+
+        def said(headers: Tensor) -> HeaderSummary:
+            assert headers.device == CPU
+            return HeaderSummary(False, False, False, False, nonfinite, self.ended)
+
+        for name in ("summarize_headers", "merge_summaries"):
+            patch.setattr(fragment_exchange, name, said)
+        no_compiled_loops(patch)
+        memory(patch)
+        tasks_at_once(patch, self.walk)
+
+    def run(self, **changes: Any) -> Questions:
+        """Take some steps and finish; return what was asked."""
+        with self.walk:
+            self.walk.on_cuda(self.module)
+            self._start(**changes)
+            optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
+            self.diloco.optimizers = [optimizer]
+            for _ in range(STEPS):
+                for parameter in self.module.parameters():
+                    parameter.grad = torch.empty_like(parameter)
+                optimizer.step()
+                with self.walk.during("after step"):
+                    self.diloco.after_step()
+
+            self.ended = (EndNotice(STEPS, goes_on=False).code,) * self.size
+            with self.walk.during("finish"):
+                self.diloco.finish()
+        return self.walk.asked()
+
+    def _start(self, **changes: Any) -> None:
+        settings = DiLoCoSettings(**{**DEFAULTS, "sync_every": 2, "num_fragments": 3, **changes})
+        fragments = split_into_fragments(self.module, 3, "strided")
+        kind = EagerDiLoCo if settings.eager else StreamingDiLoCo
+        with self.walk.during("start"):
+            self.diloco = kind(self.module, fragments, settings, self.channel)
+
+    def ways(self) -> set[type]:
+        return {type(way) for way in self.diloco._transfers.exchanges}
+
+
+@pytest.mark.parametrize("channel", [CUDA, CPU], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
+    monkeypatch: pytest.MonkeyPatch, wire_dtype: str, size: int, channel: torch.device
+) -> None:
+    dtype = torch.bfloat16 if wire_dtype == "bf16" else torch.float32
+    training = Training(monkeypatch, size, channel, dtype=dtype)
+    asked = training.run(wire_dtype=wire_dtype)
+    here = on_host if channel == CPU else on_device
+    shards = SHARDS if size == 3 and channel == CUDA else set()
+    assert asked == here("after step") | here("finish") | shards
+
+    assert set(training.diloco.landings) == {0, 1, 2}
+    assert (ShardedFragmentExchange in training.ways()) == (size == 3)
+    assert all(is_walked(p) for p in training.module.parameters())
+    assert all(is_walked(f.global_copy) for f in training.diloco.fragments)
+
+
+def test_every_landing_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, 2, CUDA)
+    training.run()
+    counts = Counter(q for q in training.walk.questions if q.step == "after step")
+    launches = sum(training.diloco.schedule.launches_until(p, STEPS - 1) for p in range(3))
+    assert counts == dict.fromkeys(on_device("after step"), launches)
+
+
+def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread sends all of them then, and a channel of the device takes tensors of the device.
+
+    The message of a gather went down to the host first, and was refused by such a channel.
+    """
+    training = Training(monkeypatch, 3, CUDA)
+    training.module.blocks[1] = nn.Linear(WIDTH, WIDTH, bias=False)
+    training.run()
+    assert training.ways() == {GatheredFragmentExchange, ShardedFragmentExchange}
+
+
+def test_eager_updates_wait_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Training(monkeypatch, 2, CUDA).run(overlap_steps="eager", wire_dtype="fp4")
+    assert asked == on_device("after step") | on_device("finish")
+
+
+def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(monkeypatch, 2, CPU)
+    asked = training.run(outer_device="cpu", wire_dtype="fp4")
+    waits = {q for step in ("after step", "finish") for q in on_host(step) if q.kind == "wait"}
+    assert asked == waits | OFFLOADED
+    assert not any(is_walked(f.global_copy) for f in training.diloco.fragments)
+
+
+@pytest.mark.filterwarnings("ignore:This replica's values of fragment")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("replica", [0, 1])
+def test_who_abstains_looks_for_what_is_not_finite(
+    monkeypatch: pytest.MonkeyPatch, size: int, replica: int
+) -> None:
+    asked = Training(monkeypatch, size, CUDA, nonfinite=(replica,)).run(nonfinite="abstain")
+    expected = on_device("after step") | on_device("finish") | (SHARDS if size == 3 else set())
+    if replica == 0:
+        expected |= after_abstaining("after step") | after_abstaining("finish")
+    assert asked == expected
+
+
+# By themselves
+
+
+@pytest.mark.parametrize("numel", [1, BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("name", list(WIRE_FORMATS))
+def test_codes_are_made_and_read_on_the_device(name: str, numel: int) -> None:
+    wire = WIRE_FORMATS[name]
+    with CudaWalk() as walk:
+        warm_up(wire, CUDA)
+        payload = torch.empty(wire.num_bytes(numel), dtype=torch.uint8, device=CUDA)
+        wire.encode(torch.empty(numel, device=CUDA), payload)
+        assert is_walked(decode(wire, payload, torch.empty(numel, device=CUDA)))
+    assert walk.questions == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize("hash_of", [digest, thorough_digest])
+def test_hashes_stay_on_the_device(hash_of: Any, dtype: torch.dtype) -> None:
+    with CudaWalk() as walk:
+        assert is_walked(hash_of(torch.empty(12345, dtype=dtype, device=CUDA)))
+    assert walk.questions == []
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_replica_does_alone_waits_for_nothing(
+    dtype: torch.dtype, ranks: int, mix: float
+) -> None:
+    """From outer gradient to merge, with buffers, whole and in shards."""
+    module = Net(dtype)
+    with CudaWalk() as walk:
+        walk.on_cuda(module)
+        replica: Any = InstantChannel(ranks)
+        [fragment] = _split(module)
+        outer = OuterFragment(module, fragment, NESTEROV, replica)
+        with torch.no_grad():
+            gradient = outer.outer_gradient()
+            assert is_walked(is_nonfinite(outer, gradient, replica))
+            outer.outer_step(gradient)
+            outer.average_buffers(gradient)
+            outer.merge(mix)
+            outer.take_local()
+            assert is_walked(outer.digest())
+        assert all(is_walked(tensor) for tensor in (gradient, outer.global_copy, *outer.local))
+    assert walk.questions == []
+
+
+def _split(module: nn.Module) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        memory(patch)
+        return split_into_fragments(module, 1, "strided")
+
+
+# The tests above can fail.
+
+
+@pytest.mark.parametrize("method", ["outer_gradient", "local_values"])
+def test_a_planted_item_is_seen(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    whole = getattr(OuterFragment, method)
+
+    def planted(outer: OuterFragment, *args: Any) -> Tensor:
+        found: Tensor = whole(outer, *args)
+        found.sum().item()
+        return found
+
+    monkeypatch.setattr(OuterFragment, method, planted)
+    asked = Training(monkeypatch, 2, CUDA).run()
+    here = "tests/diloco/test_cuda_walk_diloco.py planted"
+    assert Question("after step", here, "value") in asked
+
+
+@pytest.mark.parametrize("method", ["outer_step", "average_buffers"])
+def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    whole = getattr(OuterFragment, method)
+
+    def planted(outer: OuterFragment, mean: Tensor) -> None:
+        whole(outer, mean + torch.ones(mean.shape))
+
+    monkeypatch.setattr(OuterFragment, method, planted)
+    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu|cpu and cuda:0"):
+        Training(monkeypatch, 2, CUDA).run()

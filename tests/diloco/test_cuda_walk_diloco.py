@@ -215,6 +215,8 @@ def test_who_abstains_looks_for_what_is_not_finite(
 ) -> None:
     asked = Training(monkeypatch, size, CUDA, nonfinite=(replica,)).run(nonfinite="abstain")
     expected = on_device("after step") | on_device("finish") | (SHARDS if size == 3 else set())
+    if size == 2:  # one replica is left, and there is no pair to be similar
+        expected = {q for q in expected if not q.place.endswith(" cosine")}
     if replica == 0:
         expected |= after_abstaining("after step") | after_abstaining("finish")
     assert asked == expected

@@ -8,8 +8,9 @@ middle of an epoch, where it is not exact, must train on.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
+import subprocess
+import sys
 import traceback
 import warnings
 from datetime import timedelta
@@ -146,9 +147,9 @@ def run_all(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lost")
-    process = mp.get_context("fork").Process(target=run_all, args=(folder,))
-    process.start()
-    process.join()
+    # a process of its own: what tests before this one have loaded would be forked with it
+    command = [sys.executable, "-m", "tests.strategies.test_internals_lost", str(folder)]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
     return folder
 
 
@@ -181,3 +182,7 @@ def test_what_is_lost_is_lost_by_itself(outcomes: Path, kind: str, name: str) ->
     for line in said:
         assert NAMES[name].lost in line
         assert name in line
+
+
+if __name__ == "__main__":
+    run_all(Path(sys.argv[1]))

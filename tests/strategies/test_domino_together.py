@@ -44,10 +44,12 @@ class Stream(IterableDataset[list[Tensor]]):
 class Act(pl.Callback):
     """On some ranks something happens once, in a hook, when so many steps have been taken."""
 
-    def __init__(self, hook: str, step: int, ranks: tuple[int, ...], term: bool = False) -> None:
+    def __init__(self, hook: str, step: int, ranks: tuple[int, ...], term: str = "") -> None:
         def act(trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step >= step and trainer.global_rank in ranks:
-                if term:
+                if term == "requeue":  # Lightning registers its handler in a SLURM job only
+                    trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+                elif term:
                     os.kill(os.getpid(), signal.SIGTERM)
                 else:
                     trainer.should_stop = True
@@ -65,7 +67,8 @@ CASES: dict[str, tuple[int, dict[int, int], tuple[Any, ...], dict[str, Any]]] = 
     "behind a validation": (4, {}, ("on_validation_end", 2, (3,)), {"val_check_interval": 2}),
     "at an epoch's end": (2, {}, ("on_train_epoch_end", LONG, (2,)), {}),
     "everybody's": (2, {}, ("on_train_batch_end", 2, EVERYBODY), {}),
-    "SIGTERM": (2, {}, ("on_train_batch_start", 2, (3,), True), {"accumulate_grad_batches": 2}),
+    "SIGTERM": (2, {}, ("on_train_batch_start", 2, (3,), "term"), {"accumulate_grad_batches": 2}),
+    "requeue": (2, {}, ("on_train_batch_start", 2, (3,), "requeue"), {}),
     "nobody's": (2, {}, (), {}),
     "accumulating": (2, {2: 3, 3: 3}, (), {"accumulate_grad_batches": 2}),
     "no data": (2, {2: 0, 3: 0}, (), {}),
@@ -147,8 +150,10 @@ def test_all_ranks_end_after_the_same_step_and_say_why(
         assert torch.equal(outcome["weights"], found[0]["weights"])
 
 
-def test_sigterm_of_any_rank_ends_all_after_the_same_step(ends: list[End]) -> None:
-    for outcome in of(ends, "SIGTERM"):
+@pytest.mark.parametrize("case", ["SIGTERM", "requeue"])
+def test_sigterm_of_any_rank_ends_all_after_the_same_step(ends: list[End], case: str) -> None:
+    """SLURM's signal to requeue, on which Lightning would save at once, is taken for it."""
+    for outcome in of(ends, case):
         assert outcome["error"].startswith("SIGTERMException")
         assert outcome["steps"] == 3
 

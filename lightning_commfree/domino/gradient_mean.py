@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_commfree.checkpoint.rank_state import PLACE, Adopted, Saved
 from lightning_commfree.comm.in_step import NUM_BYTES
 from lightning_commfree.comm.in_step import TAG as IN_STEP_TAG
 from lightning_commfree.comm.ledger import all_gather_bytes
@@ -37,17 +38,6 @@ from lightning_commfree.domino.forecast import bytes_per_step
 from lightning_commfree.domino.gradients import GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
-
-_PLACE = ("random", "epoch_start", "loaders", "ahead", "lost")  # of a part: where the data stand
-
-
-class SavedParts(Protocol):
-    """What other ranks have saved."""
-
-    entry: Mapping[str, Any]
-
-    def load_all(self, wanted: Any) -> list[dict[str, Any]]:
-        """Return the parts of some ranks, or none if some rank does not find all that it wants."""
 
 
 class GradientMean:
@@ -142,7 +132,7 @@ class GradientMean:
         for model, own in zip(self.models, state["random"], strict=True):
             model.group.load_own_state(own)
 
-    def adopt(self, saved: SavedParts) -> tuple[dict[str, Any], str] | None:
+    def adopt(self, saved: Saved) -> Adopted | None:
         """Go on in the data, with all random numbers or with those that a tensor group shares."""
         size = int(saved.entry["fingerprint"]["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
@@ -152,13 +142,13 @@ class GradientMean:
         parts = saved.load_all([world.rank]) if size == within.size else []
         if parts:
             said = "with its optimizer state and all random numbers, now drawn in another order"
-            return parts[0], said
+            return Adopted(parts[0], said)
 
         parts = saved.load_all([world.rank // within.size * size])
         if not parts:
             return None
-        return (
-            {name: parts[0][name] for name in _PLACE},
+        return Adopted(
+            {name: parts[0][name] for name in PLACE},
             "with its optimizer state, at the same place in the data. Random numbers that differ"
             " from rank to rank and gradients of a half-accumulated step begin anew, and sums are"
             " rounded in another way where a tensor group has another size",

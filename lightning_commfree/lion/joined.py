@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_commfree.checkpoint.rank_state import REPLICA, Adopted, Saved
 from lightning_commfree.comm.averaging import averaged_buffers
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.lion.agreement import agree_on_parameters
@@ -18,16 +19,6 @@ from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 
 BUFFERS_TAG = "buffers"
-_OWN = ("algorithm", "optimizers", "precision", "tensors")  # of a worker's part of a checkpoint
-
-
-class SavedParts(Protocol):
-    """What other workers have saved."""
-
-    entry: Mapping[str, Any]
-
-    def load_all(self, wanted: Any) -> list[dict[str, Any]]:
-        """Return the parts of some ranks, or none if some rank does not find all that it wants."""
 
 
 class JoinedLion:
@@ -130,7 +121,7 @@ class JoinedLion:
         """Put back what `state_dict` returned."""
         self.voting.load_state_dict(state)
 
-    def adopt(self, saved: SavedParts) -> tuple[dict[str, Any], str] | None:
+    def adopt(self, saved: Saved) -> Adopted | None:
         """Give every worker its momentum where it was there, a new one the mean of all."""
         size = int(saved.entry["fingerprint"]["node_size"])
         workers, now = saved.entry["ranks"] // size, self._channels.between
@@ -139,14 +130,14 @@ class JoinedLion:
         parts = saved.load_all(worker * size for worker in wanted)
         if not parts:
             return None
-        own = {name: parts[0][name] for name in _OWN}
+        own = {name: parts[0][name] for name in REPLICA}
         if len(parts) > 1:
             own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]
 
         said = "every worker takes up the momentum that it had"
         if now.size > workers:
             said += f", workers from {workers} on the mean of all"
-        return own, said
+        return Adopted(own, said)
 
     def close(self) -> None:
         """Leave the other workers."""

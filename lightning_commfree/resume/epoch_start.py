@@ -17,8 +17,8 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
+from lightning_commfree.checkpoint.random_state import random_state, set_random_state
 from lightning_commfree.patches import Patches
-from lightning_commfree.resume.random_state import random_state, set_random_state
 
 _State = dict[str, Any]  # "random": of the host; "generators": of loaders and samplers
 

@@ -20,14 +20,21 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_commfree.checkpoint.own_tensors import OwnTensors
+from lightning_commfree.checkpoint.rank_files import RankFiles, SavedParts
+from lightning_commfree.checkpoint.rank_parts import Key, Owner, plain
+from lightning_commfree.checkpoint.rank_state import Adopted, Agreeing, Part, RankState, Saved
+from lightning_commfree.checkpoint.whole_files import FilePath
+from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.epoch_start import EpochStart
 from lightning_commfree.resume.loops import open_plateaus, restore_loops
-from lightning_commfree.resume.own_tensors import OwnTensors, accumulate_further, half_accumulated
-from lightning_commfree.resume.position import data_state, not_saved, plain, restore_place
-from lightning_commfree.resume.rank_files import KEY, RankFiles, SavedParts
-from lightning_commfree.resume.rank_parts import Key, Owner, by_key, kinds_of, seal
-from lightning_commfree.resume.rank_state import Adopted, Agreeing, Part, RankState, Saved
-from lightning_commfree.resume.whole_files import FilePath, writes_later
+from lightning_commfree.resume.position import (
+    accumulate_further,
+    data_state,
+    half_accumulated,
+    not_saved,
+    restore_place,
+)
 
 
 @dataclass
@@ -191,15 +198,12 @@ class ExactResume:
         part = _part_of(strategy, fit, checkpoint, self._epoch_start)
         known: set[Key] = set()
         if rank == 0:
-            kinds = kinds_of(part)  # the others' are the same
-            known = {*by_key(checkpoint, kinds)}
-            own = seal(owner, part, known)
-            known |= by_key(own, kinds).keys()
-            checkpoint[KEY] = files.entry(owner, fit.owner.name, fit.owner.fingerprint(), own)
+            said = fit.owner.name, fit.owner.fingerprint()
+            known = files.enter(checkpoint, owner, *said, part)
         known = strategy.broadcast(known)
         with self._ranks.failing_as_one():
             if rank:
-                files.save(token, rank, seal(owner, part, known))
+                files.save(owner, part, known)
 
         write(filepath)
         # an asynchronous one may not be there yet, and its predecessor still needs the set before;

@@ -1,44 +1,29 @@
-"""Going on in the middle of an epoch: random numbers and the place in the data.
+"""Going on in the middle of an epoch: random numbers, the place in the data, gradients.
 
 Lightning restores the loops (with help from `loops`), but neither the random number generators nor
 the position of a loader that has no `state_dict` of its own: it hands out the epoch's first batches
-again.
+again. Nor has it the gradients of batches whose optimizer step is still to come.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
+from torch import Tensor, nn
 
+from lightning_commfree.checkpoint.random_state import random_state, set_random_state
+from lightning_commfree.checkpoint.rank_parts import plain
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
     data_fetcher,
     loaded_later,
     reloaded_at,
 )
+from lightning_commfree.loop_counters import accumulates
 from lightning_commfree.resume.epoch_start import EpochStart, training_loaders
 from lightning_commfree.resume.loops import Moment, left_out, restore_loops
-from lightning_commfree.resume.random_state import random_state, set_random_state
-
-
-def plain(state: Any) -> Any:
-    """Return a state of plain values and tensors, None for one that holds anything else.
-
-    What lies in a rank's file is read without running code from it.
-    """
-    return state if _is_plain(state) else None
-
-
-def _is_plain(state: Any) -> bool:
-    if type(state) in (dict, Counter, OrderedDict):
-        return all(map(_is_plain, (*state.keys(), *state.values())))
-    if type(state) in (list, tuple, set, torch.Size):
-        return all(map(_is_plain, state))
-    return state is None or type(state) in (bool, int, float, complex, str, bytes, torch.Tensor)
 
 
 def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochStart) -> Any:
@@ -62,6 +47,29 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
         "loaders": plain(_loader_states(checkpoint)),
         "ahead": plain([*ahead]),
     }
+
+
+def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return the gradients of batches whose optimizer step is still to come, by parameter.
+
+    Those that are there, not copies; empty between two accumulations.
+    """
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    stepped = batch.processed == batch.ready and not accumulates(trainer)
+    if stepped or batch.processed % trainer.accumulate_grad_batches == 0:
+        return {}  # what is there has been stepped with
+    return {
+        name: parameter.grad
+        for name, parameter in trainer.lightning_module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def accumulate_further(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Put back what `half_accumulated` returned, ahead of a resumed fit's first batch."""
+    for name, gradient in gradients.items():
+        parameter = module.get_parameter(name)
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
 def not_saved(checkpoint: Mapping[str, Any], part: Mapping[str, Any], ranks: int) -> list[str]:

@@ -24,12 +24,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_commfree.checkpoint.whole_files import FilePath, reading_whole
 from lightning_commfree.comm.ledger import START, STEPS, Ledger
 from lightning_commfree.comm.network import Network
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.lightning_internals import probe, set_ddp_group
 from lightning_commfree.resume.exact import ExactResume
-from lightning_commfree.resume.whole_files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import (
     check_ddp_kwargs,
     needing_one_optimizer,

@@ -7,27 +7,18 @@ Trainer's hooks: a new strategy is a new algorithm between, or a new way inside,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from torch import Tensor
 
+from lightning_commfree.checkpoint.rank_state import Adopted, Saved
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.mesh import Mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.weight_swap import WeightSwap
-
-
-class Saved(Protocol):
-    """The parts of a checkpoint that only single ranks know; see `resume.exact`."""
-
-    entry: Mapping[str, Any]
-
-    def load_all(self, wanted: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the parts of some ranks, or none if some rank does not find all that it wants."""
-        ...
 
 
 class Inside(Protocol):
@@ -129,16 +120,13 @@ class Between(Protocol):
         """Put back what `state_dict` returned, before the first step."""
         ...
 
-    def adopt(self, saved: Saved) -> tuple[dict[str, Any], str] | None:
+    def adopt(self, saved: Saved) -> Adopted | None:
         """Choose what this rank can use of a save by other ranks or with other settings.
 
         Collective over all ranks, which all return something, or None.
 
         Args:
             saved: by the same algorithm.
-
-        Returns:
-            Some entries of a part, and a clause that says what is kept.
         """
         del saved
         return None

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_commfree.resume.whole_files import FilePath
+from lightning_commfree.checkpoint.whole_files import FilePath
 
 
 def scores_its_saves(trainer: pl.Trainer) -> bool:

@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_commfree.checkpoint.rank_state import Adopted, Saved
+from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import VALIDATION, Ledger
 from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.resume.rank_state import Adopted, Saved
-from lightning_commfree.resume.whole_files import FilePath
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import (
@@ -165,8 +165,7 @@ class Pace(Generic[B]):
 
     def adopt(self, saved: Saved) -> Adopted | None:
         """Choose what this rank can use of a save by other ranks or with other settings."""
-        adopted = self.between.adopt(saved)
-        return None if adopted is None else Adopted(*adopted)
+        return self.between.adopt(saved)
 
     # -- inside
 

@@ -9,10 +9,11 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_commfree.checkpoint.rank_parts import copied
+from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.network import Job
 from lightning_commfree.comm.world import PATIENCE, default_backend
-from lightning_commfree.resume.rank_parts import copied
-from lightning_commfree.resume.whole_files import FilePath, WholeCheckpointIO, writes_later
+from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO, writes_later
 from lightning_commfree.strategies.launching import (
     Check,
     OrderlyLauncher,

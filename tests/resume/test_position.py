@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commfree.resume.position import not_saved, plain
+from lightning_commfree.checkpoint.rank_parts import plain
+from lightning_commfree.resume.position import not_saved
 
 
 class Touching:

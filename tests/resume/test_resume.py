@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.resume.rank_files import RankFiles
+from lightning_commfree.checkpoint.rank_files import RankFiles
+from lightning_commfree.checkpoint.rank_parts import Owner
 from tests.strategies.models import (
     Drawn,
     Noisy,
@@ -244,7 +245,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"(?s)Rank 3 cannot write its part .* `default_root_dir`"
     ):
-        RankFiles(tmp_path / "file" / "a.ckpt").save("1-a", 3, {})
+        RankFiles(tmp_path / "file" / "a.ckpt").save(Owner(3, 4, "1-a"), {}, [])
 
 
 def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
@@ -253,7 +254,7 @@ def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
     """Two machines on a network disk remove the same folder: what the slower one gets varies."""
     files = RankFiles(tmp_path / "a.ckpt")
     for token in ("1-a", "2-b"):
-        files.save(token, 1, {"of": token})
+        files.save(Owner(1, 2, token), {"of": token}, [])
 
     def stale(*_: Any, **__: Any) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -265,7 +266,7 @@ def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
     monkeypatch.setattr(files._fs, "rm", stale)
     files.keep_only("2-b")
     files.remove()
-    assert found("2-b") == {"of": "2-b"}
+    assert found("2-b")["state"] == {"of": "2-b"}
     monkeypatch.undo()
     files.keep_only("2-b")
     assert found("1-a") is None

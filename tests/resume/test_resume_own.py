@@ -14,8 +14,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.resume.own_tensors import OwnTensors
-from lightning_commfree.resume.rank_files import RankFiles
+from lightning_commfree.checkpoint.own_tensors import OwnTensors
+from lightning_commfree.checkpoint.rank_files import RankFiles
+from lightning_commfree.checkpoint.rank_parts import Owner
 from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
 from tests.strategies.saved import file_of, part_of, sets_of
 from tests.world import run_ranks
@@ -170,11 +171,11 @@ def test_weights_only_false_reaches_the_files_of_the_ranks(tmp_path: Path) -> No
 
 def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:
     files = RankFiles(tmp_path / "last.ckpt")
-    files.save("1-a", 1, {"note": Note(), "numbers": torch.arange(1000)})
+    files.save(Owner(1, 2, "1-a"), {"note": Note(), "numbers": torch.arange(1000)}, [])
     file = str(sets_of(tmp_path / "last.ckpt") / "1-a" / "rank_1.pt")
     with pytest.raises(RuntimeError, match=r"pass `weights_only=False` to `Trainer\.fit`"):
         files.read(file)
-    assert isinstance(RankFiles(tmp_path / "last.ckpt", False).read(file)["note"], Note)
+    assert isinstance(RankFiles(tmp_path / "last.ckpt", False).read(file)["state"]["note"], Note)
     whole = Path(file).read_bytes()
     for cut in (0, 1, 2, 3, 5, 30, len(whole) // 2, len(whole) - 1):
         Path(file).write_bytes(whole[:cut])

@@ -20,15 +20,15 @@ disk find their own part on their own.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-from lightning_commfree.resume.rank_parts import Owner, unseal
-from lightning_commfree.resume.whole_files import FilePath, read_whole, write_whole
+from lightning_commfree.checkpoint.rank_parts import Key, Owner, by_key, kinds_of, seal, unseal
+from lightning_commfree.checkpoint.whole_files import FilePath, read_whole, write_whole
 
 KEY = "lightning_commfree"  # of a checkpoint's entry
 _ENTRY = {"ranks", "token", "place", "algorithm", "fingerprint", "own"}  # "own": rank 0's part
@@ -46,7 +46,7 @@ class RankFiles:
     def __init__(self, checkpoint_path: FilePath, weights_only: bool | None = None) -> None:
         self._weights_only = weights_only is not False
         self._path = str(checkpoint_path)
-        self._fs = get_filesystem(checkpoint_path)
+        self._fs, _ = url_to_fs(self._path)
         self._name = f"{FOLDER}/{os.path.basename(self._path)}"
         self._root = self._below(self._path, self._name)
 
@@ -54,11 +54,30 @@ class RankFiles:
         """Return the place of the set `token` beside a checkpoint."""
         return f"{self._name}/{token}"
 
-    def entry(
-        self, owner: Owner, algorithm: str, fingerprint: dict[str, str], own: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return what a checkpoint says of its ranks, with rank 0's part, `own`."""
-        return {
+    def enter(
+        self,
+        checkpoint: dict[str, Any],
+        owner: Owner,
+        algorithm: str,
+        fingerprint: Mapping[str, str],
+        part: dict[str, Any],
+    ) -> set[Key]:
+        """Let a checkpoint say of its ranks what a resume asks; rank 0's part goes into it.
+
+        Args:
+            checkpoint: gets it, under `KEY`.
+            owner: rank 0, in this save.
+            algorithm: its name.
+            fingerprint: what must be as it is now for an exact resume.
+            part: rank 0's, not sealed.
+
+        Returns:
+            The tensors to which the parts of the others may refer.
+        """
+        kinds = kinds_of(part)  # those of the others are the same
+        known = {*by_key(checkpoint, kinds)}
+        own = seal(owner, part, known)
+        checkpoint[KEY] = {
             "ranks": owner.ranks,
             "token": owner.token,
             "place": self.place(owner.token),
@@ -66,21 +85,27 @@ class RankFiles:
             "fingerprint": fingerprint,
             "own": own,
         }
+        return known | by_key(own, kinds).keys()
 
-    def save(self, token: str, rank: int, part: dict[str, Any]) -> None:
-        """Write this rank's part of the set `token`.
+    def save(self, owner: Owner, part: dict[str, Any], known: Collection[Key]) -> None:
+        """Write the part of `owner`, not rank 0, into the set of its save.
+
+        Args:
+            owner: whose it is.
+            part: tensors, which are not copied, and other values.
+            known: as `enter` returned it on rank 0.
 
         Raises:
             RuntimeError: it cannot be written there.
         """
-        file = f"{self._root}/{token}/rank_{rank}.pt"
+        sealed, file = seal(owner, part, known), f"{self._root}/{owner.token}/rank_{owner.rank}.pt"
         try:
-            write_whole(part, file)
+            write_whole(sealed, file)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
-                f"Rank {rank} cannot write its part of a checkpoint to {file!r}: {error} Every rank"
-                " writes beside the checkpoint, on its machine's own disk where none is shared. The"
-                " folder must be one that can be written by that path on every machine."
+                f"Rank {owner.rank} cannot write its part of a checkpoint to {file!r}: {error}"
+                " Every rank writes beside the checkpoint, on its machine's own disk where none is"
+                " shared. The folder must be one that can be written by that path on every machine."
             ) from error
 
     def find(self, place: str, rank: int) -> str | None:

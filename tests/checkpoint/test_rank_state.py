@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from lightning_commfree.checkpoint.rank_files import RankFiles, SavedParts
+from lightning_commfree.checkpoint.rank_parts import Owner
+from lightning_commfree.checkpoint.rank_state import Adopted, Saved
 from lightning_commfree.resume.exact import _adopted
-from lightning_commfree.resume.rank_files import RankFiles, SavedParts
-from lightning_commfree.resume.rank_parts import Owner, seal
-from lightning_commfree.resume.rank_state import Adopted, Saved
 
 
 class Alone:
@@ -45,9 +45,9 @@ class Algorithm:
 
 def saved_by(algorithm: str, folder: Path) -> Saved:
     owner = Owner(0, 2, "1-a")
-    own = seal(owner, {"x": 1}, [])
-    entry = RankFiles(folder / "a.ckpt").entry(owner, algorithm, {"free": "1", "bound": "2"}, own)
-    checkpoint = {"lightning_commfree": entry}
+    checkpoint: dict[str, Any] = {}
+    settings = {"free": "1", "bound": "2"}
+    RankFiles(folder / "a.ckpt").enter(checkpoint, owner, algorithm, settings, {"x": 1})
     return Saved(SavedParts(folder / "a.ckpt", checkpoint, None), Alone())
 
 

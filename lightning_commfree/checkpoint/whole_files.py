@@ -21,11 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
+import fsspec  # type: ignore[import-untyped]
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from typing_extensions import override
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 FilePath = str | Path
 
@@ -33,37 +31,23 @@ _WRITING = ".writing"  # ends the hidden name
 _FOLDER_BIT = 0x10  # of a record's attributes in a zip archive
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, whose files on a disk replace others whole or not at all."""
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: FilePath, storage_options: Any | None = None
-    ) -> None:
-        """Write a checkpoint; where `path` is no file of this machine, Lightning does it.
-
-        Raises:
-            RuntimeError: it cannot be written; what was there before is as it was.
-        """
-        if storage_options is not None or local_path(path) is None:
-            super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            write_whole(checkpoint, path)
-
-
 def write_whole(state: Any, path: FilePath) -> None:
     """Write what `torch.save` writes; folders are made.
 
     Args:
         state: of tensors and other values; they must not change meanwhile.
-        path: of the file; on another kind of file system than a disk Lightning's way is taken.
+        path: of the file. On another kind of file system than a disk, that one's transaction has to
+            keep it whole.
 
     Raises:
         RuntimeError: it cannot be written; what was there before is as it was.
     """
     target = local_path(path)
     if target is None:
-        TorchCheckpointIO().save_checkpoint(state, path)
+        fs, place = url_to_fs(str(path))
+        fs.makedirs(os.path.dirname(place), exist_ok=True)
+        with fs.transaction, fs.open(place, "wb") as file:
+            torch.save(state, file)
         return
     sink = _Sink()
     half = target.with_name(f".{target.name}{_WRITING}")
@@ -163,7 +147,7 @@ def read_whole(path: FilePath, weights_only: bool = True) -> Any:
     """
     check_whole(path)
     try:
-        with get_filesystem(path).open(str(path), "rb") as file:
+        with fsspec.open(str(path), "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=weights_only)
     except Exception as error:
         if not isinstance(error, pickle.UnpicklingError) or not _is_archive(path):
@@ -229,20 +213,13 @@ def damaged(path: FilePath, error: Exception) -> RuntimeError:
 
 def local_path(path: FilePath) -> Path | None:
     """Return the path of a file on this machine, None for what fsspec reaches otherwise."""
-    fs: Any = get_filesystem(path)
-    return Path(fs._strip_protocol(str(path))) if "file" in fs.protocol else None
-
-
-def writes_later(checkpoint_io: Any) -> bool:
-    """Return whether a plugin, or one inside it, may still be writing when it returns."""
-    while checkpoint_io is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
-        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # of one that wraps another
-    return checkpoint_io is not None
+    fs, place = url_to_fs(str(path))
+    return Path(place) if "file" in fs.protocol else None
 
 
 def _is_archive(path: FilePath) -> bool:
     """Return whether the file ends as `torch.save` ends one: a cut file is no archive."""
-    with get_filesystem(path).open(str(path), "rb") as file:
+    with fsspec.open(str(path), "rb") as file:
         try:
             return zipfile.is_zipfile(file)
         except zipfile.BadZipFile:  # it ends in a damaged way

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_commfree import DistributedLion
-from lightning_commfree.resume.rank_files import SavedParts
+from lightning_commfree.checkpoint.rank_files import SavedParts
 from tests.strategies.any_strategy import KINDS, Saving, fit, make_strategy, same
 from tests.strategies.saved import file_of, sets_of
 from tests.world import run_ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from lightning_commfree.resume.rank_files import SavedParts
+from lightning_commfree.checkpoint.rank_files import SavedParts
 
 Part = dict[str, Any]  # of one rank, by the names in `exact`
 

@@ -10,16 +10,13 @@ a checkpoint: the strategy restores them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.digest import digest
-from lightning_commfree.loop_counters import accumulates
 
 
 class OwnTensors:
@@ -91,29 +88,3 @@ def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     found = {name: digest(tensor.detach().contiguous()) for name, tensor in tensors.items()}
     return {name: int(value) for name, value in found.items()}
-
-
-# Gradients
-
-
-def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
-    """Return the gradients of batches whose optimizer step is still to come, by parameter.
-
-    Those that are there, not copies; empty between two accumulations.
-    """
-    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    stepped = batch.processed == batch.ready and not accumulates(trainer)
-    if stepped or batch.processed % trainer.accumulate_grad_batches == 0:
-        return {}  # what is there has been stepped with
-    return {
-        name: parameter.grad
-        for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def accumulate_further(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Put back what `half_accumulated` returned, ahead of a resumed fit's first batch."""
-    for name, gradient in gradients.items():
-        parameter = module.get_parameter(name)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)

@@ -11,7 +11,7 @@ the tensor, which is its dtype, shape and digest. So every part is as small as w
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -113,6 +113,22 @@ def kinds_of(state: Any) -> set[Kind]:
 def copied(state: Any) -> Any:
     """Return nested dictionaries, lists and tuples with copies of their tensors in host memory."""
     return _mapped(state, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def plain(state: Any) -> Any:
+    """Return a state of plain values and tensors, None for one that holds anything else.
+
+    What lies in a rank's file is read without running code from it.
+    """
+    return state if _is_plain(state) else None
+
+
+def _is_plain(state: Any) -> bool:
+    if type(state) in (dict, Counter, OrderedDict):
+        return all(map(_is_plain, (*state.keys(), *state.values())))
+    if type(state) in (list, tuple, set, torch.Size):
+        return all(map(_is_plain, state))
+    return state is None or type(state) in (bool, int, float, complex, str, bytes, torch.Tensor)
 
 
 def _mapped(

@@ -18,7 +18,8 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_commfree.resume.whole_files import WholeCheckpointIO, _Sink, write_whole
+from lightning_commfree.checkpoint.whole_files import _Sink, write_whole
+from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 from tests.mortal import run_mortals
 from tests.strategies.any_strategy import KINDS, TIMEOUT, Saving, fit, make_strategy, same
 from tests.strategies.models import quiet_trainer

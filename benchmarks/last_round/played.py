@@ -28,9 +28,9 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.wire import decode
-from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
+from recipes.training.pretraining import build_data, build_module
 
 LAST_ROUNDS = ("mean", "mean_fp32", "outer")
 

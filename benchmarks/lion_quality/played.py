@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.common.pretraining import Config, batches
-from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import decay_groups, lion_betas, warmup_cosine
+from recipes.training.pretraining import build_data, build_module
 
 
 class PlayedLion(Optimizer):

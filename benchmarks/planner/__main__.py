@@ -30,7 +30,7 @@ from benchmarks.planner.cells import (
 )
 from benchmarks.planner.tables import HOURS, SIZES, TABLE_4, TARGETS
 from lightning_commfree.planner import utilization
-from recipes.plan import draw_curves
+from recipes.planning import draw_curves
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "Does the planner agree with the paper's simulation?"

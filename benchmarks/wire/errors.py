@@ -25,7 +25,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.wire import decode
-from recipes.pretrain import build_data, build_module
+from recipes.training.pretraining import build_data, build_module
 
 CONF = Path(__file__).parents[2] / "conf"
 POWERS = 7  # of E3M0, besides zero

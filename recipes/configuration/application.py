@@ -13,9 +13,11 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from recipes.configuration.help import check_experiment, help_text
 from recipes.configuration.keys import CONF, check_keys
 from recipes.configuration.sentences import sentence
 from recipes.configuration.values import check_values
+from recipes.stages import stage
 
 Task = Callable[[DictConfig], Any]
 
@@ -44,8 +46,9 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
         @functools.wraps(task)
         def checked(cfg: DictConfig) -> Any:
             config_name = HydraConfig.get().job.config_name
-            check_keys(cfg, config_name)
-            check_values(cfg, config_name)
+            with _loading():
+                check_keys(cfg, config_name)
+                check_values(cfg, config_name)
             return task(cfg)
 
         @functools.wraps(task)
@@ -61,6 +64,11 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
                 as_hydra(checked)()
                 return
             try:
+                words = sys.argv[1:]
+                if not {"--help", "-h"}.isdisjoint(words):
+                    print(help_text(config_name))
+                    return
+                check_experiment(config_name, words)
                 # with the variable Hydra lets errors through, of which it would only print the text
                 with _environment(FULL_ERROR, "1"):
                     as_hydra(job)()
@@ -73,6 +81,16 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
         return main
 
     return decorate
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Say at once that a command has begun: whoever reads its keys loads libraries for seconds."""
+    if "torch" in sys.modules:
+        yield
+        return
+    with stage("loading torch, Lightning and transformers", at_once=True):
+        yield
 
 
 @contextmanager

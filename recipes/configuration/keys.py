@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
-from transformers import PretrainedConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -56,7 +56,7 @@ def check_keys(cfg: DictConfig, config_name: str | None) -> None:
 def parameters_of(target: str) -> set[str] | None:
     """Return the names of what a `_target_` takes by keyword; None: anything, or nobody can say."""
     found = get_object(target)
-    if isinstance(found, type) and issubclass(found, PretrainedConfig):
+    if is_model_config(found):
         # its constructor takes everything and reads what it knows: what a config without arguments
         # has
         return {*found().to_dict(), *found.attribute_map}
@@ -70,6 +70,15 @@ def parameters_of(target: str) -> set[str] | None:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return names - {"self"}
     return None
+
+
+def is_model_config(found: Any) -> bool:
+    """Return whether it is a class of transformers' configs."""
+    if "transformers" not in sys.modules:  # whose import takes half a second; so it is none
+        return False
+    from transformers import PretrainedConfig
+
+    return isinstance(found, type) and issubclass(found, PretrainedConfig)
 
 
 def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -124,16 +133,29 @@ def groups() -> list[str]:
     return sorted(path.name for path in folders)
 
 
+def primary_groups(config_name: str) -> list[str]:
+    """Return the groups of `conf/` that a primary configuration chooses from, sorted."""
+    return sorted(_keys_and_groups(CONF / f"{config_name}.yaml")[1] & set(groups()))
+
+
 def _root_keys(primary: Path) -> set[str]:
+    keys, chosen = _keys_and_groups(primary)
+    return keys | chosen
+
+
+def _keys_and_groups(primary: Path) -> tuple[set[str], set[str]]:
+    """Return a primary configuration's own keys, and the groups in its list of defaults."""
     config = OmegaConf.to_container(OmegaConf.load(primary))
     assert isinstance(config, dict), f"{primary} holds keys"
     keys = {str(key) for key in config} - {"defaults", "hydra"}
+    chosen: set[str] = set()
     for entry in config.get("defaults", []):
         if isinstance(entry, dict):  # "override /strategy@here: ddp" is of the group "strategy"
-            keys |= {str(key).split()[-1].lstrip("/").split("@")[0] for key in entry}
+            chosen |= {str(key).split()[-1].lstrip("/").split("@")[0] for key in entry}
         elif entry != "_self_":  # another primary configuration that this one begins with
-            keys |= _root_keys(primary.with_name(f"{entry}.yaml"))
-    return keys
+            more, theirs = _keys_and_groups(primary.with_name(f"{entry}.yaml"))
+            keys, chosen = keys | more, chosen | theirs
+    return keys, chosen
 
 
 def constructors(found: Any) -> Iterator[Any]:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import lightning
 from hydra.errors import (
     CompactHydraException,
     ConfigCompositionException,
     InstantiationException,
     MissingConfigException,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from torch.multiprocessing.spawn import ProcessRaisedException
 
-import lightning_commfree
 from recipes.configuration.keys import choices, groups, nearest, parameters_of, unknown_key
 
 # kinds of errors that are raised to refuse what came
-_REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, MisconfigurationException)
+_REFUSALS: tuple[type[Exception], ...] = (ValueError, TypeError, OSError)
+_LIGHTNINGS_REFUSAL = "lightning.fabric.utilities.exceptions.MisconfigurationException"
+_RAISED_IN_A_WORKER = "torch.multiprocessing.spawn.ProcessRaisedException"
 _REFUSAL_NAMES = (
     "ValueError",
     "TypeError",
@@ -32,8 +32,18 @@ _REFUSAL_NAMES = (
     "OSError",
     "MisconfigurationException",
 )
-_OURS = (Path(__file__).parents[1], Path(lightning_commfree.__file__).parent)
-_SPEAKERS = (*_OURS, Path(lightning.__file__).parent)
+
+
+def _folder(package: str) -> Path:
+    """Return where a package lies, without importing it."""
+    spec = find_spec(package)
+    assert spec is not None, f"{package} is installed"
+    assert spec.origin is not None, f"{package} is no namespace"
+    return Path(spec.origin).parent
+
+
+_OURS = (Path(__file__).parents[1], _folder("lightning_commfree"))
+_SPEAKERS = (*_OURS, _folder("lightning"))
 # of a printed traceback: a frame with its line, and the error at the end
 _FRAME = re.compile(r'^ *File "(.+)", line \d+, in .+\n +(.+)$', re.M)
 _ERROR = re.compile(r"^([\w.]+): (.+)", re.M | re.S)
@@ -52,12 +62,24 @@ def sentence(error: BaseException) -> str | None:
         return f"`{key}` must be given: add {key}=... to the command line."
     if isinstance(error, CompactHydraException | OmegaConfBaseException):
         return str(error)
-    if isinstance(error, ProcessRaisedException):
+    if _is(error, _RAISED_IN_A_WORKER):
         return _of_a_worker(str(error))
     ends_the_fit = isinstance(error, RuntimeError) and _is_refusal(error, _OURS)
-    if ends_the_fit or (isinstance(error, _REFUSALS) and _is_refusal(error)):
+    refuses = isinstance(error, _REFUSALS) or _is(error, _LIGHTNINGS_REFUSAL)
+    if ends_the_fit or (refuses and _is_refusal(error)):
         return str(error)
     return None
+
+
+def _is(error: BaseException, kind: str) -> bool:
+    """Return whether an error is of a kind, whose library is loaded if so: it is not loaded here.
+
+    Args:
+        error: any.
+        kind: module and name of a class.
+    """
+    module, _, name = kind.rpartition(".")
+    return module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
 
 
 def _unknown_choice(error: MissingConfigException) -> str:
@@ -108,7 +130,10 @@ def _instantiation(error: InstantiationException) -> str | None:
     if told is not None:
         return told
     # what a constructor of another library has refused: Hydra's text names the key
-    return str(error) if cause is None or isinstance(cause, (*_REFUSALS, ImportError)) else None
+    refuses = isinstance(cause, (*_REFUSALS, ImportError)) or (
+        cause is not None and _is(cause, _LIGHTNINGS_REFUSAL)
+    )
+    return str(error) if cause is None or refuses else None
 
 
 def _is_refusal(error: BaseException, speakers: Sequence[Path] = _SPEAKERS) -> bool:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -20,10 +20,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic_core import SchemaError
-from transformers import PretrainedConfig
 
-from recipes.configuration.keys import constructors
+from recipes.configuration.keys import constructors, is_model_config
 from recipes.configuration.ranges import RANGES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
 _MISSING = "???"
@@ -98,7 +100,7 @@ def _by_signature(leaf: Leaf) -> Iterator[Any]:
     if leaf.target is None:
         return
     found, name = get_object(leaf.target), leaf.path.rpartition(".")[2]
-    if isinstance(found, type) and issubclass(found, PretrainedConfig):
+    if is_model_config(found):
         yield _of_a_config(found, name)
         return
     for function in constructors(found):

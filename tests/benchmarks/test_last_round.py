@@ -31,8 +31,8 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.diloco.wire import decode
-from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
+from recipes.training.pretraining import build_data, build_module
 from tests.world import run_ranks
 
 STEPS = 9

@@ -24,10 +24,10 @@ from lightning_commfree import DistributedLion
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.lion import LionSettings
-from recipes.pretrain import build_data, build_module
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import lion_betas
+from recipes.training.pretraining import build_data, build_module
 from tests.lion.serial import SerialLion
 from tests.world import run_ranks
 

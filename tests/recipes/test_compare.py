@@ -16,7 +16,7 @@ from hydra.core.singleton import Singleton
 from PIL import Image
 
 from recipes import compare as recipe
-from recipes.comparison import running
+from recipes.comparison import comparing, running
 from recipes.comparison.jobs import OWN_KEYS, RECIPE, Job, Plan, build_jobs
 from recipes.comparison.running import Record
 
@@ -76,12 +76,12 @@ def test_two_strategies_train_on_the_same_tokens_and_a_page_shows_them(compared)
     # the same seed, model, batches and optimizer: both take the same steps, to rounding
     losses = [summary["validation_loss"] for summary in found.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    text = (folder / recipe.PAGE_FILE).read_text()
+    text = (folder / comparing.PAGE_FILE).read_text()
     for summary in found.values():
         assert f"<td>{summary['validation_loss']:.4f}</td>" in text
         assert f"<td>{summary['seconds_waited']:.3g} s</td>" in text
     assert "python -m recipes.compare &#39;strategies=[ddp,domino_tp]&#39; data=synthetic" in text
-    assert Image.open(folder / recipe.FIGURE_FILE).format == "PNG"
+    assert Image.open(folder / comparing.FIGURE_FILE).format == "PNG"
 
 
 def test_ddp_waits_and_the_run_lasts_longer_than_that(compared) -> None:
@@ -97,11 +97,11 @@ def test_ddp_waits_and_the_run_lasts_longer_than_that(compared) -> None:
 def test_the_same_command_keeps_what_is_done(compared, monkeypatch, capsys) -> None:
     folder, words = compared
     before = (folder / "ddp" / "summary.json").stat().st_mtime_ns
-    (folder / recipe.PAGE_FILE).unlink()
+    (folder / comparing.PAGE_FILE).unlink()
     assert run_main(monkeypatch, *words) == 0
     assert (folder / "ddp" / "summary.json").stat().st_mtime_ns == before
     assert "[2/2] domino_tp: kept, it is done already" in capsys.readouterr().out
-    assert (folder / recipe.PAGE_FILE).exists()
+    assert (folder / comparing.PAGE_FILE).exists()
 
 
 def test_a_job_that_fails_makes_the_exit_code_1(monkeypatch, tmp_path, capsys) -> None:
@@ -113,7 +113,7 @@ def test_a_job_that_fails_makes_the_exit_code_1(monkeypatch, tmp_path, capsys) -
 
     monkeypatch.setattr(running, "run", fail)
     assert run_main(monkeypatch, "strategies=[ddp]", f"run_dir={tmp_path}/run") == 1
-    text = (tmp_path / "run" / recipe.PAGE_FILE).read_text()
+    text = (tmp_path / "run" / comparing.PAGE_FILE).read_text()
     assert "ddp failed" in text
     assert "out of luck" in text
     assert "It ended with exit code 9. All that it printed: " in capsys.readouterr().out
@@ -165,13 +165,13 @@ def test_values_of_the_wrong_kind_are_refused(word, message) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("compare", [word])
     with pytest.raises(ValueError, match=re.escape(message)):
-        recipe.read_plan(config, Path())
+        comparing.read_plan(config, Path())
 
 
 def test_the_configuration_has_the_comparisons_keys_and_the_jobs() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config, job = compose("compare"), compose(RECIPE)
-        plan = recipe.read_plan(config, Path())
+        plan = comparing.read_plan(config, Path())
         jobs = build_jobs(plan, [])
     assert set(config) - set(job) | {"run_dir"} == set(OWN_KEYS)
     assert set(job) <= set(config)

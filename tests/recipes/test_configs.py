@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes.configuration.keys import parameters_of, targets
 from recipes.data.tokenizer import byte_tokenizer
-from recipes.pretrain import build_data, build_module
+from recipes.training.pretraining import build_data, build_module
 from recipes.training.run import build_trainer
 
 CONF = Path(__file__).parents[2] / "conf"

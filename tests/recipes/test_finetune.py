@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from recipes.configuration.sentences import sentence
 from recipes.data.tokenizer import byte_tokenizer
-from recipes.finetune import build
+from recipes.training.finetuning import build
 from recipes.training.pretrained import find_pretrained
 from recipes.training.run import fit
 

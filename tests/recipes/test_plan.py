@@ -18,7 +18,7 @@ from rich.console import Console
 
 from lightning_commfree.diloco import split_into_fragments
 from lightning_commfree.planner import Job, Model, advise, methods
-from recipes import plan as recipe
+from recipes import planning as recipe
 from recipes.training.language_model import LanguageModel
 
 ROOT = Path(__file__).parents[2]
@@ -146,10 +146,10 @@ def test_a_plan_that_cannot_be(override, error, message, tmp_path: Path) -> None
 
 def test_what_must_be_given_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"step_time and bandwidth must be given: add step_time="):
-        recipe._check_given(composed())
+        recipe.check_given(composed())
     with pytest.raises(ValueError, match=r"^bandwidth must be given: add bandwidth="):
-        recipe._check_given(composed("step_time=1"))
-    recipe._check_given(composed("step_time=1", "bandwidth=1"))
+        recipe.check_given(composed("step_time=1"))
+    recipe.check_given(composed("step_time=1", "bandwidth=1"))
 
 
 def test_an_unknown_model_is_refused_with_those_there_are() -> None:

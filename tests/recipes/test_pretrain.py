@@ -21,8 +21,9 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.data.corpus import MarkovChain
-from recipes.pretrain import build, build_data, main
+from recipes.pretrain import main
 from recipes.training.language_model import LanguageModel
+from recipes.training.pretraining import build, build_data
 from recipes.training.run import fit
 
 ROOT = Path(__file__).parents[2]

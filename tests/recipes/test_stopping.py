@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from recipes.pretrain import build
+from recipes.training.pretraining import build
 from recipes.training.run import fit
 
 STEPS, SAVED = 30, 10  # of a run, and before its first checkpoint

@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.types import RunMode
 
-from recipes.pretrain import build
 from recipes.training.launch import check_launch, check_sweep, launched_outside, with_launcher
+from recipes.training.pretraining import build
 from recipes.training.run import fit
 
 ROOT = Path(__file__).parents[2]

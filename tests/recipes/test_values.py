@@ -22,7 +22,7 @@ from recipes.configuration.keys import CONF
 from recipes.configuration.sentences import sentence
 from recipes.configuration.values import check_values
 from recipes.data.tokenizer import byte_tokenizer
-from recipes.plan import model_from_config
+from recipes.planning import model_from_config
 from recipes.training.language_model import LanguageModel, described
 from recipes.training.run import factory
 

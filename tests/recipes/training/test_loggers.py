@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.pretrain import build
 from recipes.training.loggers import RUN_ID_FILE, WandbJobLogger
+from recipes.training.pretraining import build
 from recipes.training.run import fit
 
 CONF = Path(__file__).parents[3] / "conf"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from recipes.pretrain import build, build_data, build_module
 from recipes.training import memory
 from recipes.training.evaluation import generate_text
 from recipes.training.length import Ranks
 from recipes.training.memory import estimate, free_host_bytes, gpus_of
+from recipes.training.pretraining import build, build_data, build_module
 from recipes.training.run import fit
 
 SMALL = ["data=synthetic", "tokenizer=bytes", "data.corpus.train_characters=5000"]

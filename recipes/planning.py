@@ -1,0 +1,210 @@
+"""A plan, printed and drawn: what `recipes.plan` shows of a model of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from lightning_commfree.planner import Advice, Job, Method, Model, advise, log_grid, methods
+from recipes.training.language_model import LanguageModel, described
+from recipes.training.traffic import human_bytes
+
+Config = dict[str, Any]
+Curves = dict[str, list[float]]
+
+FIGURE = "plan.png"
+_REQUIRED = {
+    "step_time": "seconds of an optimizer step that waits for nobody",
+    "bandwidth": "Gbit/s that one replica can send",
+}
+_JOB_KEYS = (
+    "num_replicas",
+    "sync_every",
+    "num_fragments",
+    "overlap_steps",
+    "wire_dtype",
+    "gradient_dtype",
+)
+
+
+def plan(config: Config, console: Console) -> Advice:
+    """Print the table and the advice, and write the figure.
+
+    Args:
+        config: `conf/plan.yaml` with its model, composed and resolved.
+        console: where to print.
+
+    Returns:
+        The advice that was printed.
+
+    Raises:
+        ValueError: a value outside its range, or a model without a list of equal blocks.
+        TypeError: a value of another kind.
+    """
+    for name, meaning in _REQUIRED.items():
+        value = config[name]
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"`{name}={value!r}` must be a number: {meaning}. Give {name}=0.5.")
+    if not isinstance(config["replica_size"], int) or config["replica_size"] < 1:
+        raise ValueError(
+            f"`replica_size={config['replica_size']!r}` must be a whole number from 1 on: it counts"
+            " the ranks of one replica."
+        )
+    model = model_from_config(config["model"], config["vocab_size"])
+    job = Job(model, config["step_time"], **{key: config[key] for key in _JOB_KEYS})
+    gbit_per_s = config["bandwidth"]
+    compared = methods(job)
+    advice = advise(job, gbit_per_s, config["advice_target"])
+    console.print(Text(_header(job, config)))
+    console.print(utilization_table(job, compared, gbit_per_s))
+    console.print(bandwidth_table(job, compared, config["targets"]))
+    console.print(bytes_table(compared, config["replica_size"]))
+    console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
+    path = Path(config["run_dir"]) / FIGURE
+    draw_job(job, compared, gbit_per_s, path)
+    console.print(Text(f"figure: {path}"))
+    return advice
+
+
+def model_from_config(config: Config, vocab_size: int | None) -> Model:
+    """Return the trainable parameters, block by block, of a model of `conf/model/`.
+
+    It is built as `recipes.pretrain` builds it, but of shapes only.
+
+    Args:
+        config: a transformers config with its `_target_`.
+        vocab_size: number of tokens; None takes the config class's default.
+
+    Raises:
+        ValueError: the model has no list of as many blocks as its config has hidden layers.
+    """
+    vocabulary = {} if vocab_size is None else {"vocab_size": vocab_size}
+    model_config = described(lambda: instantiate(config, **vocabulary, _convert_="all"))
+    with torch.device("meta"):  # a billion parameters are not allocated to be counted
+        module = LanguageModel(model_config.to_dict())
+    count = model_config.num_hidden_layers
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise ValueError(
+            f"{type(module.model).__name__} has no list of {count} blocks, its config's"
+            " `num_hidden_layers`, so the planner cannot tell what leaves together. Plan for a"
+            " decoder of transformers like GPT-2 or Llama."
+        )
+    blocks = [_trainable(block) for block in lists[0]]
+    return Model(tuple(blocks), _trainable(module) - sum(blocks))
+
+
+def utilization_table(job: Job, compared: Sequence[Method], gbit_per_s: float) -> Table:
+    """Return what each method makes of the bandwidth there is."""
+    table = Table("method", "setting", title=f"At {gbit_per_s:g} Gbit/s")
+    for column in ("utilization", "seconds per step"):
+        table.add_column(column, justify="right")
+    for name, setting, exchange in compared:
+        reached = job.utilization(exchange, gbit_per_s)
+        step_time = job.step_seconds / reached
+        table.add_row(name, setting, f"{reached:.1%}", f"{step_time:.4g}")
+    return table
+
+
+def bandwidth_table(job: Job, compared: Sequence[Method], targets: Sequence[float]) -> Table:
+    """Return the bandwidth that each method needs for each utilization."""
+    table = Table("method", title="Gbit/s needed for a utilization of")
+    for target in targets:
+        table.add_column(f"{target:.0%}", justify="right")
+    for name, _, exchange in compared:
+        needed = (job.needed_gbit_per_s(exchange, target) for target in targets)
+        table.add_row(name, *(f"{gbit:.3g}" for gbit in needed))
+    return table
+
+
+def bytes_table(compared: Sequence[Method], replica_size: int) -> Table:
+    """Return what each method sends."""
+    table = Table("method", title="Bytes sent")
+    for column in ("per step, by a replica", "by each of its ranks", "at once", "data parallel's"):
+        table.add_column(column, justify="right")
+    most = compared[0].exchange.bytes_per_step
+    for name, _, exchange in compared:
+        sent = exchange.bytes_per_step
+        table.add_row(
+            name,
+            human_bytes(sent),
+            human_bytes(sent / replica_size),
+            human_bytes(exchange.bytes_at_once),
+            f"1/{most / sent:,.4g}" if sent else "none",
+        )
+    return table
+
+
+def advice_lines(advice: Advice, target: float) -> list[str]:
+    """Return the advice as text."""
+    verdict = "reaches" if advice.reaches_target else "does not reach"
+    return [
+        f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}"
+        f" overlap_steps={advice.overlap_steps}: utilization {advice.utilization:.1%}, which"
+        f" {verdict} {target:.0%}.",
+        *(f"- {reason}" for reason in advice.reasons),
+    ]
+
+
+def draw_job(job: Job, compared: Sequence[Method], gbit_per_s: float, path: Path) -> None:
+    """Write a PNG with the utilization of each method, three decades around the bandwidth."""
+    finite = gbit_per_s if math.isfinite(gbit_per_s) else 1e3
+    bandwidths = log_grid(finite * 1e-3, finite * 1e3, 181)
+    curves = {m.name: [job.utilization(m.exchange, b) for b in bandwidths] for m in compared}
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)  # by hand: pyplot keeps global state and may look for a display
+    axes = figure.subplots()
+    draw_curves(axes, bandwidths, curves)
+    axes.axvline(finite, color="0.7", zorder=0)
+    axes.set_title(f"{job.model.params / 1e6:,.1f} M parameters, {job.step_seconds:g} s per step")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_curves(axes: Any, bandwidths: Sequence[float], curves: Curves) -> None:
+    """Draw utilizations over bandwidths (Gbit/s) into matplotlib's axes."""
+    for name, utilizations in curves.items():
+        axes.semilogx(bandwidths, utilizations, label=name)
+    axes.set(xlabel="bandwidth of a replica (Gbit/s)", ylabel="utilization", ylim=(0, 1.02))
+
+
+def _trainable(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _header(job: Job, config: Config) -> str:
+    model = job.model
+    name = config["model"]["_target_"].rpartition(".")[2].removesuffix("Config")
+    return (
+        f"{name}, {model.params:,} parameters: {len(model.block_params)} blocks of"
+        f" {max(model.block_params):,} and {model.rest_params:,} besides.\n"
+        f"{job.num_replicas} replicas of {config['replica_size']} rank(s),"
+        f" {job.step_seconds:g} s per step without waiting, sync_every={job.sync_every}."
+    )
+
+
+def check_given(config: DictConfig) -> None:
+    """Ask for what only the user can know.
+
+    Raises:
+        ValueError: it is not there; with an example.
+    """
+    missing = [name for name in _REQUIRED if OmegaConf.is_missing(config, name)]
+    if missing:
+        wanted = " and ".join(f"{name}=... ({_REQUIRED[name]})" for name in missing)
+        raise ValueError(
+            f"{' and '.join(missing)} must be given: add {wanted} to the command line, for example"
+            " python -m recipes.plan model=llama_1b step_time=0.1 bandwidth=1."
+        )

@@ -1,0 +1,83 @@
+"""Data and module of a fine-tuning, made of its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.utils import get_object, instantiate
+from transformers import PretrainedConfig
+
+from lightning_commfree import DominoTPStrategy
+from recipes.data.training_data import TrainingData
+from recipes.training.forked import without_beginning_cuda
+from recipes.training.language_model import LanguageModel
+from recipes.training.memory import check_memory
+from recipes.training.pretrained import check_fit, check_packing, find_pretrained
+from recipes.training.run import Config, factory
+
+
+def build(config: Config) -> tuple[TrainingData, LanguageModel]:
+    """Return data and module of a composed `conf/finetune.yaml`.
+
+    Raises:
+        FileNotFoundError: a path or glob matches nothing.
+        ValueError: model, data and strategy do not go together, one of them cannot be read, or the
+            model does not fit into memory.
+    """
+    _check_parts(config)
+    config = _with_found_models(config)
+    model_config = instantiate(config["model"], _convert_="all")
+    data = build_data(config)
+    check_fit(model_config, data.tokenizer, data.block_size)
+    check_memory(config, lambda: build_module(config, model_config, pretrained=False))
+    module = build_module(config, model_config)
+    if config["data"].get("packing"):
+        without_beginning_cuda(lambda: check_packing(module.model))
+    return data, module
+
+
+def build_data(config: Config) -> TrainingData:
+    """Return the data module with its tokenizer."""
+    tokenizer = instantiate(_with_found_models(config)["tokenizer"], _convert_="all")
+    return factory(config["data"])(tokenizer=tokenizer)
+
+
+def build_module(
+    config: Config, model_config: PretrainedConfig, pretrained: bool = True
+) -> LanguageModel:
+    """Return the module, with adapters where `lora` is given; with fresh weights on request."""
+    return LanguageModel(
+        model_config.to_dict(),
+        factory(config["optimizer"]),
+        pretrained=config["model"]["name_or_path"] if pretrained else None,
+        lora=config["lora"],
+        gradient_checkpointing=config["gradient_checkpointing"],
+        compile_backend=config["compile"],
+    )
+
+
+def _with_found_models(config: Config) -> Config:
+    """Return the configuration with globs and folders of pretrained models made whole paths."""
+    found: dict[str, Any] = {}
+    for group in ("model", "tokenizer"):
+        part = config[group]
+        if "name_or_path" in part:
+            part = {**part, "name_or_path": find_pretrained(part["name_or_path"])}
+        found[group] = part
+    return {**config, **found}
+
+
+def _check_parts(config: Config) -> None:
+    if "name_or_path" not in config["model"]:
+        raise ValueError(
+            f"model._target_={config['model']['_target_']} describes a new model, without weights"
+            " that could be tuned. Use `model=pretrained model.name_or_path=...`, or pretrain it"
+            " (`python -m recipes.pretrain`)."
+        )
+    strategy = get_object(config["strategy"]["_target_"])
+    if config["lora"] is not None and issubclass(strategy, DominoTPStrategy):
+        raise ValueError(
+            "LoRA does not go with strategy=domino_tp, which divides the linear layers that peft"
+            " has wrapped and would leave out the adapters. Use `lora=none` or another strategy:"
+            " adapters are small, and so is what the others send for them."
+        )

@@ -1,0 +1,41 @@
+"""Data and module of a pretraining, made of its configuration."""
+
+from __future__ import annotations
+
+from hydra.utils import instantiate
+
+from recipes.data.token_data import TokenDataModule
+from recipes.training.language_model import LanguageModel, described
+from recipes.training.memory import check_memory
+from recipes.training.run import Config, factory
+
+
+def build(config: Config) -> tuple[TokenDataModule, LanguageModel]:
+    """Return data and module of a composed `conf/pretrain.yaml`.
+
+    Raises:
+        ValueError: the model does not fit into memory, or a part refuses a value.
+    """
+    data = build_data(config)
+    check_memory(config, lambda: build_module(config, data))
+    return data, build_module(config, data)
+
+
+def build_data(config: Config) -> TokenDataModule:
+    """Return the data module with its tokenizer, which is trained here if it must be."""
+    tokenizer = instantiate(config["tokenizer"], _convert_="all")
+    return factory(config["data"])(tokenizer=tokenizer)
+
+
+def build_module(config: Config, data: TokenDataModule) -> LanguageModel:
+    """Return the module; `conf/model/` is a transformers config that the tokenizer completes."""
+    tokenizer = data.tokenizer
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    make = factory(config["model"])
+    model_config = described(lambda: make(vocab_size=len(tokenizer), **ends))
+    return LanguageModel(
+        model_config.to_dict(),
+        factory(config["optimizer"]),
+        gradient_checkpointing=config["gradient_checkpointing"],
+        compile_backend=config["compile"],
+    )

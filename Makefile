@@ -80,7 +80,7 @@ bench-quality: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
 	@echo "Installing what constraints.txt says into $(VENV): some minutes, once."
-	@$(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,dev]'
+	@$(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,dev,docs]'
 	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
@@ -113,7 +113,7 @@ constraints:
 	@build/uv/bin/uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --all-extras \
 	  --constraint build/hold.txt $(if $(UPGRADE),--upgrade) --no-annotate --no-header -o build/constraints.txt
 	@{ echo "# Exact pins of everything that the set-up installs, for every supported Python and platform."; \
-	  echo "# Made by 'make constraints'; do not edit. Used as: pip install -c constraints.txt -e '.[recipes,dev]'"; \
+	  echo "# Made by 'make constraints'; do not edit. Used as: pip install -c constraints.txt -e '.[recipes,dev,docs]'"; \
 	  cat build/constraints.txt; } > constraints.txt
 	@git --no-pager diff --stat -- constraints.txt
 

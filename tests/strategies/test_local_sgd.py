@@ -1,8 +1,7 @@
-"""A new algorithm between replicas is small: LocalSGD, its parameters averaged every H steps."""
+"""A new algorithm between replicas is small: the LocalSGD of the examples."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,80 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.weight_swap import SharedCopy, WeightSwap
-from lightning_commfree.strategies import DataParallel, LocalUpdates, ReplicaStrategy
+from examples.local_sgd import LocalSGDStrategy
 from tests.strategies.models import Noisy, Recorder, dataset, quiet_trainer
 from tests.world import run_ranks
 
 H, STEPS, SAVED = 4, 11, 6
-
-
-class LocalSGD(LocalUpdates):
-    """Local SGD (arXiv:1805.09767): the mean of all replicas' weights every `every` steps."""
-
-    name = "Local SGD"
-
-    def __init__(self, module: nn.Module, channel: Channel, every: int) -> None:
-        self.step, self.parted = 0, False
-        self._shared, self._channel, self._every = SharedCopy(module), channel, every
-        self.weight_swap = WeightSwap([self._shared])
-
-    def after_step(self, stop: bool) -> bool:
-        self.step += 1
-        return self.step % self._every == 0 and self._average(stop)
-
-    def finish(self, stop: bool, goes_on: bool) -> bool:
-        with self.weight_swap.local_weights():
-            return self._average(stop, ends=True)
-
-    @torch.no_grad()
-    def _average(self, stop: bool, ends: bool = False) -> bool:
-        local = self._shared.local
-        words = torch.tensor([float(stop), float(ends)])
-        sums = torch.cat([*(tensor.reshape(-1) for tensor in local), words])
-        *means, wants, ended = (
-            self._channel.all_reduce(sums, "average")
-            .wait()
-            .split([*(tensor.numel() for tensor in local), 1, 1])
-        )
-        assert ended in (0, self._channel.size), "replicas have equally many batches here"
-        for tensor, mean in zip(local, means, strict=True):
-            tensor.copy_((mean / self._channel.size).view_as(tensor))
-        self._shared.take_local()
-        return bool(wants)
-
-    def cycle(self) -> tuple[dict[str, float], int]:
-        size = sum(tensor.numel() for tensor in self._shared.local) + 2
-        return {"average": 8 * size * (self._channel.size - 1) / self._channel.size}, self._every
-
-    def state_dict(self) -> dict[str, Any]:
-        shared = self._shared.outer()
-        return {"step": self.step, "local": self.weight_swap.local, "shared": shared}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        self.weight_swap.load_local(state["local"])
-        self._shared.load(state["shared"])
-
-
-class LocalSGDStrategy(ReplicaStrategy):
-    """Trains with `LocalSGD`."""
-
-    def __init__(self, every: int = 10, **ddp_kwargs: Any) -> None:
-        super().__init__(DataParallel(), **ddp_kwargs)
-        self.every = every
-
-    def fingerprint(self) -> dict[str, str]:
-        return {"every": str(self.every)}
-
-    def begin(self, trainer: pl.Trainer) -> LocalSGD:
-        return LocalSGD(self.module, self.channels.between, self.every)
-
-
-def test_it_is_small() -> None:
-    lines = inspect.getsource(LocalSGD) + inspect.getsource(LocalSGDStrategy)
-    assert len([line for line in lines.splitlines() if line.strip()]) <= 60
 
 
 class Watch(pl.Callback):

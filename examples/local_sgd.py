@@ -1,0 +1,75 @@
+"""An algorithm of your own between replicas: the mean of their weights every so many steps.
+
+python examples/local_sgd.py
+"""
+
+import lightning as L
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_commfree.comm.weight_swap import SharedCopy, WeightSwap
+from lightning_commfree.strategies import DataParallel, LocalUpdates, ReplicaStrategy
+
+
+class LocalSGD(LocalUpdates):
+    """Local SGD (arXiv:1805.09767)."""
+
+    name = "Local SGD"
+
+    def __init__(self, module, channel, every):
+        self.step, self.parted = 0, False
+        self._shared, self._channel, self._every = SharedCopy(module), channel, every
+        self.weight_swap = WeightSwap([self._shared])
+
+    def after_step(self, stop):
+        self.step += 1
+        return self.step % self._every == 0 and self._average(stop)
+
+    def finish(self, stop, goes_on):
+        with self.weight_swap.local_weights():
+            return self._average(stop, ends=True)
+
+    @torch.no_grad()
+    def _average(self, stop, ends=False):
+        local = self._shared.local
+        words = torch.tensor([float(stop), float(ends)])
+        sums = torch.cat([*(tensor.reshape(-1) for tensor in local), words])
+        sums = self._channel.all_reduce(sums, "average").wait()
+        *means, wants, ended = sums.split([*(tensor.numel() for tensor in local), 1, 1])
+        assert ended in (0, self._channel.size), "replicas have equally many batches here"
+        for tensor, mean in zip(local, means, strict=True):
+            tensor.copy_((mean / self._channel.size).view_as(tensor))
+        self._shared.take_local()
+        return bool(wants)
+
+    def cycle(self):  # bytes that a rank sends in so many steps, by tag
+        size = sum(tensor.numel() for tensor in self._shared.local) + 2
+        return {"average": 8 * size * (self._channel.size - 1) / self._channel.size}, self._every
+
+    def state_dict(self):
+        shared = self._shared.outer()
+        return {"step": self.step, "local": self.weight_swap.local, "shared": shared}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+        self.weight_swap.load_local(state["local"])
+        self._shared.load(state["shared"])
+
+
+class LocalSGDStrategy(ReplicaStrategy):
+    """Trains with `LocalSGD`."""
+
+    def __init__(self, every=10, **ddp_kwargs):
+        super().__init__(DataParallel(), **ddp_kwargs)
+        self.every = every
+
+    def fingerprint(self):
+        return {"every": str(self.every)}
+
+    def begin(self, trainer):
+        return LocalSGD(self.module, self.channels.between, self.every)
+
+
+if __name__ == "__main__":
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=LocalSGDStrategy(), max_epochs=2)
+    trainer.fit(BoringModel())

@@ -1,0 +1,165 @@
+"""Every example runs as it stands; those that need no machines or notebook share two ranks."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning
+import nbformat
+import pytest
+from lightning.pytorch import Callback
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from benchmarks.lab import NetLab, why_unavailable
+from lightning_commfree.comm.digest import digest
+from tests.world import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+MACHINES = "two_machines"
+STEPS = 30
+LINES = 60
+CLI = ["fit", f"--config={EXAMPLES / 'lightning_cli.yaml'}", f"--trainer.max_steps={STEPS}"]
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+CLI += [f"--trainer.{name}=false" for name in QUIET]
+
+
+class Losses(Callback):
+    """Keeps the loss of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs["loss"].item())
+
+
+def play(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Run the scripts as this rank would, at `STEPS` steps each."""
+    base, made = folder / "base", lightning.Trainer
+    arguments = {"lightning_cli": CLI, "lora": [str(base)]}
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for script in SCRIPTS:
+            if script == MACHINES:
+                continue
+            losses = Losses()
+            small = {**QUIET, "max_steps": STEPS, "callbacks": [losses]}
+            patch.setattr(lightning, "Trainer", lambda s=small, **given: made(**{**given, **s}))
+            path = str(EXAMPLES / f"{script}.py")
+            patch.setattr(sys, "argv", [path, *arguments.get(script, [])])
+            trainer = runpy.run_path(path, run_name="__main__")["trainer"]
+            found[script] = {
+                "steps": trainer.global_step,
+                "losses": losses.seen or [trainer.callback_metrics["train/loss"].item()],
+                "end": [int(digest(p)) for p in trainer.lightning_module.parameters()],
+                "strategy": type(trainer.strategy).__name__,
+                "sent": trainer.strategy.ledger.bytes_by_phase["steps"],
+            }
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("examples")
+    config = GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder / "base")
+    return run_ranks(play, 2, folder, folder), folder
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != MACHINES])
+def test_a_script_trains_and_all_ranks_end_alike(script: str, ranks: Any) -> None:
+    (one, other), _ = ranks
+    one, other = one[script], other[script]
+    assert one["steps"] == other["steps"] == STEPS
+    assert all(map(math.isfinite, one["losses"]))
+    assert one["end"] == other["end"]
+    assert sum(one["sent"].values()) > 0
+
+
+@pytest.mark.parametrize("script", ["image_classifier", "text_model", "lora", "outer_optimizer"])
+def test_it_learns(script: str, ranks: Any) -> None:
+    (one, _), _ = ranks
+    losses = one[script]["losses"]
+    assert len(losses) == STEPS
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+
+
+def test_the_adapter_is_saved_alone(ranks: Any) -> None:
+    saved = ranks[1] / "outputs" / "lora"
+    assert {path.name for path in saved.iterdir()} >= {"adapter_config.json"}
+    assert not (saved / "model.safetensors").exists()
+
+
+NEEDED = why_unavailable()
+
+
+@pytest.mark.skipif(NEEDED is not None, reason=str(NEEDED))
+def test_two_machines_by_torchrun_find_each_other_by_themselves() -> None:
+    """In the laboratory: namespaces with a host name each, and no interface that anybody names."""
+    script = str(EXAMPLES / f"{MACHINES}.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"]
+    with NetLab(nodes=2, rate="100mbit") as lab:
+        none = {"GLOO_SOCKET_IFNAME": "", "PYTHONPATH": str(ROOT)}
+        machines = lab.run([[*torchrun, *meet, script]] * 2, timeout_s=200, env=none)
+    said = [machine.output for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    weights = [re.search(r"rank \d: (256 steps, weights .*)", text) for text in said]
+    assert all(weights), said
+    assert weights[0][1] == weights[1][1]
+    fp32_gradients = 256 * 4 * 4609  # what one node would send under DDP, at the least
+    assert all(0 < machine.sent_bytes < fp32_gradients / 4 for machine in machines)
+
+
+def executed(notebook: Any, folder: Path) -> list[str]:
+    """Run all cells in a kernel, as a reader does, and return what they print."""
+    kernel = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
+    kernel.execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return ["".join(o.get("text", "") for o in cell.outputs) for cell in cells]
+
+
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    last = executed(notebook, tmp_path)[-1]
+    found = re.search(r"loss (\S+) before, (\S+) after", last)
+    assert found is not None, last
+    assert float(found[2]) < 0.5 * float(found[1])
+
+    wrong = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
+    with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
+        executed(wrong, tmp_path)
+
+
+def lines_of_code(text: str) -> int:
+    """Count lines that are not empty."""
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.*")), ids=lambda path: path.name)
+def test_an_example_is_short_and_says_how_it_is_run(path: Path) -> None:
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        cells = nbformat.reads(text, as_version=4).cells
+        text = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    assert lines_of_code(text) <= LINES
+    if path.suffix == ".py":
+        said = ast.get_docstring(ast.parse(text)) or ""
+        assert re.search(rf"^(python|torchrun).*examples/{path.name}", said, re.M | re.S)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.parts import own
 
 
 class OwnTensors:
@@ -79,7 +80,7 @@ class OwnTensors:
 
 def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
-        name: tensor
+        name: own(tensor)
         for name, tensor in tensors.items()
         if not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
     }

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.parts import own
 
 _REFERENCE = "in the checkpoint"  # the key of a dictionary that stands for a tensor
 
@@ -139,7 +140,7 @@ def _mapped(
     References stay as they are without `of_reference`.
     """
     if _has_bits(value):
-        return of_tensor(value)
+        return of_tensor(own(value))
     if type(value) in (dict, OrderedDict):
         if of_reference is not None and _REFERENCE in value:
             return of_reference(value[_REFERENCE])

@@ -10,23 +10,34 @@ from torch import Tensor, nn
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import thorough_digest
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.parts import is_part, own
 
 START_TAG = "start"  # of the ledger: what travels before the first step
 
 
-def common_start(channel: Channel, module: nn.Module, fingerprint: Mapping[str, str]) -> None:
+def common_start(
+    channel: Channel,
+    module: nn.Module,
+    fingerprint: Mapping[str, str],
+    between: Channel | None = None,
+) -> None:
     """Compare settings and module over all ranks, then take rank 0's weights where they differ.
 
     Args:
         channel: over the world.
         module: has the same parameters and buffers on all ranks.
         fingerprint: what else must be equal.
+        between: to the ranks that hold the same parts of parameters in other replicas, where ranks
+            hold parts; they take the first replica's.
 
     Raises:
         ValueError: the ranks do not agree; on all of them alike.
     """
     check_agreement(channel, {**fingerprint, **_describe(module)})
-    take_first_rank(channel, [*module.parameters(), *module.buffers()], START_TAG)
+    tensors = [*module.parameters(), *module.buffers()]
+    take_first_rank(channel, (t for t in tensors if not is_part(t)), START_TAG)
+    if between is not None:
+        take_first_rank(between, (t for t in tensors if is_part(t)), START_TAG)
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
@@ -42,7 +53,8 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
             on `meta`, are left alone.
         tag: of the ledger.
     """
-    held = [tensor.detach() for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    held = [own(tensor) for tensor in tensors if not tensor.is_meta]
+    held = [tensor for tensor in held if tensor.numel()]
     if not held or channel.size == 1:
         return
     hashes = [thorough_digest(tensor.contiguous()).to(channel.device) for tensor in held]

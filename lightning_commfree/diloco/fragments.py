@@ -1,9 +1,8 @@
 """How a model is cut into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
-A *block* is an element of a list of equal modules, like `transformer.h` of GPT-2, `model.layers` of
-Llama, `encoder.block` and `decoder.block` of T5: in every outermost `ModuleList` or `Sequential`
-with at least two children, all of one class, each child is a block. With P fragments, the last one
-holds what stands in no block (embeddings, final norm, head); the blocks go to the other G:
+A *block* is one of the equal modules that most of a model consists of (`comm.blocks`). With P
+fragments, the last one holds what stands in no block (embeddings, final norm, head); the blocks go
+to the other G:
 
 - "strided": block i to fragment i mod G. The paper's choice: what leaves together is spread over
   the depth;
@@ -19,10 +18,13 @@ with the fragment of their module.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+
+from lightning_commfree.comm.blocks import block_names
+from lightning_commfree.comm.parts import own
 
 PATTERNS = ("strided", "sequential", "balanced")
 _BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)
@@ -54,7 +56,7 @@ def split_into_fragments(
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_parameters(parameters)
-    blocks = [b for b in _blocks(module) if any(_inside(name, b) for name in parameters)]
+    blocks = [b for b in block_names(module) if any(_inside(name, b) for name in parameters)]
     rest = [name for name in parameters if not any(_inside(name, block) for block in blocks)]
 
     if num_fragments is not None:
@@ -78,7 +80,7 @@ def split_into_fragments(
 def has_blocks(module: nn.Module) -> bool:
     """Return whether some parameter that is trained stands in a block."""
     names = [name for name, p in module.named_parameters() if p.requires_grad]
-    return any(_inside(name, block) for block in _blocks(module) for name in names)
+    return any(_inside(name, block) for block in block_names(module) for name in names)
 
 
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -89,18 +91,6 @@ def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
     saved = set(module.state_dict(keep_vars=True))
     buffers = module.named_buffers()
     return {name: b for name, b in buffers if name in saved and b.is_floating_point()}
-
-
-def _blocks(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the blocks, in the order of the model."""
-    children = list(module.named_children())
-    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
-    if is_list and len(children) > 1 and len({type(child) for _, child in children}) == 1:
-        yield from (prefix + name for name, _ in children)
-        return
-
-    for name, child in children:
-        yield from _blocks(child, f"{prefix}{name}.")
 
 
 def _inside(name: str, module_name: str) -> bool:
@@ -181,7 +171,8 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
                 " buffer."
             )
 
-        twin = names_by_memory.setdefault(parameter.data_ptr(), name) if parameter.numel() else name
+        memory = own(parameter)
+        twin = names_by_memory.setdefault(memory.data_ptr(), name) if memory.numel() else name
         if twin != name:
             raise ValueError(
                 f"The parameters {twin!r} and {name!r} share memory but are two `Parameter`"

@@ -33,6 +33,7 @@ from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest, mix_digests
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.parts import own
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.outer import REPLICA_TAG
 
@@ -115,7 +116,7 @@ class LateParameters:
 
     def _frozen(self) -> dict[str, Tensor]:
         return {
-            name: p.detach()
+            name: own(p)
             for name, p in self.outside.items()
             if not (p.requires_grad or is_lazy(p) or p.is_meta)
             and p.is_floating_point()

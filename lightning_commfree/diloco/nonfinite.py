@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.parts import own
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.refusals import NONFINITE_VALUES
 from lightning_commfree.diloco.transfers import is_nonfinite
@@ -127,7 +128,8 @@ def reset_nonfinite_state(
     for optimizer in optimizers:
         for parameter in wanted:
             state = optimizer.state.get(parameter, {})
-            tensors = [t for t in state.values() if isinstance(t, Tensor) and t.is_floating_point()]
+            tensors = [own(t) for t in state.values() if isinstance(t, Tensor)]
+            tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
             if all(bool(tensor.isfinite().all()) for tensor in tensors):
                 continue
 

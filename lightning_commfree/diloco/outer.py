@@ -8,7 +8,7 @@ of the next outer gradient: replicas would drift apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,71 +18,122 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.parts import is_part, own
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory, make_outer_optimizer
 
 REPLICA_TAG = "replica"
 
 
+class Share(NamedTuple):
+    """Some values of one tensor, behind each other."""
+
+    tensor: int  # its number
+    start: int
+    end: int
+
+
 class Shards:
-    """How the tensors of a fragment lie behind each other, and which part a rank has.
+    """What of a fragment's tensors a rank exchanges, and how it lies in one flat tensor.
+
+    The ranks of a replica hold a tensor alike, or a *part* of it each (`comm.parts`). Of what they
+    hold alike a rank exchanges one shard of ceil(C / k) values, for C values and k ranks; of the
+    parts its own. Parameters come before buffers, and shards of copies before parts.
 
     Args:
-        local: the tensors.
-        replica: channel to the ranks of the same replica, which have a part each.
+        local: the tensors as this rank holds them, parameters before buffers.
+        are_parts: which of them are parts.
+        num_parameters: how many of them are parameters.
+        replica: channel to the ranks of the same replica.
 
     Attributes:
-        numel: S = ceil(N / k), the values of a part, for N values and k ranks.
+        numel: S, the values that this rank exchanges, filled up to the size of the others' shard.
+        parameter_numel: how many of them come first and are of parameters.
     """
 
-    def __init__(self, local: Sequence[Tensor], replica: Channel) -> None:
+    def __init__(
+        self,
+        local: Sequence[Tensor],
+        are_parts: Sequence[bool],
+        num_parameters: int,
+        replica: Channel,
+    ) -> None:
         self._shapes = [tensor.shape for tensor in local]
         self._sizes = [tensor.numel() for tensor in local]
         self._replica = replica
-        self.numel = -(-sum(self._sizes) // replica.size)
+        self._copies = [i for i, is_part in enumerate(are_parts) if not is_part]
+        parts = [Share(i, 0, self._sizes[i]) for i, is_part in enumerate(are_parts) if is_part]
+
+        self._copied = sum(self._sizes[i] for i in self._copies)
+        self._shard = -(-self._copied // replica.size)
+        mine = self._cut(replica.rank * self._shard)
+        split = num_parameters
+
+        # stable: within both kinds the copies stay first
+        self._shares = sorted([*mine, *parts], key=lambda share: share.tensor >= split)
+        self._fill = self._shard - sum(share.end - share.start for share in mine)
+        lengths = [share.end - share.start for share in self._shares]
+        self.numel = sum(lengths) + self._fill
+        self.parameter_numel = self.numel
+        if num_parameters < len(local):
+            trained = zip(self._shares, lengths, strict=True)
+            self.parameter_numel = sum(n for share, n in trained if share.tensor < split)
 
     def own(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return this rank's part of such tensors: fp32, shape (S,), new, filled up with zeros."""
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-        if self._replica.size == 1:
-            return flat
+        """Return what this rank exchanges of such tensors: fp32, shape (S,), new."""
+        pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._shares]
+        zeros = torch.zeros(self._fill, device=tensors[0].device)
+        return torch.cat([*pieces, zeros])
 
-        start = self._replica.rank * self.numel
-        part = flat.new_zeros(self.numel)
-        mine = flat[start : start + self.numel]
-        part[: mine.numel()].copy_(mine)
-        return part
+    def whole(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
+        """Return the tensors as a rank holds them, on a device; collective where some are copies.
 
-    def whole(self, part: Tensor, device: torch.device | None = None) -> list[Tensor]:
-        """Return the tensors that the ranks' parts make up, on a device; collective in a replica.
-
-        Views where they can be. None: the device of `part`.
+        Views where they can be. None: the device of `values`.
         """
-        device = device or part.device
+        device = device or values.device
+        flat: list[Tensor] = [values[:0]] * len(self._sizes)
+        slices = self.slices(values)
+        for i, piece in slices:
+            flat[i] = piece
+
+        if self._replica.size > 1 and self._copied:
+            copies = set(self._copies)
+            shard = torch.cat([piece for i, piece in slices if i in copies] + [self._zeros(values)])
+            shards = self._replica.all_gather(shard.to(self._replica.device), REPLICA_TAG).wait()
+            sizes = [self._sizes[i] for i in self._copies]
+            for i, piece in zip(
+                self._copies, torch.split(shards.view(-1)[: self._copied], sizes), strict=True
+            ):
+                flat[i] = piece
+        return [
+            piece.to(device).view(shape) for piece, shape in zip(flat, self._shapes, strict=True)
+        ]
+
+    def slices(self, values: Tensor) -> list[tuple[int, Tensor]]:
+        """Cut what a rank exchanges at the borders of the tensors: the tensor's number, a view.
+
+        A replica of one rank has every tensor in its shape; else slices are flat.
+        """
+        lengths = [share.end - share.start for share in self._shares]
+        pieces = torch.split(values[: sum(lengths)], lengths) if lengths else ()
+        slices = [(share.tensor, piece) for share, piece in zip(self._shares, pieces, strict=True)]
         if self._replica.size > 1:
-            parts = self._replica.all_gather(part.to(self._replica.device), REPLICA_TAG).wait()
-            part = parts.view(-1)[: sum(self._sizes)]
-        return self._views(part.to(device))
+            return slices
+        return [(i, piece.view(self._shapes[i])) for i, piece in slices]
 
-    def slices(self, part: Tensor) -> list[tuple[int, Tensor]]:
-        """Cut a part at the borders of the tensors: the tensor's number and the slice, a view.
-
-        A replica of one rank has every tensor whole, in its shape.
-        """
-        if self._replica.size == 1:
-            return list(enumerate(self._views(part)))
-
-        start, slices, begin = self._replica.rank * self.numel, [], 0
-        for i, size in enumerate(self._sizes):
-            low, high = max(begin - start, 0), min(begin + size - start, self.numel)
-            if low < high:
-                slices.append((i, part[low:high]))
+    def _cut(self, start: int) -> list[Share]:
+        """Return the values of the copies from `start` on that make up one shard."""
+        shares, begin = [], 0
+        for i in self._copies:
+            size = self._sizes[i]
+            low, high = max(begin, start), min(begin + size, start + self._shard)
+            if low < high or self._replica.size == 1:
+                shares.append(Share(i, low - begin, high - begin))
             begin += size
-        return slices
+        return shares
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = torch.split(flat, self._sizes)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+    def _zeros(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self._fill)
 
 
 class OuterFragment:
@@ -122,17 +173,18 @@ class OuterFragment:
     ) -> None:
         self._module, self.fragment = module, fragment
         self.replica = replica or Channel([0], 0, Ledger())
-        self._shards = Shards(self.local, self.replica)
+        named = [_tensor(module, name) for name in (*fragment.parameters, *fragment.buffers)]
+        are_parts, split = [is_part(tensor) for tensor in named], len(fragment.parameters)
+        self._own = own if any(are_parts) else Tensor.detach
+        self._shards = Shards(self.local, are_parts, split, self.replica)
         self.shard_numel = self._shards.numel
         start = self.local_values()
         self.global_copy = start if device is None else _moved(start, device)
 
-        split, slices = len(fragment.parameters), self._shards.slices(self.global_copy)
+        slices = self._shards.slices(self.global_copy)
         self._outer_parameters = [nn.Parameter(part) for i, part in slices if i < split]
         self._outer_buffers = [part for i, part in slices if i >= split]
-        self.parameter_numel = self.shard_numel
-        if fragment.buffers:
-            self.parameter_numel = sum(part.numel() for part in self._outer_parameters)
+        self.parameter_numel = self._shards.parameter_numel
 
         # a shard may hold buffers alone, or nothing: optimizers refuse an empty list
         nothing = [nn.Parameter(self.global_copy[:0])]
@@ -155,7 +207,7 @@ class OuterFragment:
         A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
         """
         names = [*self.fragment.parameters, *self.fragment.buffers]
-        return [_tensor(self._module, name).detach() for name in names]
+        return [self._own(_tensor(self._module, name)) for name in names]
 
     # -- the local copy
 

@@ -68,6 +68,7 @@ class DiLoCoSettings:
     wire_dtype: str
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
+    inside: str = "ddp"
     nonfinite: str = "raise"
     evaluate: str = "outer"
     check_drift_every: int = 1

@@ -37,7 +37,6 @@ Departures from the paper:
 from lightning_commfree.domino.checks import (
     check_batch,
     check_module,
-    check_optimizers,
     check_states,
     find_models,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "check_batch",
     "check_divisible",
     "check_module",
-    "check_optimizers",
     "check_states",
     "find_models",
     "gradient_norm",

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.parts import refuse_wrapped
 from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.materialize import on_meta
 from lightning_commfree.domino.parallel import check_divisible
@@ -43,8 +43,9 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
         ValueError: there is nothing, it is compiled, wrapped, has adapters, is without values that
             nobody can give it, or does not fit the ranks.
     """
+    refuse_wrapped(strategy, module)
     for name, child in module.named_modules():
-        _check_plain(strategy, name, child)
+        _refuse_adapter(strategy, name, child)
 
     models = find_models(module)
     if not models:
@@ -59,26 +60,6 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
     _check_values(strategy, module, models)
     for model in models:
         check_divisible(model, ranks)
-
-
-def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -> None:
-    """See that what is optimized is what this rank trains.
-
-    Args:
-        optimizers: of the fit.
-        lost: parameters that the module had before it was divided, and has no more.
-
-    Raises:
-        ValueError: one of them is in an optimizer.
-    """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    count = sum(parameter in lost for group in groups for parameter in group["params"])
-    if count:
-        raise ValueError(
-            f"The optimizer holds {count} parameters of the undivided model, which are trained no"
-            " more: it, or its list of parameters, was made before the fit. Make both in"
-            " `configure_optimizers`, from `self.parameters()`."
-        )
 
 
 def check_states(optimizers: Iterable[Optimizer], parts: Set[nn.Parameter]) -> None:
@@ -131,19 +112,10 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
         ) from error
 
 
-def _check_plain(strategy: str, name: str, child: nn.Module) -> None:
-    kind = type(child).__name__
-    wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in kind
-    compiled = kind == "OptimizedModule" or child._compiled_call_impl is not None
-    if wrapped or compiled:
-        raise ValueError(
-            f"'{name}' is {'compiled' if compiled else 'wrapped'} already, as"
-            f" `{kind}`, and `{strategy}` has to divide the model before that."
-            " Give it the plain model."
-        )
+def _refuse_adapter(strategy: str, name: str, child: nn.Module) -> None:
     if hasattr(child, "base_layer"):  # peft's name for what an adapter stands beside
         raise ValueError(
-            f"'{name}' is a `{kind}`, an adapter around a layer, and"
+            f"'{name}' is a `{type(child).__name__}`, an adapter around a layer, and"
             f" `{strategy}` divides plain layers only. Train adapters with another strategy:"
             " few bytes are sent for them; or merge them into the model first."
         )

@@ -250,7 +250,10 @@ def _part_of(
     part["lost"] = not_saved(checkpoint, part, strategy.world_size) + open_plateaus(fit.trainer)
     if fit.owner.replicas:
         part |= {
-            "optimizers": [strategy.optimizer_state(one) for one in strategy.optimizers],
+            # Lightning's own: a strategy may put whole states together for the checkpoint
+            "optimizers": [
+                DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
+            ],
             "precision": strategy.precision_plugin.state_dict(),
             "tensors": fit.tensors.state(),
         }

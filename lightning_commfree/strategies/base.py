@@ -15,13 +15,17 @@ is too (the SIGTERM broadcast). A fit goes like this:
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath, reading_whole
@@ -133,13 +137,14 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            super().setup(trainer)
+            self._setup_evaluation(trainer)
             return
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
+        self.inside.begin(self.optimizers)
         self._sigterm.install(trainer)
         between, channels = self.begin(trainer), self.channels
         traffic = Traffic.of(numel, self.world_size, *between.cycle())
@@ -147,6 +152,22 @@ class ReplicaStrategy(DDPStrategy):
         own = self._sigterm, self.ledger, self._log, self.ranks
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
         self._resume.begin(trainer, self.now)  # the algorithm stands, and takes its state back
+
+    def _setup_evaluation(self, trainer: pl.Trainer) -> None:
+        if not self.inside.evaluates():
+            super().setup(trainer)
+            return
+        # as `super` does it, but ranks do not take rank 0's part of a model for theirs
+        assert self.accelerator is not None, "the Trainer has chosen one"
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.module)
+        self.module.to(self.root_device)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        if self.inside.moves_module or self.module.trainer.state.fn != TrainerFn.FITTING:
+            super().model_to_device()
 
     @override
     def configure_ddp(self) -> None:
@@ -164,6 +185,12 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger.phase = STEPS
         with self.now.training():
             return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """In the body gradients accumulate on this rank; Lightning's word for it."""
+        with self.inside.accumulating() or super().block_backward_sync():
+            yield
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +215,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self.inside.release()
         fit, self.now = self.now, OutsideOfFit()
         fit.end()
         self._sigterm.remove()
@@ -226,7 +254,27 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.now.module_state(super().lightning_module_state_dict)
+        read = super().lightning_module_state_dict
+        return self.now.module_state(lambda: self.inside.whole_module(read))
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return self.inside.whole_optimizer(optimizer, super().optimizer_state(optimizer))
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.inside.restores_after_setup
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(self.inside.with_module_parts(checkpoint), strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(self.inside.with_optimizer_parts(checkpoint))
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -126,6 +127,21 @@ def needing_one_optimizer(strategy: str) -> Iterator[None]:
             " returned several. Put all parameters into one, with parameter groups where they"
             " differ."
         ) from error
+
+
+def refuse_fp16(strategy: str, precision: Precision) -> None:
+    """Refuse gradient scaling where each rank would scale its own part.
+
+    Raises:
+        ValueError: the Trainer's precision is fp16.
+    """
+    fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
+    if fp16 or str(precision.precision).startswith("16"):
+        raise ValueError(
+            f"`{strategy}` does not support precision={precision.precision!r} where ranks hold"
+            " parts of a model: they would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or"
+            " '32-true'."
+        )
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_commfree.checkpoint.rank_state import Adopted, Saved
 from lightning_commfree.comm.channel import Channel
@@ -26,9 +27,13 @@ class Inside(Protocol):
 
     Attributes:
         size: ranks of a replica.
+        moves_module: Lightning moves the whole module to the device before `prepare`.
+        restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
     """
 
     size: int
+    moves_module: bool = True
+    restores_after_setup: bool = False
 
     @property
     def uses_ddp(self) -> bool:
@@ -66,6 +71,57 @@ class Inside(Protocol):
             ValueError: the sizes do not fit.
         """
         ...
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Look at the optimizers, which stand now.
+
+        Raises:
+            ValueError: they cannot train what `prepare` has made.
+        """
+        del optimizers
+
+    def accumulating(self) -> AbstractContextManager[None] | None:
+        """Keep gradients to this rank in the body: no step follows; None: as Lightning does."""
+        return None
+
+    def release(self) -> None:
+        """Let go of the model; the fit is over, or has failed."""
+        return
+
+    def evaluates(self) -> bool:
+        """Return whether the module is held in a way that Lightning cannot evaluate by itself."""
+        return False
+
+    # -- states: what a checkpoint holds is whole
+
+    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the whole module's state, on rank 0 at least; collective within a replica.
+
+        Args:
+            read: finds it in the module as it is.
+        """
+        return read()
+
+    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's whole state, on rank 0 at least; collective within a replica.
+
+        Args:
+            optimizer: of the latest fit.
+            state: what it returns by itself.
+        """
+        del optimizer
+        return state
+
+    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with what this rank holds of the module."""
+        return checkpoint
+
+    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with what this rank holds of the optimizers' states.
+
+        They are whole, or this rank's already: `ExactResume` puts them in.
+        """
+        return checkpoint
 
 
 class Between(Protocol):

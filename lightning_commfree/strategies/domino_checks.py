@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.domino import check_module, on_meta
 from lightning_commfree.lightning_internals import is_compiled
+from lightning_commfree.strategies.checks import refuse_fp16
 
 
 def check_fit(strategy: str, module: pl.LightningModule, precision: Precision, ranks: int) -> None:
@@ -37,12 +38,7 @@ def check_fit(strategy: str, module: pl.LightningModule, precision: Precision, r
             f"`{strategy}` does not support manual optimization: it has to know the last backward"
             " before an optimizer step. Leave `automatic_optimization` True."
         )
-    fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
-    if fp16 or str(precision.precision).startswith("16"):
-        raise ValueError(
-            f"`{strategy}` does not support precision={precision.precision!r}: ranks of a tensor"
-            " group would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or '32-true'."
-        )
+    refuse_fp16(strategy, precision)
     check_module(strategy, module, ranks)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.domino import DominoSettings, GradientMean
-from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.base import ReplicaStrategy, present
 from lightning_commfree.strategies.domino_checks import check_values
 from lightning_commfree.strategies.every_batch import MeetEveryBatch
 from lightning_commfree.strategies.inside.domino import TensorParallel
@@ -126,14 +126,14 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
-        return GradientMean(self.inside.begin(), self.channels, self.settings, self.optimizers)
+        sharded = present(self.inside.sharded, "no model has been divided")
+        return GradientMean(sharded, self.channels, self.settings, self.optimizers)
 
     @override
     def model_to_device(self) -> None:
-        """Leave it to `TensorParallel.prepare` in a fit."""
         if self.module.trainer.state.fn != TrainerFn.FITTING:
             check_values(type(self).__name__, self.module)
-            super().model_to_device()
+        super().model_to_device()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -168,18 +168,8 @@ class DominoTPStrategy(ReplicaStrategy):
 
     @override
     def teardown(self) -> None:
-        self.inside.release()
         with self.inside.keeping_meta():
             super().teardown()
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return self.inside.restores_after_setup
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.inside.whole_module(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -189,12 +179,4 @@ class DominoTPStrategy(ReplicaStrategy):
             return super().optimizer_state(optimizer)
         mesh, ledgers = self.inside.mesh(self.world_size), (self.ledger, self.ledger)
         with self._network.reaching(mesh, self._starter.job(), ledgers, self.liveness) as channels:
-            return self.inside.whole_optimizer(optimizer, channels.within)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(self.inside.with_module_parts(checkpoint), strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self.inside.with_optimizer_parts(checkpoint))
+            return self.inside.put_together(optimizer, channels.within)

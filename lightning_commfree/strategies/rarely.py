@@ -188,7 +188,8 @@ class MeetRarely(Pace[LocalUpdates]):
         rank 0's.
         """
         if any(self._fit.ranks.all_flags(not self._swap.is_local())):
-            common_start(self._fit.world, self._fit.module, {})
+            channels = self._fit.channels
+            common_start(channels.world, self._fit.module, {}, channels.between)
             self._swap.take_local()
 
     def _say_unready(self, what: str) -> None:

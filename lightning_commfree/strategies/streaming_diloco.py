@@ -20,7 +20,7 @@ from lightning_commfree.diloco import (
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies.foretell import foretell
-from lightning_commfree.strategies.inside import DataParallel
+from lightning_commfree.strategies.inside import chosen
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
@@ -61,9 +61,11 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
             and a learning-rate scheduler, stepped with every landing of its fragment. With
             `start_method="spawn"` it must pickle: a `functools.partial`, not a lambda.
-        replica_size: k, consecutive ranks that form one replica: ordinary data parallelism (DDP)
-            inside it, with `devices=k, num_nodes=M` one replica per node. Each of its ranks holds
-            and exchanges 1/k of the outer state.
+        replica_size: k, consecutive ranks that form one replica: data parallelism inside it, with
+            `devices=k, num_nodes=M` one replica per node. Each of its ranks holds and exchanges 1/k
+            of the outer state.
+        inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
+            gradients and optimizer state, in units of a transformer block (FSDP2).
         nonfinite: what happens when a replica's weights hold NaN or Inf as a fragment of them
             leaves. "raise": all ranks stop and name it, and no checkpoint with such weights is
             written. "abstain": it does not count in that fragment's mean and goes on from the
@@ -106,13 +108,14 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         wire_dtype: str = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
+        inside: str = "ddp",
         nonfinite: str = "raise",
         evaluate: str = "outer",
         check_drift_every: int = 1,
         outer_device: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(DataParallel(replica_size), **ddp_kwargs)
+        super().__init__(chosen(self, inside, replica_size, "replica_size"), **ddp_kwargs)
         self.settings = DiLoCoSettings(
             sync_every,
             num_fragments,
@@ -122,6 +125,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             wire_dtype,
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
+            inside,
             nonfinite,
             evaluate,
             check_drift_every,

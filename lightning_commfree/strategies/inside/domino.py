@@ -6,7 +6,7 @@ checkpoints hold whole states, put together one tensor at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.mesh import Mesh, tensor_mesh
+from lightning_commfree.comm.parts import check_optimizers
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start
 from lightning_commfree.domino import (
@@ -26,7 +27,6 @@ from lightning_commfree.domino import (
     OptimizerParts,
     ShardedModule,
     check_batch,
-    check_optimizers,
     on_meta,
     refuse_nonfinite_weights,
 )
@@ -51,6 +51,7 @@ class TensorParallel(Inside):
     """
 
     uses_ddp = False
+    moves_module = False  # `prepare` moves this rank's part
 
     def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
         self._strategy, self._settings = strategy, settings
@@ -72,7 +73,7 @@ class TensorParallel(Inside):
         return module is not None and bool(on_meta(module))
 
     @property
-    def restores_after_setup(self) -> bool:
+    def restores_after_setup(self) -> bool:  # type: ignore[override]
         """A model on `meta` has room for a checkpoint's values only once it is divided."""
         return self._was_on_meta or self.on_meta
 
@@ -120,21 +121,15 @@ class TensorParallel(Inside):
         module.to(strategy.root_device)
         return False
 
-    def begin(self) -> ShardedModule:
-        """Return the divided model; the optimizers stand.
-
-        Raises:
-            ValueError: they hold parameters of the undivided one.
-        """
+    @override
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
         strategy = self._strategy
-        lost = self._undivided - set(strategy.module.parameters())
-        check_optimizers(strategy.optimizers, lost)
+        check_optimizers(optimizers, self._undivided - set(strategy.module.parameters()))
         self._undivided = set()
-        assert self.sharded is not None, "`prepare` has run"
         # Lightning clips by the norm of what a rank holds
         strategy.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
-        return self.sharded
 
+    @override
     def release(self) -> None:
         """Make the model whole again; collective but after Ctrl-C."""
         vars(self._strategy.precision_plugin).pop("clip_grad_by_norm", None)
@@ -177,6 +172,7 @@ class TensorParallel(Inside):
 
     # -- states
 
+    @override
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the whole module's state on rank 0; collective, empty on the other ranks.
 
@@ -200,7 +196,7 @@ class TensorParallel(Inside):
         """Whether the optimizers of the latest fit hold parts, in it and after it."""
         return self.sharded is not None or self._left is not None
 
-    def whole_optimizer(self, optimizer: Optimizer, within: Channel) -> dict[str, Any]:
+    def put_together(self, optimizer: Optimizer, within: Channel) -> dict[str, Any]:
         """Return an optimizer's whole state on rank 0; collective, empty on the other ranks.
 
         After a fit as well, where each rank's optimizer holds its part, as in the fit.
@@ -215,12 +211,14 @@ class TensorParallel(Inside):
             return {}
         return parts.whole_state_dict(optimizer, within, keep=strategy.is_global_zero)
 
+    @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's parts of the module, in a fit."""
         if self.sharded is None:
             return checkpoint
         return {**checkpoint, "state_dict": self.sharded.part_state_dict(checkpoint["state_dict"])}
 
+    @override
     def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's parts of the optimizers, in a fit."""
         if self.sharded is None:

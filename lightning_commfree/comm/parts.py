@@ -1,0 +1,135 @@
+"""Tensors of which each rank of a replica holds a part: FSDP2's `DTensor`s, divided by rows.
+
+Whoever exchanges, saves or compares tensors works on the rank's own memory (`own`). What others
+read, a checkpoint say, is whole (`whole`), and a rank takes its part of it again (`part_like`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Set
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return this rank's own memory of a tensor, without its history: all of it, or its part."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Return whether the other ranks of the replica hold other parts of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor; collective over the ranks that hold its parts."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def part_like(values: Tensor, like: Tensor) -> Tensor:
+    """Return values as `like` is held: a part of them where that is one.
+
+    Args:
+        values: all of the tensor, on any device, or this rank's part of it.
+        like: a tensor of the same shape.
+
+    Raises:
+        ValueError: they are neither.
+    """
+    if not isinstance(like, DTensor) or isinstance(values, DTensor):
+        return values
+
+    mine, mesh, (placement,) = like.to_local(), like.device_mesh, like.placements
+    assert isinstance(placement, Shard), "FSDP divides by rows"
+    if values.shape != mine.shape:
+        if values.shape != like.shape:
+            raise ValueError(
+                f"A tensor of shape {list(values.shape)} was found for one of {list(like.shape)},"
+                f" of which this rank holds {list(mine.shape)}: it must be one of the two."
+            )
+        rows = values.shape[placement.dim]
+        start = min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+        values = values.narrow(placement.dim, start, mine.shape[placement.dim])
+
+    values = values.to(mine.device).contiguous()
+    shape, stride = like.shape, like.stride()
+    part: Tensor = DTensor.from_local(
+        values, mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+    return part
+
+
+def mapped_state(
+    optimizer: Optimizer, state: dict[str, Any], convert: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Any]:
+    """Return an optimizer's `state_dict` with other tensors.
+
+    Args:
+        optimizer: whose it is.
+        state: as it was returned, or is to be loaded.
+        convert: gets a tensor of the state that has a dimension, and its parameter.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in state["param_groups"] for index in group["params"]]
+    # a state of another model is refused by whoever loads it
+    parameter_of = dict(zip(saved, parameters, strict=False))
+
+    def of(index: int, value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0
+        return convert(value, parameter_of[index]) if has_rows else value
+
+    own_states = {
+        index: {key: of(index, value) for key, value in own_state.items()}
+        for index, own_state in state["state"].items()
+        if index in parameter_of
+    }
+    return {**state, "state": own_states}
+
+
+def refuse_wrapped(strategy: str, module: nn.Module) -> None:
+    """See that a model that is to be divided is the plain one.
+
+    Args:
+        strategy: for the message.
+        module: has the model.
+
+    Raises:
+        ValueError: a part of it is compiled, or wrapped for DDP or FSDP.
+    """
+    for name, child in module.named_modules():
+        kind = type(child).__name__
+        wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in kind
+        compiled = kind == "OptimizedModule" or child._compiled_call_impl is not None
+        if wrapped or compiled:
+            what = f"'{name}'" if name else "The module"
+            raise ValueError(
+                f"{what} is {'compiled' if compiled else 'wrapped'} already, as"
+                f" `{kind}`, and `{strategy}` has to divide the model before that."
+                " Give it the plain model."
+            )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -> None:
+    """See that what is optimized is what this rank trains.
+
+    Args:
+        optimizers: of the fit.
+        lost: parameters that the module had before it was divided, and has no more.
+
+    Raises:
+        ValueError: one of them is in an optimizer.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    count = sum(parameter in lost for group in groups for parameter in group["params"])
+    if count:
+        raise ValueError(
+            f"The optimizer holds {count} parameters of the undivided model, which are trained no"
+            " more: it, or its list of parameters, was made before the fit. Make both in"
+            " `configure_optimizers`, from `self.parameters()`."
+        )

@@ -1,0 +1,222 @@
+"""A replica whose ranks hold parts of one model: FSDP2, `torch.distributed.fsdp.fully_shard`.
+
+Every block of the model is a unit, and what stands in no block is one more. A unit's parameters are
+divided by rows; they are gathered for its forward and its backward, and their gradients are the
+mean over the replica, of which each rank keeps its part. The module stays divided after the fit, as
+Lightning's own strategies for sharded models leave it: `trainer.test` goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_commfree.comm.blocks import block_names
+from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
+from lightning_commfree.comm.parts import (
+    check_optimizers,
+    mapped_state,
+    part_like,
+    refuse_wrapped,
+    whole,
+)
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.sharing import common_start
+from lightning_commfree.lightning_internals import syncs_batchnorm
+from lightning_commfree.strategies.checks import (
+    PARTS,
+    check_module,
+    refuse_callbacks,
+    refuse_fp16,
+)
+from lightning_commfree.strategies.contracts import Inside
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FullyShard(Inside):
+    """Ranks of a replica hold parts of its parameters, gradients and optimizer state.
+
+    Args:
+        strategy: whose ranks.
+        size: ranks of a replica.
+        argument: what the user calls `size`.
+
+    Raises:
+        ValueError: a replica of one rank has nothing to divide.
+    """
+
+    uses_ddp = False
+    moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
+
+    def __init__(self, strategy: ReplicaStrategy, size: int, argument: str) -> None:
+        if size < 2:
+            raise ValueError(
+                f"`inside='fsdp'` divides a replica among its ranks, and with `{argument}={size}`"
+                f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at"
+                " 'ddp'."
+            )
+        self._strategy, self.size, self._argument = strategy, size, argument
+        self._divided: nn.Module | None = None
+        self._undivided: set[nn.Parameter] = set()
+
+    @override
+    def mesh(self, world_size: int) -> Mesh:
+        return replica_mesh(world_size, self.size, self._argument)
+
+    # -- before a fit
+
+    @override
+    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
+        """What is refused of a module may come in `configure_model`, on the ranks."""
+
+    @override
+    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        name, module = type(strategy).__name__, strategy.module
+        check_module(name, trainer, module, syncs_batchnorm(strategy))
+        refuse_fp16(name, strategy.precision_plugin)
+        refuse_callbacks(trainer, name, PARTS)
+        if module is not self._divided:
+            refuse_wrapped(name, module)
+
+    @override
+    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> bool:
+        """Divide the model, unit by unit, on this rank's device.
+
+        Returns:
+            False: FSDP averages the gradients.
+        """
+        module, device = strategy.module, strategy.root_device
+        fingerprint = strategy.fingerprint()
+        if module is self._divided:  # by an earlier fit
+            common_start(channels.world, module, fingerprint, channels.between)
+        else:
+            common_start(channels.world, module, fingerprint)
+            self._undivided = set(module.parameters())
+            self._divide(module, self._mesh_of_replica(device))
+        module.to(device)
+        return False
+
+    @override
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
+        self._undivided = set()
+
+    @override
+    def evaluates(self) -> bool:
+        return self._divided is not None and self._divided is self._strategy.lightning_module
+
+    # -- in a fit
+
+    @contextmanager
+    @override
+    def accumulating(self) -> Iterator[None]:
+        """Gradients of whole units stay on this rank in the body: 4 bytes a parameter."""
+        assert isinstance(self._divided, FSDPModule), "a fit runs"
+        self._divided.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._divided.set_requires_gradient_sync(True)
+
+    # -- states
+
+    @override
+    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the whole module's state on rank 0, in host memory, put together tensor by tensor.
+
+        Collective over the first replica; empty on other ranks.
+        """
+        if not self.evaluates():
+            return read()
+        if not self._takes_part():
+            return {}
+        keep, module = self._strategy.is_global_zero, self._strategy.module
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        found: dict[Any, Tensor] = {}  # a tied weight stands under several names
+        state = {}
+        for name, value in read().items():
+            key = parameters.get(name, name)
+            if isinstance(value, Tensor) and key not in found:
+                found[key] = _on_host(whole(value), keep)
+            state[name] = found.get(key, value)
+        return state if keep else {}
+
+    @override
+    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, as `whole_module` does."""
+        if not self.evaluates():
+            return state
+        if not self._takes_part():
+            return {}
+        keep = self._strategy.is_global_zero
+
+        def gathered(value: Tensor, parameter: Tensor) -> Tensor:
+            return _on_host(whole(part_like(value, parameter)), keep)
+
+        return mapped_state(optimizer, state, gathered)
+
+    @override
+    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not self.evaluates():
+            return checkpoint
+        held = self._strategy.module.state_dict()
+        parts = {
+            name: part_like(value, held[name]) if name in held else value
+            for name, value in checkpoint["state_dict"].items()
+        }
+        return {**checkpoint, "state_dict": parts}
+
+    @override
+    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
+        parts = [
+            mapped_state(optimizer, state, part_like)
+            for optimizer, state in zip(optimizers, states, strict=True)
+        ]
+        return {**checkpoint, "optimizer_states": parts}
+
+    # -- inside
+
+    def _mesh_of_replica(self, device: torch.device) -> DeviceMesh:
+        """Return the ranks of this replica; their group lives as long as the divided module."""
+        rank, mesh = self._strategy.global_rank, self.mesh(self._strategy.world_size)
+        groups = {tuple(ranks): dist.new_group(ranks) for ranks in mesh.groups(DATA)}
+        (own_group,) = (group for ranks, group in groups.items() if rank in ranks)
+        return DeviceMesh.from_group(own_group, device.type)
+
+    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        # said aloud, or the outermost unit stays whole after a forward without a backward: the
+        # weights of a validation would serve the next training step
+        how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
+        for name in list(block_names(module)):
+            block = module.get_submodule(name)
+            if next(block.parameters(), None) is not None:
+                fully_shard(block, **how)
+        fully_shard(module, **how)
+        for step in _STEPS:
+            register_fsdp_forward_method(module, step)
+        self._divided = module
+
+    def _takes_part(self) -> bool:
+        """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
+        strategy = self._strategy
+        return strategy.global_rank < self.size and strategy.now.meets(strategy.lightning_module)
+
+
+def _on_host(value: Tensor, keep: bool) -> Tensor:
+    """Return a tensor in host memory; an empty one where nobody keeps it."""
+    return value.cpu() if keep else value.new_empty(0)

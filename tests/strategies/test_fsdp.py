@@ -1,0 +1,267 @@
+"""Replicas of several ranks that hold parts of the model: FSDP2 inside, DiLoCo between."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.comm.parts import own, whole
+from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
+from tests.world import run_ranks
+
+STEPS = 21
+BATCH = 2
+SETTINGS: dict[str, Any] = {
+    "sync_every": 4,
+    "num_fragments": 2,
+    "overlap_steps": 1,
+    "replica_size": 2,
+    "outer_optimizer": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+}
+
+
+class Uneven(Tiny):
+    """Parameters of 7 and 1 rows, a tied weight, one that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__(width=7)
+        self.tied = nn.Linear(7, 7, bias=False)
+        self.again = nn.Linear(7, 7, bias=False)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.frozen(self.again(self.tied(x))) + x)
+
+
+class Watch(pl.Callback):
+    """Keeps whole copies of what a rank has, after every step and at the end."""
+
+    def __init__(self) -> None:
+        self.local: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.local.append(weights(module))
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p).clone() for name, p in module.named_parameters()}
+
+
+def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any:
+    """Train; changes are the strategy's, the Trainer's (`trainer`) or of `fit` (`ckpt_path`)."""
+    settings = {**SETTINGS, **changes}
+    options, resumed = settings.pop("trainer", {}), settings.pop("ckpt_path", None)
+    strategy, watch = StreamingDiLoCoStrategy(**settings), Watch()
+    callbacks: list[pl.Callback] = [watch]
+    if folder is not None:
+        callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3))
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        max_epochs=1,
+        enable_checkpointing=folder is not None,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        val_check_interval=6,
+        **options,
+    )
+    module, data = Uneven(), rank_loader(STEPS * BATCH * size, BATCH, rank, size)
+    trainer.fit(module, data, loader(4 * size), ckpt_path=resumed)
+    return {
+        "local": watch.local,
+        "final": weights(module),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "test_loss": trainer.validate(module, loader(4 * size), verbose=False),
+        "bytes": strategy.ledger.bytes_by_tag["outer_gradient"],
+        "held": sum(own(p).numel() for p in module.parameters()),
+    }
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {"wire_dtype": "fp32"},
+    "fp4": {"wire_dtype": "fp4"},
+    "clipped": {
+        "wire_dtype": "fp32",
+        "evaluate": "mean",
+        "outer_device": "cpu",
+        "trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+    },
+    "eager": {"wire_dtype": "fp32", "overlap_steps": "eager"},
+}
+
+
+def compare(rank: int, size: int, folder: Path) -> Any:
+    played = {
+        (inside, name): fit(rank, size, folder / inside / name, inside=inside, **changes)
+        for name, changes in VARIANTS.items()
+        for inside in ("ddp", "fsdp")
+    }
+    saved = folder / "fsdp" / "fp4" / "step=9.ckpt"
+    played["resumed", "fp4"] = fit(rank, size, inside="fsdp", wire_dtype="fp4", ckpt_path=saved)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        other = fit(rank, size, inside="ddp", wire_dtype="fp4", ckpt_path=saved)
+    played["other layout", "fp4"] = {**other, "said": [str(one.message) for one in said]}
+    return played
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("saved")
+    return run_ranks(compare, 4, tmp_path_factory.mktemp("four"), folder), folder
+
+
+@pytest.mark.parametrize("name", ["fp32", "eager"])
+def test_parts_train_as_whole_copies_do(played: Any, name: str) -> None:
+    """To the bit: gradients are halved and added in the same order, and fp32 rounds nothing."""
+    for rank in played[0]:
+        ours, ddp = rank["fsdp", name], rank["ddp", name]
+        assert len(ours["local"]) == STEPS
+        for step, (got, expected) in enumerate(zip(ours["local"], ddp["local"], strict=True)):
+            for parameter in expected:
+                assert torch.equal(got[parameter], expected[parameter]), (step, parameter)
+        for parameter, tensor in ddp["final"].items():
+            assert torch.equal(ours["final"][parameter], tensor), parameter
+        assert ours["val_loss"] == ddp["val_loss"]
+        assert ours["test_loss"] == ddp["test_loss"]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("fp4", 8e-3), ("clipped", 1e-5)])
+def test_what_rounds_elsewhere_is_as_close_as_that(
+    played: Any, name: str, tolerance: float
+) -> None:
+    """fp4: blocks of 256 values begin at other ones, and each has a scale of its own. Clipped: the
+    norm adds squares in another order. Without the other replica the weights would be far off."""
+    for rank in played[0]:
+        ours, ddp = rank["fsdp", name]["final"], rank["ddp", name]["final"]
+        for parameter, tensor in ddp.items():
+            torch.testing.assert_close(ours[parameter], tensor, rtol=0, atol=tolerance)
+    one, other = (played[0][r]["fsdp", name]["local"][-2] for r in (0, 2))
+    assert max((one[p] - other[p]).abs().max() for p in one) > 2 * tolerance
+
+
+def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
+    first = played[0][0]
+    for rank in played[0]:
+        for key in (("fsdp", "fp4"), ("fsdp", "clipped"), ("resumed", "fp4")):
+            for parameter, tensor in first[key]["final"].items():
+                assert torch.equal(rank[key]["final"][parameter], tensor), (key, parameter)
+
+
+def test_a_rank_holds_its_part(played: Any) -> None:
+    whole_model = sum(p.numel() for p in Uneven().parameters())
+    held = [rank["fsdp", "fp32"]["held"] for rank in played[0]]
+    assert held[0] + held[1] == held[2] + held[3] == whole_model
+    assert all(rank["ddp", "fp32"]["held"] == whole_model for rank in played[0])
+
+
+def test_replicas_send_as_much_as_with_ddp_inside(played: Any) -> None:
+    """In fp32, whose messages are as long as their values; a replica's ranks together."""
+    per_rank = [(r["fsdp", "fp32"]["bytes"], r["ddp", "fp32"]["bytes"]) for r in played[0]]
+    ours, ddp = (sum(one) for one in zip(*per_rank, strict=True))
+    assert abs(ours - ddp) <= 8 * len(played[0]) * 2 * (STEPS // 4 + 1), "padding to 8 bytes"
+
+
+def test_checkpoints_are_those_of_ddp(played: Any) -> None:
+    for step in (3, 9, STEPS):
+        ours, ddp = (
+            torch.load(played[1] / inside / "fp32" / f"step={step}.ckpt", weights_only=True)
+            for inside in ("fsdp", "ddp")
+        )
+        assert ours["state_dict"].keys() == ddp["state_dict"].keys()
+        for name, tensor in ddp["state_dict"].items():
+            assert torch.equal(ours["state_dict"][name], tensor), name
+        (got,), (expected,) = ours["optimizer_states"], ddp["optimizer_states"]
+        assert got["param_groups"] == expected["param_groups"]
+        for index, state in expected["state"].items():
+            for key, value in state.items():
+                assert torch.equal(got["state"][index][key], value), (index, key)
+
+
+def test_a_resume_is_exact(played: Any) -> None:
+    for rank in played[0]:
+        straight, resumed = rank["fsdp", "fp4"], rank["resumed", "fp4"]
+        assert len(resumed["local"]) == STEPS - 9
+        for got, expected in zip(resumed["local"], straight["local"][9:], strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_another_layout_goes_on_from_the_outer_weights_and_says_so(played: Any) -> None:
+    first = played[0][0]["other layout", "fp4"]
+    assert len(first["local"]) == STEPS - 9
+    assert any("inside was 'fsdp' and is 'ddp'" in text for text in first["said"])
+
+
+def test_a_checkpoint_loads_in_a_plain_trainer(played: Any) -> None:
+    path = played[1] / "fsdp" / "fp4" / f"step={STEPS}.ckpt"
+    module = Uneven()
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, played[0][0]["fsdp", "fp4"]["final"][name]), name
+
+
+class Early(Uneven):
+    """Makes its optimizer before the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.AdamW(self.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class Wrapped(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.DataParallel(self.head)
+        self.head.compile()
+
+
+def refused(rank: int, size: int) -> list[str]:
+    texts = []
+    for module, precision in (
+        (Early(), "32-true"),
+        (Wrapped(), "32-true"),
+        (Uneven(), "16-true"),
+    ):
+        strategy = StreamingDiLoCoStrategy(**{**SETTINGS, "inside": "fsdp"})
+        trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=1, precision=precision)
+        try:
+            trainer.fit(module, loader(8))
+        except (ValueError, TypeError) as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
+        assert "was made before the fit" in early
+        assert "'head' is compiled already" in wrapped
+        assert "does not support precision='16-true'" in fp16
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"inside": "fsdp"}, "with `replica_size=1` it has one"),
+        ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
+    ],
+)
+def test_what_cannot_be_inside_is_refused_at_once(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        StreamingDiLoCoStrategy(**settings)

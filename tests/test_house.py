@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_commfree"
 CHANNEL = Path("comm/channel.py")
 WORLD = Path("comm/world.py")  # makes the framework's process group, and sends nothing
+PARTS = Path("comm/parts.py")  # FSDP2, whose collectives are its own and stay in a replica
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 
@@ -206,7 +207,7 @@ def users_of_torch_distributed(package: Path) -> list[Path]:
 
 def test_only_the_channel_calls_torch_distributed() -> None:
     """Bytes are counted where they leave, so there is one place where they leave."""
-    assert users_of_torch_distributed(ROOT / PACKAGE) == [CHANNEL, WORLD]
+    assert users_of_torch_distributed(ROOT / PACKAGE) == [CHANNEL, PARTS, WORLD]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,12 @@ def test_another_user_of_torch_distributed_is_found(copy_of_the_house: Path, lin
     schedule = Path("diloco/schedule.py")
     with (copy_of_the_house / PACKAGE / schedule).open("a", encoding="utf-8") as source:
         source.write(f"\n{line}\n")
-    assert users_of_torch_distributed(copy_of_the_house / PACKAGE) == [CHANNEL, WORLD, schedule]
+    assert users_of_torch_distributed(copy_of_the_house / PACKAGE) == [
+        CHANNEL,
+        PARTS,
+        WORLD,
+        schedule,
+    ]
 
 
 # What an installation is

@@ -1,18 +1,74 @@
 """Tensors of which each rank of a replica holds a part: FSDP2's `DTensor`s, divided by rows.
 
-Whoever exchanges, saves or compares tensors works on the rank's own memory (`own`). What others
-read, a checkpoint say, is whole (`whole`), and a rank takes its part of it again (`part_like`).
+`divide` makes them of a module's parameters. Whoever exchanges, saves or compares tensors works on
+the rank's own memory (`own`). What others read, a checkpoint say, is whole (`whole`), and a rank
+takes its part of it again (`part_like`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+
+from lightning_commfree.comm.blocks import block_names
+
+# methods of a module that compute, beside `forward`
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def divide(
+    module: nn.Module, groups: Sequence[Sequence[int]], rank: int, device: torch.device
+) -> None:
+    """Divide a module's parameters among the ranks of a replica; collective over the job.
+
+    Every block is a unit, and what stands in no block is one more: its parameters are gathered for
+    its forward and its backward, where its gradients become their mean over the replica. The bytes
+    of this are FSDP's and in no ledger. The module cannot be made whole again; its group of ranks
+    lives as long as it does.
+
+    Args:
+        module: plain, on any device; the same on all ranks of a replica.
+        groups: the ranks of every replica.
+        rank: of this process.
+        device: to which every unit moves, before it is divided.
+    """
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
+    (group,) = (group for ranks, group in made.items() if rank in ranks)
+    # said aloud, or the outermost unit stays whole after a forward without a backward: the weights
+    # of a validation would serve the next training step
+    how: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(group, device.type),
+        "reshard_after_forward": True,
+    }
+    for name in list(block_names(module)):
+        block = module.get_submodule(name)
+        if next(block.parameters(), None) is not None:
+            fully_shard(block, **how)
+    fully_shard(module, **how)
+    for step in _STEPS:
+        if hasattr(module, step):
+            register_fsdp_forward_method(module, step)
+
+
+@contextmanager
+def accumulating(module: nn.Module) -> Iterator[None]:
+    """In the body gradients stay on this rank, as large as the model, until a backward after it."""
+    assert isinstance(module, FSDPModule), "`divide` has made it one"
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
 
 
 def own(tensor: Tensor) -> Tensor:

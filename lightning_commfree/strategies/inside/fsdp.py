@@ -8,23 +8,20 @@ Lightning's own strategies for sharded models leave it: `trainer.test` goes on w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.blocks import block_names
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
 from lightning_commfree.comm.parts import (
+    accumulating,
     check_optimizers,
+    divide,
     mapped_state,
     part_like,
     refuse_wrapped,
@@ -43,8 +40,6 @@ from lightning_commfree.strategies.contracts import Inside
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FullyShard(Inside):
@@ -106,7 +101,10 @@ class FullyShard(Inside):
         else:
             common_start(channels.world, module, fingerprint)
             self._undivided = set(module.parameters())
-            self._divide(module, self._mesh_of_replica(device))
+            divide(
+                module, self.mesh(strategy.world_size).groups(DATA), strategy.global_rank, device
+            )
+            self._divided = module
         module.to(device)
         return False
 
@@ -121,16 +119,10 @@ class FullyShard(Inside):
 
     # -- in a fit
 
-    @contextmanager
     @override
-    def accumulating(self) -> Iterator[None]:
-        """Gradients of whole units stay on this rank in the body: 4 bytes a parameter."""
-        assert isinstance(self._divided, FSDPModule), "a fit runs"
-        self._divided.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._divided.set_requires_gradient_sync(True)
+    def accumulating(self) -> AbstractContextManager[None] | None:
+        """Gradients of whole units stay on this rank in the body, as large as the model."""
+        return None if self._divided is None else accumulating(self._divided)
 
     # -- states
 
@@ -190,26 +182,6 @@ class FullyShard(Inside):
         return {**checkpoint, "optimizer_states": parts}
 
     # -- inside
-
-    def _mesh_of_replica(self, device: torch.device) -> DeviceMesh:
-        """Return the ranks of this replica; their group lives as long as the divided module."""
-        rank, mesh = self._strategy.global_rank, self.mesh(self._strategy.world_size)
-        groups = {tuple(ranks): dist.new_group(ranks) for ranks in mesh.groups(DATA)}
-        (own_group,) = (group for ranks, group in groups.items() if rank in ranks)
-        return DeviceMesh.from_group(own_group, device.type)
-
-    def _divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        # said aloud, or the outermost unit stays whole after a forward without a backward: the
-        # weights of a validation would serve the next training step
-        how: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True}
-        for name in list(block_names(module)):
-            block = module.get_submodule(name)
-            if next(block.parameters(), None) is not None:
-                fully_shard(block, **how)
-        fully_shard(module, **how)
-        for step in _STEPS:
-            register_fsdp_forward_method(module, step)
-        self._divided = module
 
     def _takes_part(self) -> bool:
         """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""

@@ -21,7 +21,9 @@ Advance = Callable[[float], None]
 
 
 @contextmanager
-def stage(doing: str, total: float | None = None, at_once: bool = False) -> Iterator[Advance]:
+def stage(
+    doing: str, total: float | None = None, at_once: bool = False, shown: bool = True
+) -> Iterator[Advance]:
     """Say what the body does, and how far it is, from the third second on.
 
     A thread says it, for most of what takes long cannot be interrupted. It is gone when the body
@@ -31,11 +33,12 @@ def stage(doing: str, total: float | None = None, at_once: bool = False) -> Iter
         doing: such as "tokenizing the training text".
         total: of what the body advances by; None: nobody knows how long it takes.
         at_once: say it now.
+        shown: whether this rank speaks; those that Lightning has launched cannot tell by themselves.
 
     Yields:
         A function that is told how much more has been done.
     """
-    if not is_first_rank():
+    if not (shown and is_first_rank()):
         yield _nothing
         return
     told = _Told(doing, total, at_once)

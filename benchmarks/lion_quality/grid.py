@@ -83,6 +83,7 @@ class Run:
             f"seed={self.seed}",
             f"optimizer={'adamw' if self.method == 'adamw' else 'distributed_lion'}",
             f"optimizer.lr={self.lr}",
+            "optimizer.warmup_steps=100",
             f"optimizer.betas=[{self.beta1},{self.beta2}]",
             f"trainer.gradient_clip_val={self.clip or 'null'}",
             f"optimizer.weight_decay={DECAY / self.lr}",

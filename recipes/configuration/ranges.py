@@ -93,7 +93,7 @@ RANGES: dict[str, Any] = {
     "optimizer.lr": NonNegativeFloat,
     "optimizer.betas": tuple[BelowOne, BelowOne] | None,
     "optimizer.weight_decay": NonNegativeFloat,
-    "optimizer.warmup_steps": NonNegativeInt,
+    "optimizer.warmup_steps": NonNegativeInt | None,
     "optimizer.final_lr_fraction": Share,
     # strategies; theirs are checked by their constructors
     "strategy.timeout.*": Annotated[float, Field(gt=0, le=1e6)],

@@ -7,10 +7,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
+
+from recipes.stages import stage
 
 
 def cache_key(*parts: object) -> str:
@@ -21,6 +24,17 @@ def cache_key(*parts: object) -> str:
     """
     written = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = FileLock(f"{path}.lock")
+    with stage(f"waiting for another process that makes {path.name}"):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
@@ -37,7 +51,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    with _locked(path):
         if path.exists():
             return path
         workshop = Path(tempfile.mkdtemp(prefix=".building-", dir=path.parent))

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from recipes.data.cache import cache_key
+from recipes.stages import Advance, stage
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -67,12 +68,21 @@ class TextFiles:
             parts = re.split(self.document_separator, text) if self.document_separator else [text]
             yield from (part for part in parts if part)
 
+    def num_bytes(self, split: Split) -> int | None:
+        """Return the bytes of a split's text; None: it is compressed."""
+        paths = self.files[split]
+        plain = all(path.suffix != ".xz" for path in paths)
+        return sum(path.stat().st_size for path in paths) if plain else None
+
     def fingerprint(self) -> str:
         """Return a key of the files' bytes and of how they are split; dates do not matter."""
         if self._fingerprint is None:
-            digests = {
-                split: [digest(path) for path in paths] for split, paths in self.files.items()
-            }
+            sizes = (path.stat().st_size for paths in self.files.values() for path in paths)
+            with stage("reading the text", sum(sizes)) as advance:
+                digests = {
+                    split: [digest(path, advance) for path in paths]
+                    for split, paths in self.files.items()
+                }
             self._fingerprint = cache_key(digests, self.document_separator)
         return self._fingerprint
 
@@ -199,12 +209,19 @@ def _find(key: str, patterns: str | Sequence[str]) -> list[Path]:
     return sorted({path.resolve() for path in files})
 
 
-def digest(path: Path) -> str:
-    """Return a key of a file's bytes, and of its suffix, which decides how they are read."""
+def digest(path: Path, advance: Advance | None = None) -> str:
+    """Return a key of a file's bytes, and of its suffix, which decides how they are read.
+
+    Args:
+        path: of the file.
+        advance: is told of the bytes that have been read.
+    """
     found = hashlib.sha256(path.suffix.encode())
     with path.open("rb") as file:
         while chunk := file.read(2**20):
             found.update(chunk)
+            if advance is not None:
+                advance(len(chunk))
     return found.hexdigest()
 
 

@@ -31,9 +31,10 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
         folder.mkdir()
         tokens: list[NDArray[np.uint32]] = []
         is_target: list[NDArray[np.bool_]] = []
-        for example in examples:
-            tokens.append(np.asarray(example.tokens, np.uint32))
-            is_target.append(np.asarray(example.is_target, np.bool_))
+        with stage("tokenizing the examples"):
+            for example in examples:
+                tokens.append(np.asarray(example.tokens, np.uint32))
+                is_target.append(np.asarray(example.is_target, np.bool_))
         ends = np.cumsum([len(row) for row in tokens], dtype=np.int64)
         columns: list[NDArray[Any]] = [np.concatenate(tokens), np.concatenate(is_target), ends]
         for name, column in zip(_FILES, columns, strict=True):

@@ -13,6 +13,7 @@ from recipes.data.cache import build_once, cache_key
 from recipes.data.corpus import SPLITS, Split, find_splits
 from recipes.data.token_blocks import JoinedBlocks, TokenBlocks
 from recipes.data.token_data import BlockDataModule
+from recipes.stages import stage
 
 DTYPES = ("uint16", "uint32")
 # llm.c's files, and so those of FineWeb for GPT-2 that many use, begin with 256 int32: a number
@@ -98,7 +99,8 @@ class TokenShards(BlockDataModule):
         key = cache_key(str(path), status.st_size, status.st_mtime_ns, str(tokens.dtype))
 
         def build(file: Path) -> None:
-            file.write_text(str(tokens.max()))  # numpy goes through the mapped file in pieces
+            with stage(f"looking at the tokens of {path.name}"):
+                file.write_text(str(tokens.max()))  # numpy goes through the mapped file in pieces
 
         largest = int(build_once(self._cache_dir / f"largest-id-{key}.txt", build).read_text())
         if largest >= size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import track
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from recipes.data.cache import build_once, cache_key
-from recipes.data.corpus import Corpus, Split
+from recipes.data.corpus import Corpus, Split, TextFiles
+from recipes.stages import Advance, stage
 
 _DOCUMENTS_PER_CALL = 64  # the tokenizer works on them in parallel
 _KEY_LETTERS = 16
@@ -42,13 +41,9 @@ def tokenize(
     key = cache_key(corpus.fingerprint(), fingerprint(tokenizer))[:_KEY_LETTERS]
 
     def build(path: Path) -> None:
-        with path.open("wb") as file:
-            documents = track(
-                corpus.documents(split),
-                f"tokenizing the {split} split",
-                transient=True,
-                disable=not sys.stdout.isatty(),
-            )
+        size = corpus.num_bytes(split) if isinstance(corpus, TextFiles) else None
+        with path.open("wb") as file, stage(f"tokenizing the {split} split", size) as advance:
+            documents = _told(corpus.documents(split), advance)
             for tokens in _token_rows(documents, tokenizer):
                 file.write(np.asarray(tokens, width.newbyteorder("<")).tobytes())
 
@@ -137,6 +132,13 @@ def count_tokens(
         for start in range(0, len(row), _PIECE):
             counts_V += np.bincount(row[start : start + _PIECE], minlength=vocab_size)
     return counts_V
+
+
+def _told(documents: Iterable[str], advance: Advance) -> Iterator[str]:
+    """Yield the documents; one counts as done when the next is asked for."""
+    for document in documents:
+        yield document
+        advance(len(document.encode()))
 
 
 def _token_rows(

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from recipes.data.cache import build_once, cache_key
 from recipes.data.corpus import Corpus
+from recipes.stages import stage
 
 END_OF_TEXT = "<|endoftext|>"
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of text
@@ -35,7 +36,8 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str) -> PreTrainedToke
     folder = Path(cache_dir) / f"bpe-{vocab_size}-{cache_key(corpus.fingerprint(), vocab_size)}"
 
     def build(folder: Path) -> None:
-        _byte_level_bpe(corpus.documents("train"), vocab_size).save_pretrained(folder)
+        with stage("training the tokenizer"):
+            _byte_level_bpe(corpus.documents("train"), vocab_size).save_pretrained(folder)
 
     return PreTrainedTokenizerFast.from_pretrained(build_once(folder, build))
 

@@ -10,23 +10,29 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import MeanMetric
 from transformers import PreTrainedTokenizerBase
 
+from recipes.stages import Advance
 from recipes.training.language_model import Batch, LanguageModel, num_targets, to_device
 from recipes.training.pretrained import context_length
 
 
 @torch.no_grad()
-def token_loss(module: LanguageModel, batches: Iterable[Batch]) -> float:
+def token_loss(
+    module: LanguageModel, batches: Iterable[Batch], advance: Advance | None = None
+) -> float:
     """Return the mean loss per token in nats over the batches of all ranks, which all must call it.
 
     Args:
         module: evaluated as it is, on the device where it is.
         batches: this rank's share.
+        advance: is told of every batch that is done.
     """
     was_training = module.training
     module.eval()
     mean = MeanMetric().to(module.device)
     for batch in batches:
         mean.update(module.loss(to_device(batch, module.device)), weight=num_targets(batch))
+        if advance is not None:
+            advance(1)
     module.train(was_training)
     return float(mean.compute())
 

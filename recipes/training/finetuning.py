@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from lightning_commfree import DominoTPStrategy
 from recipes.data.training_data import TrainingData
+from recipes.stages import stage
 from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.memory import check_memory
@@ -30,7 +31,8 @@ def build(config: Config) -> tuple[TrainingData, LanguageModel]:
     data = build_data(config)
     check_fit(model_config, data.tokenizer, data.block_size)
     check_memory(config, lambda: build_module(config, model_config, pretrained=False))
-    module = build_module(config, model_config)
+    with stage("loading the model"):
+        module = build_module(config, model_config)
     if config["data"].get("packing"):
         without_beginning_cuda(lambda: check_packing(module.model))
     return data, module

@@ -128,6 +128,10 @@ class LanguageModel(pl.LightningModule):
         else:
             loaded = load_pretrained(AutoModelForCausalLM, pretrained, config=config)
             self.model = loaded.float().train()  # it comes for evaluation, without dropout
+        if getattr(self.model, "loss_type", "") is None:
+            # transformers finds the loss by the class's name; where that says nothing it takes
+            # this one and warns of it, in every rank
+            self.model.loss_type = "ForCausalLM"
         if lora is not None:
             # in here: a third of a second that only those who use it shall wait for
             from peft import LoraConfig, get_peft_model

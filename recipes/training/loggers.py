@@ -1,13 +1,17 @@
-"""What loggers need beyond Lightning: the whole configuration, and one W&B run per job."""
+"""What loggers need beyond Lightning: the whole configuration, one CSV file or W&B run per job."""
 
 from __future__ import annotations
 
+import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch.loggers import WandbLogger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
 RUN_ID_FILE = "wandb_run_id.txt"
@@ -30,6 +34,57 @@ class LoggedConfig(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for logger in trainer.loggers:
             logger.log_hyperparams(self._config)
+
+
+class CsvJobLogger(CSVLogger):
+    """Lightning's `CSVLogger` with one file per job: a job that is resumed goes on in it.
+
+    Lightning's begins a new folder, or deletes the file that is there. Here the rows before the
+    first step that is logged again are kept, whatever the job had logged behind its checkpoint.
+
+    Args:
+        save_dir: the run's folder.
+        name: of a folder in it.
+    """
+
+    def __init__(self, save_dir: str, name: str = "csv") -> None:
+        super().__init__(save_dir, name, version=0)
+        self._kept: list[dict[str, str]] = []  # rows of the run that is resumed
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The writer of the file."""
+        if self._experiment is None:
+            self._open()
+        return super().experiment
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if self._kept and step is not None:
+            before = [row for row in self._kept if int(row["step"]) < step]
+            if len(before) < len(self._kept):
+                Path(self.experiment.metrics_file_path).unlink()
+                self._write(before)
+            self._kept = []
+        super().log_metrics(metrics, step)
+
+    def _open(self) -> None:
+        file = Path(self.log_dir) / ExperimentWriter.NAME_METRICS_FILE
+        if file.exists():
+            with file.open(newline="") as rows:
+                self._kept = list(csv.DictReader(rows))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*Previous log files in this directory")
+            super().experiment  # noqa: B018 - it deletes the file
+        self._write(self._kept)
+
+    def _write(self, rows: list[dict[str, str]]) -> None:
+        writer: Any = self._experiment
+        writer.metrics, writer.metrics_keys = [*rows], []
+        writer.save()
 
 
 class WandbJobLogger(WandbLogger):

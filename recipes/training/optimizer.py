@@ -22,6 +22,9 @@ _MEMORY_SHARE = 0.02  # of the run
 _MEMORY_STEPS = (10.0, 100.0)  # shortest: the best of a run of 500 steps; longest: the paper's
 _LONGEST_BETA1_STEPS = 10.0  # the paper's 0.9
 
+_WARMUP_STEPS = 100  # where nobody says how many; but no more of a run than
+_WARMUP_SHARE = 0.2
+
 OptimizerFactory = Callable[[nn.Module], OptimizerLRSchedulerConfig]
 
 
@@ -31,7 +34,7 @@ def adamw_cosine(
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.1,
-    warmup_steps: int = 100,
+    warmup_steps: int | None = None,
     final_lr_fraction: float = 0.1,
 ) -> OptimizerLRSchedulerConfig:
     """Return AdamW and its schedule as `configure_optimizers` returns them.
@@ -59,7 +62,7 @@ def lion_cosine(
     lr: float = 2.5e-4,
     betas: tuple[float, float] | None = None,
     weight_decay: float = 0.4,
-    warmup_steps: int = 100,
+    warmup_steps: int | None = None,
     final_lr_fraction: float = 0.1,
 ) -> OptimizerLRSchedulerConfig:
     """Return `DistributedLion` and its schedule as `configure_optimizers` returns them.
@@ -110,14 +113,15 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
 
 
 def warmup_cosine(
-    optimizer: Optimizer, total_steps: int, warmup_steps: int, final_lr_fraction: float
+    optimizer: Optimizer, total_steps: int, warmup_steps: int | None, final_lr_fraction: float
 ) -> OptimizerLRSchedulerConfig:
     """Return an optimizer with its schedule, stepped with it.
 
     Args:
         optimizer: its learning rate is the highest one, reached after warm-up.
         total_steps: optimizer steps of the whole run; the cosine ends there.
-        warmup_steps: steps in which the learning rate grows linearly.
+        warmup_steps: steps in which the learning rate grows linearly; None: 100, or a fifth of a run
+            of less than 500.
         final_lr_fraction: of the highest learning rate, at the end.
 
     Raises:
@@ -128,10 +132,12 @@ def warmup_cosine(
             f"total_steps={total_steps}: the cosine needs the length of the run. Set"
             " `trainer.max_steps` to a positive number of optimizer steps."
         )
+    if warmup_steps is None:
+        warmup_steps = min(_WARMUP_STEPS, int(_WARMUP_SHARE * total_steps))
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} must be at least 0 and less than the run's {total_steps}"
-            " steps. Lower `optimizer.warmup_steps` or raise `trainer.max_steps`."
+            " steps. Lower `optimizer.warmup_steps`, leave it out, or raise `trainer.max_steps`."
         )
 
     def factor(step: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hydra.utils import instantiate
 
 from recipes.data.token_data import TokenDataModule
+from recipes.stages import stage
 from recipes.training.language_model import LanguageModel, described
 from recipes.training.memory import check_memory
 from recipes.training.run import Config, factory
@@ -18,7 +19,8 @@ def build(config: Config) -> tuple[TokenDataModule, LanguageModel]:
     """
     data = build_data(config)
     check_memory(config, lambda: build_module(config, data))
-    return data, build_module(config, data)
+    with stage("making the model"):
+        return data, build_module(config, data)
 
 
 def build_data(config: Config) -> TokenDataModule:

@@ -19,6 +19,7 @@ from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import VALIDATION
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
+from recipes.stages import stage
 from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.failure import diverged, on_error
 from recipes.training.figures import draw_run
@@ -89,7 +90,7 @@ class RunReport(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         if self._evaluate_before:
-            self._initial_loss = self._evaluate(pl_module)
+            self._initial_loss = self._evaluate(trainer, pl_module)
         self._train_start = time.monotonic()
 
     @override
@@ -98,7 +99,7 @@ class RunReport(pl.Callback):
         if isinstance(trainer.strategy, DominoTPStrategy):
             # the weights are final, and put together they may be too large for one device
             start = time.monotonic()
-            self._final_loss = self._evaluate(pl_module)
+            self._final_loss = self._evaluate(trainer, pl_module)
             self._train_start += time.monotonic() - start
 
     @override
@@ -109,16 +110,18 @@ class RunReport(pl.Callback):
             # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
             # device of their group
             pl_module.to(trainer.strategy.root_device)
-            self._final_loss = self._evaluate(pl_module)
+            self._final_loss = self._evaluate(trainer, pl_module)
         if trainer.is_global_zero:
             self._conclude(trainer, pl_module, self._final_loss)
         pl_module.cpu()
 
-    def _evaluate(self, module: LanguageModel) -> float:
+    def _evaluate(self, trainer: pl.Trainer, module: LanguageModel) -> float:
         """Return the loss over the whole validation split; a divided model sends for it."""
-        ledger = self._recorder.meter.ledger
-        with nullcontext() if ledger is None else ledger.during(VALIDATION):
-            return token_loss(module, self._data.val_dataloader())
+        ledger, batches = self._recorder.meter.ledger, self._data.val_dataloader()
+        during = nullcontext() if ledger is None else ledger.during(VALIDATION)
+        told = stage("validating", len(batches), shown=trainer.is_global_zero)
+        with during, told as advance:
+            return token_loss(module, batches, advance)
 
     def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
         strategy, traffic = trainer.strategy, self._recorder.meter.plan
@@ -138,7 +141,7 @@ class RunReport(pl.Callback):
             "model": model,
             "parameters": count,
             "data": self._data.describe(),
-            "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)",
+            "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s){_alone(trainer)}",
             "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
             "tokens per step": f"{per_step:,}, in rows of {self._data.tokens_per_row()}",
             "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
@@ -169,8 +172,10 @@ class RunReport(pl.Callback):
             self._tell(trainer, "After training", failure)
             return
         summary = self._summarize(trainer, loss)
-        huggingface, adapter = self._export(module)
-        sample = self._sample(module)
+        with stage("exporting the model"):
+            huggingface, adapter = self._export(module)
+        with stage("writing a sample"):
+            sample = self._sample(module)
         self._write(
             replace(summary, sample=sample, huggingface=huggingface, adapter=adapter),
             "After training",
@@ -256,6 +261,17 @@ def _forecast(traffic: Traffic) -> str:
             f" {traffic.cycle_steps} steps"
         )
     return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
+
+
+def _alone(trainer: pl.Trainer) -> str:
+    """Return what DiLoCo does where there is nobody to exchange with."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, StreamingDiLoCoStrategy) or strategy.channels.between.size > 1:
+        return ""
+    return (
+        ", which are one replica: nothing is exchanged, and the outer optimizer makes of the inner"
+        " one a look-ahead optimizer; strategy=ddp is training without it"
+    )
 
 
 def _newest_checkpoint(folder: Path) -> str | None:

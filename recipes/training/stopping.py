@@ -13,16 +13,19 @@ waits for ever. Here a handler only takes a note:
 3. Step 102: all know. They save `last.ckpt`, callbacks and loggers let go of what they hold, and
    all leave with 128 + the signal's number, as a shell counts processes that a signal has ended.
 
-A second Ctrl-C ends everything at once. SIGTERM may come as often as it likes.
+Who hears it first says so, and rank 0 which step will be the last. A second Ctrl-C ends everything
+at once. SIGTERM may come as often as it likes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -39,11 +42,18 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.diloco import Schedule
 from lightning_commfree.strategies import ReplicaStrategy
+from recipes.stages import is_first_rank
 from recipes.training.report import CHECKPOINT_FOLDER
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
+_FIRST = (
+    "\n{}: all ranks finish their step, stop together after the same one and save a checkpoint."
+    "\nA second Ctrl-C ends at once, without one: what was trained since the last is lost.\n"
+)
 
 
 class StopOnSignal(pl.Callback):
@@ -60,6 +70,8 @@ class StopOnSignal(pl.Callback):
         self._noted: signal.Signals | None = None
         self._interrupts = 0
         self._step = 0
+        self._is_launched = False  # by another process, which has heard it too
+        self._has_told = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the launcher, which has processes in it (spawn)."""
@@ -91,7 +103,7 @@ class StopOnSignal(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if os.getpid() != self._pid:  # launched by another process, which has handlers of its own
-            self._pid, self._launcher = os.getpid(), None
+            self._pid, self._launcher, self._is_launched = os.getpid(), None, True
             self._listen()
         # Lightning's handler and its broadcast; when they are registered ours stays behind them,
         # and a strategy that puts a note of its own in their place does so later than this
@@ -112,6 +124,7 @@ class StopOnSignal(pl.Callback):
             return  # accumulation is not over, which most checkpoints do not hold
         self._step = trainer.global_step
         if not self._all_know(trainer):
+            self._tell_where(trainer)
             return
         if self._step >= trainer.max_steps:  # what is left is the report, and then nothing to go on
             trainer._signal_connector.received_sigterm = False
@@ -126,6 +139,21 @@ class StopOnSignal(pl.Callback):
                 flush=True,
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
+
+    def _tell_where(self, trainer: pl.Trainer) -> None:
+        """Say once, on rank 0, after which step all will know, and what a second Ctrl-C costs."""
+        if self._noted is None or self._has_told or not trainer.is_global_zero:
+            return
+        self._has_told = True
+        folder = Path(self._run_dir) / CHECKPOINT_FOLDER
+        newest = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
+        kept = "there is none yet" if newest is None else f"the newest one is '{newest}'"
+        print(
+            f"\n{self._noted.name} came in step {self._step}. The ranks learn of it in their next"
+            f" exchange: all stop after step {_last_step(trainer)} at the latest, and save a"
+            f" checkpoint. (A second Ctrl-C loses the steps since the one before: {kept}.)",
+            flush=True,
+        )
 
     def _all_know(self, trainer: pl.Trainer) -> bool:
         """Return whether any rank has a note; the same on all ranks after the same step."""
@@ -172,6 +200,9 @@ class StopOnSignal(pl.Callback):
             _end_now(signum)
         if self._noted is None:
             self._noted = signal.Signals(signum)
+            if is_first_rank() and not self._is_launched:
+                # not `print`: the signal may have come in the middle of one
+                os.write(sys.stdout.fileno(), _FIRST.format(self._noted.name).encode())
             if self._launcher is not None:
                 # never SIGINT: a terminal sends that to all processes by itself, and a rank would
                 # take what is passed on for a second Ctrl-C
@@ -190,6 +221,16 @@ class StopOnSignal(pl.Callback):
 
 class Stopped(SIGTERMException):
     """All ranks have stopped after the same step and have saved; a `SystemExit`."""
+
+
+def _last_step(trainer: pl.Trainer) -> int:
+    """Return the step after which all ranks will know of a note taken before now."""
+    strategy, step = trainer.strategy, trainer.global_step
+    if not isinstance(strategy, StreamingDiLoCoStrategy):
+        return min(step + 1, trainer.max_steps)
+    settings = strategy.settings
+    schedule = Schedule(settings.sync_every, len(strategy.fragments), settings.overlap_steps)
+    return min(schedule.next_launch(step) + settings.overlap_steps, trainer.max_steps)
 
 
 def _asks_the_strategy(trainer: pl.Trainer) -> bool:

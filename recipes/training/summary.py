@@ -20,6 +20,9 @@ from recipes.training.progress import History
 from recipes.training.traffic import by_tag, human_bytes
 
 
+_FRAME = 8  # columns of a panel that its labels and texts cannot use
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """The figures of a finished fit; `summary.json` holds them."""
@@ -135,11 +138,23 @@ def shown(path: str | None) -> str:
 
 
 def print_panel(title: str, rows: dict[str, str]) -> None:
-    """Print rows of a label and a text in a frame."""
+    """Print rows of a label and a text in a frame, those that do not fit beneath it.
+
+    A path that is wider than the frame would be folded in the middle of a word, and nobody could
+    copy it.
+    """
+    console = Console()
+    room = console.width - max(map(len, rows)) - _FRAME
+    beneath = {
+        label: text for label, text in rows.items() if max(map(len, text.split()), default=0) > room
+    }
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in rows.items():
-        # not `add_row(label, text)` on str: brackets in generated text are no markup
-        table.add_row(Text(label), Text(text))
-    Console().print(Panel(table, title=title))
+        if label not in beneath:
+            # not `add_row(label, text)` on str: brackets in generated text are no markup
+            table.add_row(Text(label), Text(text))
+    console.print(Panel(table, title=title))
+    for label, text in beneath.items():
+        console.print(Text(f"{label}: {text}"), soft_wrap=True)

@@ -97,7 +97,7 @@ TRAINING: dict[str, Legal] = {
     "optimizer.lr": number(0),
     "optimizer.betas": no,
     "optimizer.weight_decay": number(0),
-    "optimizer.warmup_steps": whole(0),
+    "optimizer.warmup_steps": null(whole(0)),
     "optimizer.final_lr_fraction": number(0, 1),
     "strategy.sync_every": whole(2),  # `overlap_steps` must be below
     "strategy.num_fragments": null(whole(1)),

@@ -33,7 +33,7 @@ def stage(
         doing: such as "tokenizing the training text".
         total: of what the body advances by; None: nobody knows how long it takes.
         at_once: say it now.
-        shown: whether this rank speaks; those that Lightning has launched cannot tell by themselves.
+        shown: whether this rank speaks, which one that Lightning has launched cannot tell here.
 
     Yields:
         A function that is told how much more has been done.

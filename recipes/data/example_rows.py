@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from recipes.data.cache import build_once
 from recipes.data.examples import Example
+from recipes.stages import stage
 
 Indices = NDArray[np.int64]
 Row = list[Example]

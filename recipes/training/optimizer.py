@@ -120,8 +120,8 @@ def warmup_cosine(
     Args:
         optimizer: its learning rate is the highest one, reached after warm-up.
         total_steps: optimizer steps of the whole run; the cosine ends there.
-        warmup_steps: steps in which the learning rate grows linearly; None: 100, or a fifth of a run
-            of less than 500.
+        warmup_steps: steps in which the learning rate grows linearly; None: 100, or a fifth of a
+            run of less than 500.
         final_lr_fraction: of the highest learning rate, at the end.
 
     Raises:

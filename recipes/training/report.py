@@ -141,7 +141,8 @@ class RunReport(pl.Callback):
             "model": model,
             "parameters": count,
             "data": self._data.describe(),
-            "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s){_alone(trainer)}",
+            "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)"
+            + _alone(trainer),
             "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
             "tokens per step": f"{per_step:,}, in rows of {self._data.tokens_per_row()}",
             "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
@@ -266,7 +267,9 @@ def _forecast(traffic: Traffic) -> str:
 def _alone(trainer: pl.Trainer) -> str:
     """Return what DiLoCo does where there is nobody to exchange with."""
     strategy = trainer.strategy
-    if not isinstance(strategy, StreamingDiLoCoStrategy) or strategy.channels.between.size > 1:
+    if not isinstance(strategy, StreamingDiLoCoStrategy):
+        return ""
+    if trainer.world_size > strategy.settings.replica_size:
         return ""
     return (
         ", which are one replica: nothing is exchanged, and the outer optimizer makes of the inner"

@@ -201,8 +201,7 @@ class StopOnSignal(pl.Callback):
         if self._noted is None:
             self._noted = signal.Signals(signum)
             if is_first_rank() and not self._is_launched:
-                # not `print`: the signal may have come in the middle of one
-                os.write(sys.stdout.fileno(), _FIRST.format(self._noted.name).encode())
+                _write_now(_FIRST.format(self._noted.name))
             if self._launcher is not None:
                 # never SIGINT: a terminal sends that to all processes by itself, and a rank would
                 # take what is passed on for a second Ctrl-C
@@ -229,8 +228,10 @@ def _last_step(trainer: pl.Trainer) -> int:
     if not isinstance(strategy, StreamingDiLoCoStrategy):
         return min(step + 1, trainer.max_steps)
     settings = strategy.settings
-    schedule = Schedule(settings.sync_every, len(strategy.fragments), settings.overlap_steps)
-    return min(schedule.next_launch(step) + settings.overlap_steps, trainer.max_steps)
+    schedule = Schedule(settings.sync_every, len(strategy.fragments), 0)
+    # an eager landing is read a whole cycle later
+    lands_after = settings.sync_every if settings.eager else int(settings.overlap_steps)
+    return min(schedule.next_launch(step) + lands_after, trainer.max_steps)
 
 
 def _asks_the_strategy(trainer: pl.Trainer) -> bool:
@@ -249,6 +250,15 @@ def _exit_code(trainer: pl.Trainer, signum: signal.Signals) -> int:
         and trainer.local_rank != 0
     )
     return 0 if is_launched else 128 + signum
+
+
+def _write_now(text: str) -> None:
+    """Write from a signal's handler: not by `print`, in the middle of which it may have come."""
+    try:
+        file = sys.stdout.fileno()
+    except (OSError, ValueError):  # of a notebook, whose output is no file
+        file = 1
+    os.write(file, text.encode())
 
 
 def _end_now(signum: int) -> None:

@@ -19,7 +19,6 @@ from lightning_commfree.comm.ledger import STEPS
 from recipes.training.progress import History
 from recipes.training.traffic import by_tag, human_bytes
 
-
 _FRAME = 8  # columns of a panel that its labels and texts cannot use
 
 

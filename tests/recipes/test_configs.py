@@ -220,7 +220,11 @@ def test_logger(name, compose_config) -> None:
     config = compose_config(f"logger={name}", "tokenizer=bytes", "strategy=ddp")
     trainer = build_trainer(config, build_data(config))
     found = [type(logger).__name__ for logger in trainer.loggers]
-    expected = {"csv": "CsvJobLogger", "tensorboard": "TensorBoardLogger", "wandb": "WandbJobLogger"}
+    expected = {
+        "csv": "CsvJobLogger",
+        "tensorboard": "TensorBoardLogger",
+        "wandb": "WandbJobLogger",
+    }
     assert found == ([] if name == "none" else [expected[name]])
 
 

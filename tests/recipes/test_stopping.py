@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -41,6 +42,7 @@ SMALL = [
 ]
 DDP = ["strategy=ddp"]
 DILOCO = ["strategy=streaming_diloco", "strategy.sync_every=5"]
+FORETOLD = re.compile(r"all stop after step (\d+) at the latest")
 LION = ["strategy=distributed_lion", "optimizer=distributed_lion"]
 DOMINO = ["strategy=domino_tp"]
 
@@ -132,6 +134,12 @@ def whole(start: Callable[..., Job], results: dict[str, Any]) -> Callable[..., A
     return result
 
 
+def stopped_at(said: str) -> int:
+    found = re.search(r"Stopped by \w+ after step (\d+)", said)
+    assert found is not None, said
+    return int(found[1])
+
+
 def _to_launcher(job: Job, signum: int) -> None:
     os.kill(job.pid, signum)
 
@@ -166,7 +174,15 @@ def test_an_ended_run_goes_on_to_the_same_weights(start, whole, strategy, send, 
     if not killed:
         name = signal.SIGTERM.name if send is _to_launcher else signal.Signals(signum).name
         assert f"Stopped by {name} after step" in job.log.read_text()
-        assert "ckpt_path=last" in job.log.read_text()
+        said = job.log.read_text()
+        assert "ckpt_path=last" in said
+        assert "Received SIGTERM" not in said, "every rank's word, instead of one that says more"
+        if send is not _to_rank_1:
+            assert said.count("A second Ctrl-C ends at once") == 1
+        assert all(int(step) >= stopped_at(said) for step in FORETOLD.findall(said))
+        assert len(FORETOLD.findall(said)) <= 1
+        if strategy is DILOCO:
+            assert FORETOLD.search(said), "the steps until the next exchange are not few"
         stopped = torch.load(job.run / "checkpoints" / "last.ckpt", weights_only=True)
         assert SAVED <= stopped["global_step"] < STEPS
 

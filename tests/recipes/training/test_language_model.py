@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, modeling_utils
 
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_data import TokenDataModule
@@ -107,3 +107,12 @@ def test_a_checkpoint_is_a_module_that_can_be_evaluated(data, quiet_trainer, tmp
     assert _plain_loss(loaded.model, data) == _plain_loss(module.model, data)
     with pytest.raises(ValueError, match="was made without an optimizer and can only be evaluated"):
         loaded.configure_optimizers()
+
+
+def test_transformers_has_nothing_to_say_of_the_loss(monkeypatch) -> None:
+    """Every rank wrote `loss_type=None was set in the config` into the progress bar."""
+    said = []
+    monkeypatch.setattr(modeling_utils.logger, "warning_once", lambda text: said.append(text))
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)
+    LanguageModel(config.to_dict()).loss(torch.zeros(1, 5, dtype=torch.int64))
+    assert said == []

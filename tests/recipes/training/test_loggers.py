@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recipes.training.loggers import RUN_ID_FILE, WandbJobLogger
+from recipes.training.loggers import RUN_ID_FILE, CsvJobLogger, WandbJobLogger
 from recipes.training.pretraining import build
 from recipes.training.run import fit
 
@@ -187,3 +187,28 @@ def test_a_run_for_every_job_and_a_job_that_goes_on_with_a_run(tmp_path) -> None
     assert of_a["exit_code"] == 1
     assert not (tmp_path / RUN_ID_FILE).exists()
     assert not (tmp_path / "wandb").exists(), "neither the disabled nor the refused one"
+
+
+def test_a_resumed_job_goes_on_in_its_csv_file(tmp_path, recwarn) -> None:
+    """It went into a folder of its own, `version_1`, and nobody had both halves."""
+    first = CsvJobLogger(str(tmp_path))
+    for step in (0, 10, 20, 30):
+        first.log_metrics({"loss": float(step)}, step)
+    first.save()
+
+    second = CsvJobLogger(str(tmp_path))
+    second.log_hyperparams({"seed": 1})
+    assert [row["step"] for row in _rows(tmp_path)] == ["0", "10", "20", "30"], "none is lost yet"
+    second.log_metrics({"loss": 21.0, "rate": 1.0}, 20)  # the checkpoint was of step 15
+    second.log_metrics({"loss": 31.0}, 30)
+    second.save()
+    rows = _rows(tmp_path)
+    assert [(row["step"], row["loss"]) for row in rows] == [
+        ("0", "0.0"),
+        ("10", "10.0"),
+        ("20", "21.0"),
+        ("30", "31.0"),
+    ]
+    assert rows[2]["rate"] == "1.0"
+    assert [path.name for path in (tmp_path / "csv").iterdir()] == ["version_0"]
+    assert not [w for w in recwarn if "will be deleted" in str(w.message)]

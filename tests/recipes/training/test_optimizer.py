@@ -117,6 +117,16 @@ def test_a_run_without_length(factory) -> None:
 
 
 @FACTORIES
+@pytest.mark.parametrize(("steps", "warmup"), [(20, 4), (499, 99), (500, 100), (10_000, 100)])
+def test_a_short_run_has_a_short_warm_up(factory, steps, warmup) -> None:
+    """`trainer.max_steps=20` was refused until the warm-up was lowered by hand, too."""
+    made = factory(nn.Linear(1, 1), total_steps=steps, lr=1.0)
+    lr = made["lr_scheduler"]["scheduler"].lr_lambdas[0]
+    assert [lr(0), lr(warmup - 1), lr(warmup)] == [1 / warmup, 1.0, 1.0]
+    assert lr(warmup + 1) < 1.0
+
+
+@FACTORIES
 @pytest.mark.parametrize("warmup_steps", [-1, 10, 11])
 def test_a_warm_up_longer_than_the_run(factory, warmup_steps) -> None:
     match = rf"warmup_steps={warmup_steps} must be at least 0 and less than the run's 10 steps"

@@ -157,6 +157,46 @@ def test_on_a_terminal_a_bar_that_moves(clock, capsys, monkeypatch) -> None:
     assert FIGURES in plain
 
 
+@pytest.mark.parametrize("width", [50, 80, 100])
+def test_a_narrow_terminal_gets_the_figures_that_fit(width, clock, capsys, monkeypatch) -> None:
+    """At 80 columns the times were cut: `0:... 0:0...`."""
+    terminal = lambda: Console(force_terminal=True, width=width)  # noqa: E731
+    monkeypatch.setattr(progress_bar, "Console", terminal)
+    _play(StepProgressBar(), clock, max_steps=2400, every=0.01)
+    plain = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().out)
+    lines = [line for line in re.split(r"[\r\n]+", plain) if "step" in line]
+    assert max(map(len, lines)) <= width
+    assert "…" not in plain
+    assert re.search(r"step 2,400/2,400 ━+ 0:00:\d\d 0:00:00 loss 3.123", lines[-1])
+    fits = {50: "loss 3.123", 80: "loss 3.123, val 3.456, 12,345 tokens/s", 100: FIGURES}
+    assert lines[-1].rstrip().endswith(fits[width])
+
+
+def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> None:
+    terminal = lambda: Console(force_terminal=True, width=80)  # noqa: E731
+    monkeypatch.setattr(progress_bar, "Console", terminal)
+    bar, saved = StepProgressBar(), []
+    trainer = SimpleNamespace(
+        max_steps=40,
+        global_step=0,
+        progress_bar_metrics={},
+        num_val_batches=[7],
+        save_checkpoint=lambda path: saved.append(path),
+    )
+    bar.setup(trainer, None, "fit")
+    bar.on_train_start(trainer, None)
+    bar.on_validation_start(trainer, None)
+    clock.now += 1.0
+    bar.on_validation_batch_end(trainer, None, None, None, 4)
+    bar.on_validation_end(trainer, None)
+    trainer.save_checkpoint("folder/last.ckpt")
+    bar.on_train_end(trainer, None)
+    assert saved == ["folder/last.ckpt"]
+    plain = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().out)
+    assert "validating, 5 of 7" in plain
+    assert "saving last.ckpt" in plain
+
+
 def test_a_bar_that_is_disabled_says_nothing(clock, capsys) -> None:
     bar = StepProgressBar()
     bar.disable()  # as Lightning does on all ranks but the first

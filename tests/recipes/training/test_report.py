@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
 from recipes.training.progress import History, RunRecorder
-from recipes.training.report import RunReport
-from recipes.training.summary import RunSummary, share, summary_rows
+from recipes.training.report import RunReport, _alone
+from recipes.training.summary import RunSummary, print_panel, share, summary_rows
 from recipes.training.traffic import TrafficMeter, human_bytes
 
 BLOCK_SIZE, BATCH_SIZE, ACCUMULATE, STEPS = 16, 2, 3, 8
@@ -264,3 +265,23 @@ def test_a_sample_is_shown_without_its_empty_lines() -> None:
     assert rows["besides"] == "start 20 B (start 16 B, peers 4 B)"
     assert "this run's sent 1/4 of that. All in all 30 B, 1/2 of what DDP" in rows["fp32 DDP"]
     assert rows["checkpoint"] == "none was written"
+
+
+def test_a_path_that_the_panel_has_no_room_for_stands_beneath_it_in_one_piece(
+    capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "outputs/pretrain/a_folder_with_a_long_name/2026-01-31_12-00-00/checkpoints/last.ckpt"
+    print_panel("After training", {"trained": "9 steps " * 12, "checkpoint": long, "log": "a/b"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"checkpoint: {long}"
+    assert lines[-2].startswith("╰")
+    assert max(map(len, lines[:-1])) == 80
+    assert any("log" in line and "a/b" in line for line in lines[:-2])
+
+
+def test_one_replica_alone_is_told_what_diloco_makes_of_it() -> None:
+    diloco = StreamingDiLoCoStrategy(replica_size=2)
+    assert "look-ahead optimizer" in _alone(SimpleNamespace(strategy=diloco, world_size=2))
+    assert _alone(SimpleNamespace(strategy=diloco, world_size=4)) == ""
+    assert _alone(SimpleNamespace(strategy=DDPStrategy(), world_size=1)) == ""

@@ -11,7 +11,7 @@ from rich.console import Console
 from recipes.comparison.figures import write_png
 from recipes.comparison.jobs import Plan, build_jobs
 from recipes.comparison.outcome import read_outcome
-from recipes.comparison.page import title, write_html
+from recipes.comparison.page import lead, table, title, write_html
 from recipes.comparison.running import check_laboratory, run_all
 
 PAGE_FILE = "comparison.html"
@@ -41,7 +41,10 @@ def compare(plan: Plan, words: Sequence[str], command: str, console: Console) ->
     page, figure = plan.folder / PAGE_FILE, plan.folder / FIGURE_FILE
     write_html(outcomes, plan, command, page)
     write_png(outcomes, title(outcomes), figure)
-    console.print(f"page:   {page}\nfigure: {figure}", markup=False, highlight=False)
+    console.print(lead(outcomes, plan), markup=False, highlight=False)
+    console.print(table(outcomes, plan))
+    text = f"page:   {page}\nfigure: {figure}"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return sum(outcome.measured is None for outcome in outcomes)
 
 

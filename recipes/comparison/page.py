@@ -6,9 +6,13 @@ import base64
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
 from recipes.comparison.figures import DRAWINGS, color, svg
 from recipes.comparison.jobs import Plan
@@ -18,6 +22,19 @@ from recipes.training.summary import share
 from recipes.training.traffic import human_bytes
 
 _TEMPLATE = "page.html.jinja"
+
+
+ON_TERMINAL = (
+    "strategy",
+    "validation loss",
+    "seconds",
+    "exposed",
+    "sent in steps",
+    "of fp32 DDP's",
+)
+
+
+_HEAD_LETTERS = 10  # of a line of a column's head, in a terminal
 
 
 class Cell(NamedTuple):
@@ -101,6 +118,24 @@ def heads(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
     columns = ["strategy", "validation loss", f"against {outcomes[0].job.name}", "perplexity"]
     columns += ["seconds", "exposed", "hidden, at least", "sent in steps", "of fp32 DDP's"]
     return [*columns, "a node's interface sent"] if plan.bandwidth else columns
+
+
+def table(outcomes: Sequence[Outcome], plan: Plan) -> Table:
+    """Return the page's table for a terminal: the columns for which 80 letters have room."""
+    names = heads(outcomes, plan)
+    shown = [names.index(name) for name in names if name in ON_TERMINAL or "against" in name]
+    found = Table(box=SIMPLE_HEAD, padding=0)
+    for place, column in enumerate(shown):
+        folded = "\n".join(wrap(names[column], _HEAD_LETTERS))
+        found.add_column(folded, justify="right" if place else "left", no_wrap=True)
+    for outcome in outcomes:
+        row = [outcome.job.name]
+        if outcome.measured is not None:
+            row += [cell.text for cell in cells(outcome, outcomes[0].measured, plan)]
+        else:
+            row += ["failed", *[""] * len(names)]
+        found.add_row(*(Text(row[column]) for column in shown))
+    return found
 
 
 def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:

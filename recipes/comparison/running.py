@@ -23,9 +23,11 @@ from rich.console import Console
 
 from benchmarks.lab import LaboratoryUnavailable, NetLab, why_unavailable
 from recipes.comparison.jobs import Job, Plan
+from recipes.comparison.watching import watched
 from recipes.training.provenance import lines_of
 
 RECORD_FILE = "job.json"
+LOG_FILE = "output.log"  # of the laboratory's jobs there is one for each node, when they have ended
 TIMED_OUT = 124  # the exit code of coreutils' `timeout`
 _GRACE_S = 5.0  # for a job that is told to end
 _TAIL_LINES = 15
@@ -115,15 +117,18 @@ def run_all(jobs: Sequence[Job], plan: Plan, console: Console) -> list[Record]:
     for number, (job, record) in enumerate(zip(jobs, kept, strict=True), 1):
         place = f"[{number}/{len(jobs)}] {job.name}"
         if record is not None:
-            console.print(f"{place}: kept, it is done already ({job.folder})", markup=False)
+            text = f"{place}: kept, it is done already ({job.folder})"
+            console.print(text, markup=False, soft_wrap=True)
         else:
             start = time.monotonic()
-            console.print(f"{place}: runs; what it prints goes to {job.folder}", markup=False)
-            record = run(job, plan)
+            text = f"{place}: runs; what it prints goes to {job.folder}"
+            console.print(text, markup=False, soft_wrap=True)
+            with watched(job.folder / LOG_FILE, place, console):
+                record = run(job, plan)
             how = "done" if record.returncode == 0 else "FAILED"
             console.print(f"{place}: {how}, {time.monotonic() - start:.0f} s", markup=False)
             if record.returncode:
-                console.print(failure_text(record), markup=False, highlight=False)
+                console.print(failure_text(record), markup=False, highlight=False, soft_wrap=True)
         records.append(record)
     return records
 
@@ -136,7 +141,7 @@ def run(job: Job, plan: Plan) -> Record:
     asked = _asked(job, plan)
     _save(job, asked)  # from here on the folder is known as ours, even if this is cut off
     if plan.bandwidth is None:
-        log = job.folder / "output.log"
+        log = job.folder / LOG_FILE
         returncode = _run_here(job, log, plan.timeout_s)
         record = Record(**{**asdict(asked), "returncode": returncode, "logs": [str(log)]})
     else:

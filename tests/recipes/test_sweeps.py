@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,11 @@ def test_one_and_two_processes_in_one_sweep(compose_config, tmp_path) -> None:
     assert (one["bytes_sent"], two["bytes_sent"] > 0) == (0, True)
     assert "DDPStrategy on 1 rank(s)" in result.stdout
     assert "DDPStrategy on 2 rank(s)" in result.stdout
+    table = result.stdout[result.stdout.index("overrides") :]
+    losses = (f"{one['validation_loss']:.4f}", f"{two['validation_loss']:.4f}")
+    for number, loss in enumerate(losses):
+        assert re.search(rf"{number} +│ trainer.devices={number + 1} +│ +{loss}", table), table
+    assert table.count(" *") == 1, "the best one is marked"
     for job in jobs:
         for name in ("checkpoints/last.ckpt", "huggingface/config.json", "run.png"):
             assert (job / name).is_file()

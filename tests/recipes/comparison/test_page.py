@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
+from rich.console import Console
 
 from recipes.comparison.figures import DRAWINGS, draw_bytes, draw_loss_over_tokens, write_png
 from recipes.comparison.outcome import Times, bits_per_second, read_outcome, times
-from recipes.comparison.page import cells, heads, warnings, write_html
+from recipes.comparison.page import cells, heads, table, warnings, write_html
 from tests.recipes.comparison.made_up import failed, outcome, plan
+
+GOLDEN = Path(__file__).parents[1] / "golden"  # look at a change and copy it
 
 
 def test_a_row_says_what_was_measured_and_how(tmp_path: Path) -> None:
@@ -43,6 +47,16 @@ def test_what_a_link_needs_less_what_was_waited_is_hidden(tmp_path: Path) -> Non
     assert times(outcome("streaming_diloco", tmp_path, "1gbit")) == Times(50.0, 2.0, 0.0)
     assert times(outcome("ddp", tmp_path)) == Times(50.0, 2.0, None)
     assert [bits_per_second(rate) for rate in ("1.5gbit", "20kbit")] == [1.5e9, 2e4]
+
+
+def test_the_table_fits_80_columns_and_is_as_it_is_kept(tmp_path: Path) -> None:
+    runs = [outcome("ddp", tmp_path), outcome("streaming_diloco", tmp_path)]
+    runs += [failed("domino_tp", tmp_path, "no")]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(runs, plan(tmp_path)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert shown == (GOLDEN / "compare.txt").read_text()
 
 
 def test_in_the_laboratory_the_interface_stands_beside_the_ledger(tmp_path: Path) -> None:

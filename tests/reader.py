@@ -48,7 +48,9 @@ from recipes.training import run as training
 from recipes.training.report import SUMMARY_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("[!_]*.py"))
+RECIPES = sorted(
+    path.stem for path in ROOT.glob("recipes/*.py") if "\n@application(" in path.read_text("utf-8")
+)
 _HERE = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "SLURM_NTASKS", "NODE_RANK")
 STOPPED = "outputs/pretrain/stopped"  # a run of the reader's, and its copy
@@ -69,7 +71,7 @@ scontrol() { :; }
 
 
 def commands_of(text: str) -> list[str]:
-    """Return what a page has typed into a shell; `recipes.NAME` stands for every recipe."""
+    """Return what a page has typed into a shell; `recipes.NAME` stands for every command."""
     found = []
     for language, block in _FENCED.findall(text):
         found += {"console": _TYPED.findall(block), "bash": [block]}.get(language, [])

@@ -71,8 +71,7 @@ class JoinedLion:
         Raises:
             RuntimeError: parameters of a node of several ranks have become trainable.
         """
-        parameters = {p for group in self._lion.param_groups for p in group["params"]}
-        if self.voting.parameters != parameters or self._lion.voting is not self.voting:
+        if not self._lion.is_voted_on or self._lion.voting is not self.voting:
             before = self.voting  # somebody has added parameters to the optimizer
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
@@ -123,11 +122,15 @@ class JoinedLion:
 
     def adopt(self, saved: Saved) -> Adopted | None:
         """Give every worker its momentum where it was there, a new one the mean of all."""
-        size = int(saved.entry["fingerprint"]["node_size"])
+        was = saved.entry["fingerprint"]
+        size, divided = int(was["node_size"]), was.get("inside") == repr("fsdp")
+        if divided and (size, "fsdp") != (self._settings.node_size, self._settings.inside):
+            return None  # these ranks hold other parts
+        place = self._channels.within.rank if divided else 0
         workers, now = saved.entry["ranks"] // size, self._channels.between
         wanted = [now.rank] if now.rank < workers else range(workers)
 
-        parts = saved.load_all(worker * size for worker in wanted)
+        parts = saved.load_all(worker * size + place for worker in wanted)
         if not parts:
             return None
         own = {name: parts[0][name] for name in REPLICA}
@@ -147,8 +150,11 @@ class JoinedLion:
 
     def _join(self) -> Voting:
         named = agree_on_parameters(self._channels.world, self._module, self._lion.param_groups)
-        node = self._channels.within if self._settings.node_size > 1 else None
-        return self._lion.join(named, self._channels.between, self._settings, node)
+        within, divided = self._channels.within, self._settings.inside == "fsdp"
+        node, others = (None, within) if divided else (within, None)
+        if self._settings.node_size == 1:
+            node = None
+        return self._lion.join(named, self._channels.between, self._settings, node, others)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.parts import is_part
+from lightning_commfree.comm.parts import own as own_part
 from lightning_commfree.lion.momenta import check_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
@@ -75,6 +77,7 @@ class DistributedLion(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         self._voting: Voting | None = None
+        self._views: dict[nn.Parameter, nn.Parameter] = {}
         self._join_again = False  # parameters have come that the other workers know nothing of
 
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -99,6 +102,7 @@ class DistributedLion(Optimizer):
         channel: Channel,
         settings: LionSettings,
         node: Channel | None = None,
+        others: Channel | None = None,
     ) -> Voting:
         """Vote with other workers from now on; what `DistributedLionStrategy` calls.
 
@@ -108,18 +112,28 @@ class DistributedLion(Optimizer):
             channel: to the other workers: CPU tensors.
             settings: of the vote, the same on all workers.
             node: to the ranks that form one worker with this one; their gradients are equal.
+            others: to the ranks that form one worker with this one and hold the other parts of its
+                parameters (`comm.parts`); each votes on its own.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
 
         self.leave()
-        self._voting = Voting(parameters, self._members, channel, settings, node)
+        self._views = {p: nn.Parameter(own_part(p)) for _, p in parameters if is_part(p)}
+        named = [(name, self._views.get(p, p)) for name, p in parameters]
+        self._voting = Voting(named, self._members, channel, settings, node, others)
         return self._voting
 
     @property
     def voting(self) -> Voting | None:
         """What `join` returned, until `leave` or a change of the parameters."""
         return self._voting
+
+    @property
+    def is_voted_on(self) -> bool:
+        """Whether all parameters that it has now are voted on, and no others."""
+        now = {self._views.get(p, p) for group in self.param_groups for p in group["params"]}
+        return self._voting is not None and self._voting.parameters == now
 
     def leave(self) -> None:
         """Be plain Lion again."""
@@ -131,6 +145,7 @@ class DistributedLion(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_voting", None)  # of a copy or an unpickled one
+        self.__dict__.setdefault("_views", {})
         self.__dict__.setdefault("_join_again", False)
 
     @torch.no_grad()
@@ -149,7 +164,10 @@ class DistributedLion(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        self._vote().run_step()
+        voting = self._vote()
+        for parameter, view in self._views.items():
+            view.grad = None if parameter.grad is None else own_part(parameter.grad)
+        voting.run_step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -171,7 +189,7 @@ class DistributedLion(Optimizer):
         for index, parameter in zip(saved, own, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
-                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+                    self.state[parameter][key] = own_part(value).to(parameter.device, copy=True)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
@@ -184,12 +202,12 @@ class DistributedLion(Optimizer):
             for p in group["params"]:
                 master = self.state[p].get("master")
                 if master is not None:
-                    now = p.detach().to(master.dtype)
-                    master.copy_(torch.where(master.to(p.dtype) == p, master, now))
+                    now = own_part(p)
+                    same = master.to(p.dtype) == now
+                    master.copy_(torch.where(same, master, now.to(master.dtype)))
 
     def _vote(self) -> Voting:
-        own = [p for group in self.param_groups for p in group["params"]]
-        if self._voting is not None and self._voting.parameters != set(own):
+        if self._voting is not None and not self.is_voted_on:
             # somebody has written to `param_groups`, or to the lists in them
             if self._voting.channel.size > 1:
                 self._join_again = True
@@ -203,25 +221,31 @@ class DistributedLion(Optimizer):
             )
 
         if self._voting is None:
+            own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
-            alone = Channel([0], 0, Ledger())
-            self._voting = Voting(named, self._members, alone, LionSettings(check_drift_every=0))
+            self.join(named, Channel([0], 0, Ledger()), LionSettings(check_drift_every=0))
+        assert self._voting is not None, "it has joined"
         return self._voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
         """Return parameters with state, made the first time on all workers alike, and group."""
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        return [Member(p, self._state_of(p), groups[p]) for p in parameters]
+        held = {
+            self._views.get(p, p): (p, group)
+            for group in self.param_groups
+            for p in group["params"]
+        }
+        return [Member(p, self._state_of(held[p][0]), held[p][1]) for p in parameters]
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         exact = torch.promote_types(parameter.dtype, torch.float32)
+        held = own_part(parameter) if parameter in self._views else parameter
         like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
 
         if "momentum" not in state:
-            state["momentum"] = like(parameter)
+            state["momentum"] = like(held)
         if exact != parameter.dtype and "master" not in state:
-            state["master"] = like(parameter).copy_(parameter)
+            state["master"] = like(held).copy_(held)
         return state
 
 

@@ -25,6 +25,7 @@ class LionSettings:
     momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
+    inside: str = "ddp"
     check_drift_every: int = 100
 
     def __post_init__(self) -> None:

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lion.ballot import ENDS, STOP
-from lightning_commfree.lion.ballot_exchange import DOWN_TAG, UP_TAG, VoteResult
+from lightning_commfree.lion.ballot_exchange import DOWN_TAG, NODE_TAG, UP_TAG, VoteResult
 from lightning_commfree.lion.bucket_vote import BallotInFlight, BucketVote
 from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
@@ -41,6 +42,8 @@ class Voting:
         channel: to the other workers: CPU tensors.
         settings: of the vote.
         node: to the ranks that form one worker with this one; None for a worker of one rank.
+        others: to the ranks of this worker that vote on other parts of its parameters. They end
+            with the same step and change nothing where one of them may not.
         bucket_numel: see `split_into_buckets`.
 
     Attributes:
@@ -61,9 +64,11 @@ class Voting:
         channel: Channel,
         settings: LionSettings,
         node: Channel | None = None,
+        others: Channel | None = None,
         bucket_numel: int | None = None,
     ) -> None:
         self.settings, self.channel, self.node = settings, channel, node
+        self._others = others
         shards = channel.size * (node.size if node else 1)
         self.buckets = split_into_buckets(parameters, shards, bucket_numel)
 
@@ -174,10 +179,12 @@ class Voting:
 
         results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
         summaries = [result.summary for result in results]
-        self.stop_agreed = any(summary.stop for summary in summaries)
-        said = {i for summary in summaries for i, was_said in enumerate(summary.ends) if was_said}
-        self.parted = len(said) > 1
-        self._refuse(results)
+        ends = [any(reason) for reason in zip(*(one.ends for one in summaries), strict=True)]
+        raises = self.settings.nonfinite == "raise"
+        refused = any(summary.refuses(raises) for summary in summaries)
+        heard = self._heard([any(one.stop for one in summaries), refused, *ends])
+        self.stop_agreed, refused, self.parted = heard[0], heard[1], sum(heard[2:]) > 1
+        self._refuse(results, refused)
 
         for vote, flight, result in zip(self._votes, flights, results, strict=True):
             vote.apply(self._members(vote.bucket.parameters), flight, result)
@@ -215,8 +222,20 @@ class Voting:
         sent = self.channel.ledger.bytes_by_tag
         return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
 
-    def _refuse(self, results: Sequence[VoteResult]) -> None:
-        """See that the results may be applied; nothing has been changed yet."""
+    def _heard(self, flags: list[bool]) -> list[bool]:
+        """Return which flags some rank with a part of this worker's parameters has set."""
+        if self._others is None or self._others.size == 1:
+            return flags
+        mine = torch.tensor(flags, dtype=torch.uint8, device=self._others.device)
+        return self._others.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
+
+    def _refuse(self, results: Sequence[VoteResult], refused: bool) -> None:
+        """See that the results may be applied; nothing has been changed yet.
+
+        Args:
+            results: of this rank's buckets.
+            refused: some rank with a part of this worker's parameters must refuse its own.
+        """
         for bucket, (summary, _) in zip(self.buckets, results, strict=True):
             if summary.hyperparameters_differ:
                 here = "; ".join(hyperparameters(self._members(bucket.parameters)))
@@ -244,6 +263,13 @@ class Voting:
                     " changed. Lower the learning rate or look at that rank's batch;"
                     " `nonfinite='abstain'` would leave such a worker out of the vote."
                 )
+
+        if refused:
+            raise RuntimeError(
+                "A rank that votes on another part of this worker's parameters has refused step"
+                f" {self.step + 1}; its own message says why. All ranks stop; no parameter was"
+                " changed."
+            )
 
     def _who(self, worker: int) -> str:
         rank = self.channel.ranks[worker]

@@ -13,7 +13,7 @@ from lightning_commfree.lion import DistributedLion, JoinedLion, LionSettings
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import DataParallel
+from lightning_commfree.strategies.inside import chosen
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -41,8 +41,11 @@ class DistributedLionStrategy(ReplicaStrategy):
         nonfinite: what happens when a worker's gradient holds NaN or Inf. "raise": all ranks stop
             and name it. "abstain": that worker votes 0 on that bucket of parameters and leaves its
             momentum as it was.
-        node_size: k, consecutive ranks that average their gradients in full precision (DDP) and
-            vote as one worker; each carries 1/k of the vote.
+        node_size: k, consecutive ranks that average their gradients in full precision and vote as
+            one worker; each carries 1/k of the vote.
+        inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
+            gradients and momentum, in units of a transformer block (FSDP2); each rank votes on its
+            part, and its figures are of that part.
         overlap: start a bucket's vote during backward, when its last gradient is there. Switched
             off, with a message, where gradients are changed after backward: clipping, fp16 scaling,
             `node_size` above 1, hooks between backward and step.
@@ -75,13 +78,14 @@ class DistributedLionStrategy(ReplicaStrategy):
         momentum_sync_every: int = 0,
         nonfinite: str = "raise",
         node_size: int = 1,
+        inside: str = "ddp",
         overlap: bool = True,
         check_drift_every: int = 100,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(DataParallel(node_size, "node_size"), **ddp_kwargs)
+        super().__init__(chosen(self, inside, node_size, "node_size"), **ddp_kwargs)
         self.settings = LionSettings(
-            vote, ties, momentum_sync_every, nonfinite, node_size, check_drift_every
+            vote, ties, momentum_sync_every, nonfinite, node_size, inside, check_drift_every
         )
         if not isinstance(overlap, bool):
             raise TypeError(f"`overlap={overlap!r}` must be True or False.")

@@ -75,6 +75,7 @@ def test_facts_tell_any_two_settings_apart() -> None:
         "momentum_sync_every": 3,
         "nonfinite": "abstain",
         "node_size": 2,
+        "inside": "fsdp",
         "check_drift_every": 7,
     }
     assert others.keys() == {field.name for field in dataclasses.fields(LionSettings)}

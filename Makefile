@@ -119,4 +119,4 @@ constraints:
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find lightning_commfree recipes benchmarks tests -type d -name __pycache__ -exec rm -rf {} +
+	find lightning_commfree commfree_planner recipes benchmarks tests -type d -name __pycache__ -exec rm -rf {} +

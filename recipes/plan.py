@@ -6,7 +6,7 @@ Run it from the repository's root; `conf/plan.yaml` says what each key means and
     python -m recipes.plan model=gpt2 step_time=0.35 bandwidth=0.1 data.block_size=1024 \
         num_replicas=4 overlap_steps=5
 
-The figures are a simulation's (`lightning_commfree.planner`), not measurements.
+The figures are a simulation's (`commfree_planner`), not measurements.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from lightning_commfree.planner import Advice, Job, Method, Model, advise, log_grid, methods
+from commfree_planner import Advice, Job, Method, Model, advise, log_grid, methods
 from recipes.training.language_model import LanguageModel, described
 from recipes.training.traffic import human_bytes
 

@@ -24,6 +24,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_commfree"
+PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait for torch
 CHANNEL = Path("comm/channel.py")
 WORLD = Path("comm/world.py")  # makes the framework's process group, and sends nothing
 PARTS = Path("comm/parts.py")  # FSDP2, whose collectives are its own and stay in a replica
@@ -52,7 +53,7 @@ def run_python(
 def copy_of_the_house(tmp_path: Path) -> Path:
     """A folder with what the contracts speak of, for a test to break."""
     ignore = shutil.ignore_patterns("__pycache__", "*.xz", "*.png", "*.json", "*.md")
-    for name in (PACKAGE, "recipes", "benchmarks"):
+    for name in (PACKAGE, PLANNER, "recipes", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
@@ -84,6 +85,8 @@ def test_import_contracts_are_kept() -> None:
         ("lightning_internals.py", f"import {PACKAGE}.domino", "resume and the door know no"),
         ("lightning_internals.py", f"import {PACKAGE}.resume", "imports run one way"),
         ("comm/ledger.py", "import recipes.data", "the library imports neither"),
+        (f"../{PLANNER}/job.py", f"import {PACKAGE}.comm", "the planner starts at once"),
+        (f"../{PLANNER}/job.py", "import torch", "the planner starts at once"),
         ("strategies/distributed_lion.py", "import benchmarks.lab", "the library imports neither"),
         ("../recipes/compare.py", "import benchmarks.lab.netlab", "recipes use public names"),
         ("../recipes/plan.py", "import benchmarks.common.page", "recipes use public names"),
@@ -175,7 +178,7 @@ def test_every_folder_of_the_package_has_a_folder_of_tests() -> None:
     tests = {
         path.parent.relative_to(ROOT / "tests").as_posix() for path in ROOT.glob("tests/*/**/*.py")
     }
-    others = {"recipes", "benchmarks", "outside", "examples"}
+    others = {"recipes", "benchmarks", "outside", "examples", "planner"}
     assert packages <= tests <= packages | inner | recipes | others
 
 

@@ -29,7 +29,7 @@ from benchmarks.planner.cells import (
     paper_model,
 )
 from benchmarks.planner.tables import HOURS, SIZES, TABLE_4, TARGETS
-from lightning_commfree.planner import utilization
+from commfree_planner import utilization
 from recipes.planning import draw_curves
 
 PAGE = Path(__file__).with_name("result.md")
@@ -121,7 +121,7 @@ def opening(cells: Sequence[Cell], picture: str) -> list[str]:
     steps = [abs(cell.ours - cell.paper) for cell in cells]
     return [
         "Table 4 of arXiv:2501.18512 says which bandwidth a training needs to keep its devices"
-        " busy, for five methods, three sizes and five utilizations. `lightning_commfree.planner`"
+        " busy, for five methods, three sizes and five utilizations. `commfree_planner`"
         " foretells the same. Nothing is measured here.",
         "",
         f"**Found:** of {len(cells)} values {steps.count(0)} are the same, and"

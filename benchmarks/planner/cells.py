@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from benchmarks.planner.tables import DILOCO_BY_SYNC_EVERY, SIZES, TABLE_4, TARGETS, Size
-from lightning_commfree.planner import (
+from commfree_planner import (
     Exchange,
     Model,
     all_reduce_bytes,

@@ -19,7 +19,7 @@ from benchmarks.planner.cells import (
     paper_model,
 )
 from benchmarks.planner.tables import DILOCO_BY_SYNC_EVERY, SIZES, TABLE_4, TARGETS
-from lightning_commfree.planner import utilization
+from commfree_planner import utilization
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_commfree.planner import Job, Model
+from commfree_planner import Job, Model
 
 MODEL = Model((1_000_000,) * 6, 500_000)
 JOB = Job(MODEL, step_seconds=0.1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_commfree.planner import (
+from commfree_planner import (
     Model,
     advise,
     payload_bytes,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commfree.planner import Job, Model, advise, methods
-from lightning_commfree.planner.command import main
+from commfree_planner import Job, Model, advise, methods
+from commfree_planner.command import main
 
 GIVEN = ["--parameters", "124e6", "--blocks", "12", "--step-time", "0.35", "--bandwidth", "0.1"]
 

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from lightning_commfree import planner
-from lightning_commfree.comm.ledger import ring_all_reduce_bytes
-from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
-from lightning_commfree.diloco.fragment_exchange import cheaper_fragment_exchange
-from lightning_commfree.planner import (
+import commfree_planner as planner
+from commfree_planner import (
     Exchange,
     Model,
     all_reduce_bytes,
     exchange_bytes,
     payload_bytes,
 )
+from lightning_commfree.comm.ledger import ring_all_reduce_bytes
+from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
+from lightning_commfree.diloco.fragment_exchange import cheaper_fragment_exchange
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
@@ -84,6 +84,6 @@ def test_the_planner_needs_the_standard_library_only() -> None:
                 imported.add(node.module)
             elif isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
-    own = {name for name in imported if name.startswith("lightning_commfree.planner.")}
+    own = {name for name in imported if name.startswith("commfree_planner.")}
     assert own
     assert {name.partition(".")[0] for name in imported - own} <= sys.stdlib_module_names

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_commfree.planner import (
+from commfree_planner import (
     Exchange,
     Message,
     build_exchange,

@@ -16,8 +16,8 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from commfree_planner import Job, Model, advise, methods
 from lightning_commfree.diloco import split_into_fragments
-from lightning_commfree.planner import Job, Model, advise, methods
 from recipes import planning as recipe
 from recipes.training.language_model import LanguageModel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from lightning_commfree.planner.dag import Exchange, utilization
+from commfree_planner.dag import Exchange, utilization
 
 
 def log_grid(lowest: float, highest: float, points: int) -> list[float]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from lightning_commfree.planner.dag import Exchange, utilization
-from lightning_commfree.planner.model import Model, build_exchange
-from lightning_commfree.planner.search import log_grid, needed_bandwidth
-from lightning_commfree.planner.traffic import (
+from commfree_planner.dag import Exchange, utilization
+from commfree_planner.model import Model, build_exchange
+from commfree_planner.search import log_grid, needed_bandwidth
+from commfree_planner.traffic import (
     GRADIENT_DTYPES,
     WIRE_DTYPES,
     all_reduce_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lightning_commfree.planner.job import Job
+from commfree_planner.job import Job
 
 MOST_OVERLAP_STEPS = (
     5  # section 3 of the paper: utilization stops growing there, loss suffers at 20

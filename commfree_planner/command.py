@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 
-from lightning_commfree.planner.advice import Advice, advise
-from lightning_commfree.planner.job import Job, Method, methods
-from lightning_commfree.planner.model import Model
-from lightning_commfree.planner.traffic import GRADIENT_DTYPES, WIRE_DTYPES
+from commfree_planner.advice import Advice, advise
+from commfree_planner.job import Job, Method, methods
+from commfree_planner.model import Model
+from commfree_planner.traffic import GRADIENT_DTYPES, WIRE_DTYPES
 
 TARGETS = (0.5, 0.9, 0.99)  # utilizations whose bandwidth the table names
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_commfree.planner.dag import Exchange, Message
+from commfree_planner.dag import Exchange, Message
 
 _BLOCKS_PER_FRAGMENT = 3  # as `diloco.fragments` takes them, after section 3.1 of the paper
 

@@ -24,12 +24,12 @@ What is not modelled: latency, encoding and decoding, the outer optimizer's time
 different speed, memory.
 """
 
-from lightning_commfree.planner.advice import Advice, advise
-from lightning_commfree.planner.dag import Exchange, Message, utilization
-from lightning_commfree.planner.job import Job, Method, methods
-from lightning_commfree.planner.model import Model, build_exchange
-from lightning_commfree.planner.search import log_grid, needed_bandwidth
-from lightning_commfree.planner.traffic import all_reduce_bytes, exchange_bytes, payload_bytes
+from commfree_planner.advice import Advice, advise
+from commfree_planner.dag import Exchange, Message, utilization
+from commfree_planner.job import Job, Method, methods
+from commfree_planner.model import Model, build_exchange
+from commfree_planner.search import log_grid, needed_bandwidth
+from commfree_planner.traffic import all_reduce_bytes, exchange_bytes, payload_bytes
 
 __all__ = [
     "Advice",

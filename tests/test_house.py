@@ -319,7 +319,7 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert "initialized True" in lines
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_packages_and_nothing_else(tmp_path: Path) -> None:
     result = run_python(
         *("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)),
         cwd=tmp_path,
@@ -330,10 +330,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     metadata = {name for name in names if ".dist-info/" in name}
     sources = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / PACKAGE).rglob("*")
+        for package in (PACKAGE, PLANNER)
+        for path in (ROOT / package).rglob("*")
         if path.suffix == ".py" or path.name == "py.typed"
     }
-    assert f"{PACKAGE}/py.typed" in sources
+    assert {f"{PACKAGE}/py.typed", f"{PLANNER}/py.typed"} <= sources
     assert names - metadata == sources
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
 

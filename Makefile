@@ -15,7 +15,7 @@ OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
 
-.PHONY: help demo compare test test-oldest check wheel-test bench bench-quality constraints clean
+.PHONY: help demo compare test test-oldest check wheel-test bench bench-quality constraints docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-oldest  fetch the oldest torch and Lightning that are allowed, and run tests with them, some minutes"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
 	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
+	@echo "make docs         set up, then build the documentation into build/site; no network, and a broken link fails"
 	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
 	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
 	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
@@ -60,6 +61,10 @@ check: $(STAMP)
 # Not part of .ci/run: it installs torch once more.
 wheel-test: $(STAMP)
 	$(PY) .ci/wheel
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "Open build/site/index.html."
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
 BENCHES := bits wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap demo

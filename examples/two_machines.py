@@ -40,8 +40,8 @@ if __name__ == "__main__":
     strategy = StreamingDiLoCoStrategy(sync_every=20, overlap_steps=2)
     trainer = L.Trainer(
         accelerator="auto",
-        devices=int(os.environ["LOCAL_WORLD_SIZE"]),  # torchrun's --nproc-per-node
-        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),  # torchrun's --nnodes
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),  # torchrun's --nproc-per-node
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 2)),  # torchrun's --nnodes
         strategy=strategy,
         max_epochs=2,
         enable_progress_bar=False,

@@ -7,7 +7,7 @@ without GPUs, root and hours can:
   and checked as it stands, optimizer and Trainer are built; only then is the job made small
   (`shrunk`). Of a sweep all jobs are composed and the first one trains.
 - The ranks that torchrun or SLURM would start must be the Trainer's; then one of them trains alone.
-- A bench parses its arguments and measures nothing.
+- A bench parses its arguments and measures nothing. Examples have tests of their own.
 - Of `make TARGET`, what it would do is printed; recipes and benches in there are tried.
 
 Not tried: submitit's own settings, an extra that the tests do without; W&B's server; targets of
@@ -27,6 +27,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -36,6 +37,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
+from lightning_commfree.planner.command import main as commfree_plan
 from torch import nn
 from torch.distributed.run import parse_args as parse_torchrun
 
@@ -46,62 +48,20 @@ from recipes.data.corpus import Shakespeare, Split, TextFiles
 from recipes.data.training_data import TrainingData
 from recipes.training import run as training
 from recipes.training.report import SUMMARY_FILE
+from tests.pages import read_by_bash
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted(
-    path.stem for path in ROOT.glob("recipes/*.py") if "\n@application(" in path.read_text("utf-8")
-)
 _HERE = {"accelerator": "cpu", "devices": 1, "num_nodes": 1}
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "SLURM_NTASKS", "NODE_RANK")
 STOPPED = "outputs/pretrain/stopped"  # a run of the reader's, and its copy
 COPY = "copy_of_stopped"
 STEPS, MORE_STEPS = 2, 3  # of a run, and of one that goes on
 SILENT = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_TYPED = re.compile(r"^\$ ((?:.*\\\n)*.*)", re.MULTILINE)
-_INLINE = re.compile(r"`((?:python|make|torchrun)\s[^`]+)`")
-# what a script starts is written down, every word after their number; all else is not to be found
-_NOTED = """
-PATH=tools
-note() { printf '%s\\0' $# "$@" >&3; }
-for program in python make torchrun; do eval "$program() { note $program \\"\\$@\\"; }"; done
-srun() { while [[ $1 == --* ]]; do shift; done; note "$@"; }
-scontrol() { :; }
-"""
-
-
-def commands_of(text: str) -> list[str]:
-    """Return what a page has typed into a shell; `recipes.NAME` stands for every command."""
-    found = []
-    for language, block in _FENCED.findall(text):
-        found += {"console": _TYPED.findall(block), "bash": [block]}.get(language, [])
-    found += [" ".join(code.split()) for code in _INLINE.findall(_FENCED.sub("", text))]
-    named = (c.replace("recipes.NAME", f"recipes.{name}") for c in found for name in RECIPES)
-    return list(dict.fromkeys(named))
-
-
-def python_of(text: str) -> list[str]:
-    """Return a page's blocks of Python."""
-    return [block for language, block in _FENCED.findall(text) if language == "python"]
-
-
-def read_by_bash(script: str) -> Iterator[list[str]]:
-    """Yield the words of every program that a script starts."""
-    reading, writing = os.pipe()
-    with open(reading, "rb") as noted:
-        ended = subprocess.run(
-            ["bash", "-c", f"exec 3>&{writing}\n{_NOTED}\n{script}"],
-            pass_fds=[writing],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        os.close(writing)
-        words = iter(noted.read().decode().split("\0")[:-1])
-    assert (ended.returncode, ended.stderr) == (0, ""), f"{script}\n{ended.stderr}"
-    for count in words:
-        yield [next(words) for _ in range(int(count))]
 
 
 class Ranks(NamedTuple):
@@ -165,12 +125,14 @@ class Reader:
                 self._make(words)
             elif program == "torchrun":
                 options = parse_torchrun(words)
-                assert options.module, "`-m` is missing"
                 self._launch("torchrun", options.nnodes, options.nproc_per_node)
-                self._module([options.training_script, *options.training_script_args])
+                start = self._module if options.module else self._script
+                start([options.training_script, *options.training_script_args])
+            elif program == "commfree-plan":
+                _call(partial(commfree_plan, words))
             else:
-                assert (Path(program).name, words[0]) == ("python", "-m"), f"{program} {words}"
-                self._module(words[1:])
+                assert Path(program).name == "python", f"{program} {words}"
+                self._module(words[1:]) if words[0] == "-m" else self._script(words)
 
     def _make(self, words: Sequence[str]) -> None:
         # -o: as if .venv were there; only the commands of the target itself are of interest
@@ -200,9 +162,26 @@ class Reader:
             }[by]
         )
 
+    def _script(self, words: Sequence[str]) -> None:
+        """See that a script is there, and is one of the examples, which tests of their own run."""
+        path = ROOT / words[0]
+        assert path.is_file(), f"there is no {words[0]}"
+        assert path.parent == ROOT / "examples", f"nobody tests {words[0]}"
+        if self._ranks is not None:  # what the example counts on, where nothing tells it otherwise
+            assert self._ranks == (2, 1), "the example asks for other ranks than are started"
+            self._ranks = None
+            for name in _LAUNCHED:
+                os.environ.pop(name, None)
+
     def _module(self, words: Sequence[str]) -> None:
         """Run `python -m`, with the module's name first among the words."""
         name, *words = words
+        if name == "pip":
+            _see_extras(words)
+            return
+        if name.startswith("docs.site."):  # writes into the repository: tests of its own
+            assert callable(importlib.import_module(name).main)
+            return
         bench = name.startswith("benchmarks.")
         main = importlib.import_module(f"{name}.__main__" if bench else name).main
         with pytest.MonkeyPatch.context() as patch:
@@ -278,6 +257,16 @@ def _build_in_large(config: dict[str, Any]) -> None:
     training.factory(config["optimizer"])(nn.Linear(1, 1))
     no_data = cast(TrainingData, None)  # which callbacks ask when there is a fit
     training.build_trainer({**config, "trainer": {**config["trainer"], **_HERE}}, no_data)
+
+
+def _see_extras(words: Sequence[str]) -> None:
+    """See that pip is asked for this repository, and for extras that it has."""
+    (asked,) = (word for word in words if word.startswith("."))
+    extras = re.fullmatch(r"\.(?:\[([\w,]+)\])?", asked)
+    assert extras, f"{asked} is not this repository"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for extra in filter(None, (extras[1] or "").split(",")):
+        assert extra in project["optional-dependencies"], f"there is no extra {extra}"
 
 
 class _Parsed(Exception):  # noqa: N818 -- all has gone well

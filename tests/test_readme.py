@@ -25,7 +25,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import lightning_commfree
 from recipes.data.tokenizer import byte_tokenizer
-from tests.reader import COPY, ROOT, STOPPED, Reader, commands_of, python_of
+from tests.pages import commands_of, python_of
+from tests.reader import COPY, ROOT, STOPPED, Reader
 
 READMES = ("README.md", "recipes/README.md", "benchmarks/README.md")
 DOCS = tuple(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/*.md")))
@@ -135,6 +136,10 @@ def test_a_command(command: str, reader: Reader) -> None:
         ("`torchrun --nnodes 2 --nproc-per-node 4 -m recipes.pretrain trainer=multinode`", "ranks"),
         ("`torchrun --nnode 2 -m recipes.pretrain --nope`", "nope"),
         ("`make demonstration`", "demonstration"),
+        ("`python examples/no_such.py`", "there is no examples/no_such.py"),
+        ("```console\n$ python -m pip install '.[recipe]'\n```", "there is no extra recipe"),
+        ("`torchrun --nnodes 3 examples/two_machines.py`", "asks for other ranks"),
+        ("```bash\ncommfree-plan --parameters 10 --blocks 2\n```", "--step-time"),
         ("```bash\nrm -r outputs\n```", "rm: command not found"),
         ("```bash\ncat no/such\n```", "no/such"),
     ],

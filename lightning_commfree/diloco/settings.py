@@ -14,6 +14,7 @@ from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 from lightning_commfree.diloco.wire import WIRE_FORMATS
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
+"""Makes the outer optimizer of a list of fp32 parameters, or it and its scheduler."""
 EAGER = "eager"
 NONFINITE = ("raise", "abstain")
 

@@ -249,3 +249,4 @@ WIRE_FORMATS: dict[str, WireFormat] = {
     "int8": Int8Format(),
     "fp4": Fp4Format(),
 }
+"""What may travel, by the name in `wire_dtype`."""

@@ -21,17 +21,14 @@ from lightning_commfree.lion.worker import Member
 
 
 class DistributedLion(Optimizer):
-    r"""Lion; under `DistributedLionStrategy` its workers exchange one bit per parameter.
+    """Lion; under `DistributedLionStrategy` its workers exchange one bit per parameter.
 
     Worker i of n has its own gradient and its own momentum:
 
-    .. math::
-
-        c_i &\leftarrow \beta_1 m_i + (1 - \beta_1) g_i \\
-        \Delta &\leftarrow \mathrm{sign}\Big(\sum_i \mathrm{sign}(c_i)\Big)
-            \quad \text{or} \quad \frac{1}{n} \sum_i \mathrm{sign}(c_i) \\
-        m_i &\leftarrow \beta_2 m_i + (1 - \beta_2) g_i \\
-        x &\leftarrow x (1 - \eta \lambda) - \eta \Delta
+        c_i   <- b1 m_i + (1 - b1) g_i
+        Delta <- sign(sum of sign(c_i)), or their mean
+        m_i   <- b2 m_i + (1 - b2) g_i
+        x     <- x (1 - lr decay) - lr Delta
 
     with sign(0) = 0. Alone, which is everywhere but under the strategy, n is 1: plain Lion. The
     arithmetic is in fp32 whatever gradients are, each operation rounding once. For parameters of

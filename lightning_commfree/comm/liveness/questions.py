@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 ADDRESS_BYTES = 64  # host (an IPv6 one has 39 characters), port and key
+"""The bytes of an address, as ranks exchange it by the channel."""
 LINE_BYTES = 16_384
 _MOST_THREADS = 64
 

@@ -28,6 +28,7 @@ from lightning_commfree.comm.liveness.questions import ADDRESS_BYTES, Answers, P
 from lightning_commfree.comm.liveness.unwatched import Unwatched, Work
 
 TAG = "peers"
+"""The ledger's tag for the exchange of addresses."""
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices what it was told
 _NAMED = 50  # lost ranks in a message, which has to fit into a line
 

@@ -16,6 +16,7 @@ from lightning_commfree.domino.families.qwen3 import Qwen3
 FAMILIES: dict[str, Family] = {
     family.model_class: family for family in (GPT2(), Llama(), Mistral(), Qwen2(), Qwen3())
 }
+"""The families that are scheduled, by the name of their class in transformers."""
 
 
 def family_of(model: nn.Module) -> Family | None:

@@ -1,0 +1,62 @@
+"""The pages of the API reference: what packages export, and some modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from logging import Logger
+from pathlib import Path
+
+import griffe
+
+PACKAGE = "lightning_commfree"
+# what an algorithm or a layout of one's own is written against
+MODULES = ("comm.channel", "comm.weight_swap", "strategies.contracts")
+
+
+def exported(init: Path) -> list[str]:
+    """Return the names in `__all__` of a module, as it spells them out."""
+    for node in ast.parse(init.read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return list(ast.literal_eval(value))
+    return []
+
+
+def packages(root: Path) -> dict[str, list[str]]:
+    """Return the public names of every package that exports some, by its dotted name."""
+    found = {}
+    for init in sorted((root / PACKAGE).rglob("__init__.py")):
+        names = exported(init)
+        if names:
+            found[".".join(init.parent.relative_to(root).parts)] = names
+    return found
+
+
+def pages(root: Path, log: Logger) -> Iterator[tuple[str, str]]:
+    """Yield the path and the Markdown of each page; warn of names without a docstring."""
+    tree = griffe.load(PACKAGE, search_paths=[root])
+    for package, names in packages(root).items():
+        short = package.removeprefix(f"{PACKAGE}.")
+        module = tree if package == PACKAGE else tree[short]
+        for name in names:
+            if module[name].docstring is None:
+                log.warning("the public name %s.%s has no docstring", package, name)
+        yield f"api/{short}.md", page(package, module, names)
+    for short in MODULES:
+        yield f"api/{short}.md", page(f"{PACKAGE}.{short}", tree[short], public_in(tree[short]))
+
+
+def public_in(module: griffe.Module) -> list[str]:
+    """Return the classes and functions that a module defines for others."""
+    kinds = (griffe.Kind.CLASS, griffe.Kind.FUNCTION)
+    own = (m for m in module.members.values() if not m.is_alias)
+    return [m.name for m in own if m.name[0] != "_" and m.kind in kinds]
+
+
+def page(package: str, module: griffe.Module, names: list[str]) -> str:
+    """Return a page: what the module says of itself, as it is laid out, then its names."""
+    said = module.docstring.value if module.docstring else ""
+    title = f"# `{package}`\n\n"
+    blocks = "\n".join(f"::: {package}.{name}\n" for name in names)
+    return f"{title}````text\n{said}\n````\n\n{blocks}"

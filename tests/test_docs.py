@@ -1,0 +1,126 @@
+"""The documentation site is built offline and strictly, and says what the code does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.site.messages import sentences
+from docs.site.reference import packages
+from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
+from lightning_commfree.diloco.transfers import Landing
+from lightning_commfree.lion.vote_statistics import vote_shares
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SOURCES = [
+    sentence
+    for path in (ROOT / "lightning_commfree").rglob("*.py")
+    for sentence in sentences(path.read_text("utf-8"))
+]
+# what a browser fetches by itself; `<a href>` is followed by a reader only
+FETCHED = re.compile(
+    r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\shref=\"?https?://"
+)
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = build(ROOT, folder)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_every_public_name_stands_in_the_reference(site: Path) -> None:
+    for package, names in packages(ROOT).items():
+        page = site / "api" / f"{package.removeprefix('lightning_commfree.')}.html"
+        text = page.read_text("utf-8")
+        missing = [name for name in names if f'id="{package}.{name}"' not in text]
+        assert not missing, page
+
+
+def test_nothing_is_fetched_from_another_server(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    assert [page for page in pages if FETCHED.search(page.read_text("utf-8"))] == []
+    for styles in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )[\"']?https?://", styles.read_text("utf-8")), styles
+
+    wrong = '<link rel="stylesheet" href="https://fonts.example.org/css?family=Roboto">'
+    assert FETCHED.search(wrong)
+    assert not FETCHED.search('<a href="https://arxiv.org/abs/2501.18512">')
+
+
+def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("docs", "lightning_commfree"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    for name in ("benchmarks", "recipes", "examples", "mkdocs.yml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    with (tmp_path / "docs/limits.md").open("a") as page:
+        page.write("[a](nothing.md) [b](../examples/nothing.py) [c](figures.md#nothing)\n")
+    (tmp_path / "docs/forgotten.md").write_text("# A page outside of nav\n")
+    package = tmp_path / "lightning_commfree/__init__.py"
+    with_one_more = package.read_text("utf-8").replace("__all__ = [", '__all__ = [\n    "UNSAID",')
+    package.write_text(f"{with_one_more}\nUNSAID = 1\n")
+    built = build(tmp_path, tmp_path / "site")
+    assert built.returncode == 1
+    for said in (
+        "link 'nothing.md', but the target is not found",
+        "link '../examples/nothing.py', but the target is not found",
+        "does not contain an anchor '#nothing'",
+        "forgotten.md",
+        "the public name lightning_commfree.UNSAID has no docstring",
+    ):
+        assert said in built.stderr, said
+
+
+def said_by_the_package(fragment: str) -> bool:
+    return any(fragment in " ".join(sentence.split()) for sentence in SOURCES)
+
+
+def test_messages_in_troubleshooting_are_messages_of_the_package() -> None:
+    page = (DOCS / "troubleshooting.md").read_text("utf-8")
+    quoted = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(quoted) > 25
+    assert [fragment for fragment in quoted if not said_by_the_package(fragment)] == []
+    assert not said_by_the_package("The ranks do not reach one another")
+
+
+def test_every_figure_is_explained() -> None:
+    page = (DOCS / "figures.md").read_text("utf-8")
+    outer = [f"outer/{name}_p" for name in Landing(*[0] * len(Landing._fields)).figures()]
+    lion = [f"lion/{n}" for n in (*vote_shares([]), "bits_up", "bits_down", "abstentions")]
+    comm = [f"comm/{name}" for name in ("bytes_per_step", "exposed_ms", "compression")]
+    assert set(re.findall(r"`((?:comm|outer|lion)/\w+)`", page)) >= {*outer, *lion, *comm}
+
+
+def test_the_moving_picture_is_that_of_the_schedule() -> None:
+    """Its command makes it again, and each fragment leaves and lands when the schedule says so."""
+    assert TARGET.read_text("utf-8") == drawing(SCHEDULE)
+    assert TARGET.stat().st_size < 150_000
+    ElementTree.parse(TARGET)
+    cycle, begin = SCHEDULE.sync_every, 2 * SCHEDULE.sync_every
+    for p in range(SCHEDULE.num_fragments):
+        assert list(flights(SCHEDULE, p, begin)) == [
+            (SCHEDULE.offset(p), SCHEDULE.offset(p) + SCHEDULE.overlap_steps)
+        ]
+        assert SCHEDULE.offset(p) + SCHEDULE.overlap_steps < cycle, "it would not fit into a cycle"

@@ -37,10 +37,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.singleton import Singleton
-from lightning_commfree.planner.command import main as commfree_plan
 from torch import nn
 from torch.distributed.run import parse_args as parse_torchrun
 
+from commfree_planner.command import main as commfree_plan
 from recipes.comparison import running
 from recipes.comparison.jobs import Job, Plan
 from recipes.comparison.running import Record

@@ -71,7 +71,7 @@ def test_nothing_is_fetched_from_another_server(site: Path) -> None:
 
 def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("docs", "lightning_commfree"):
+    for name in ("docs", "lightning_commfree", "commfree_planner"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for name in ("benchmarks", "recipes", "examples", "mkdocs.yml"):
         (tmp_path / name).symlink_to(ROOT / name)

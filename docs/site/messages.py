@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGE = "lightning_commfree"
+PACKAGES = ("lightning_commfree", "commfree_planner")
 SHORTEST = 40  # characters; what is shorter is a part of a sentence
 OPENING = """# Every message
 
@@ -21,7 +21,7 @@ TITLES = {
     "diloco": "Streaming DiLoCo",
     "domino": "Domino",
     "lion": "Distributed Lion",
-    "planner": "Planner",
+    "commfree_planner": "Planner",
     "resume": "Exact resume",
     "strategies": "All strategies",
 }
@@ -30,8 +30,9 @@ TITLES = {
 def messages_page(root: Path) -> str:
     """Return the page as Markdown."""
     by_folder: dict[str, list[str]] = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        folder = path.relative_to(root / PACKAGE).parts[0].removesuffix(".py")
+    for path in sorted(p for package in PACKAGES for p in (root / package).rglob("*.py")):
+        package, folder = path.relative_to(root).parts[:2]
+        folder = package if package == PACKAGES[1] else folder.removesuffix(".py")
         found = dict.fromkeys(sentences(path.read_text("utf-8")))
         by_folder.setdefault(folder, []).extend(found)
     parts = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import griffe
 
-PACKAGE = "lightning_commfree"
+PACKAGE, PLANNER = "lightning_commfree", "commfree_planner"
 # what an algorithm or a layout of one's own is written against
 MODULES = ("comm.channel", "comm.weight_swap", "strategies.contracts")
 
@@ -26,7 +26,8 @@ def exported(init: Path) -> list[str]:
 def packages(root: Path) -> dict[str, list[str]]:
     """Return the public names of every package that exports some, by its dotted name."""
     found = {}
-    for init in sorted((root / PACKAGE).rglob("__init__.py")):
+    inits = [*(root / PACKAGE).rglob("__init__.py"), *(root / PLANNER).rglob("__init__.py")]
+    for init in sorted(inits):
         names = exported(init)
         if names:
             found[".".join(init.parent.relative_to(root).parts)] = names
@@ -35,10 +36,10 @@ def packages(root: Path) -> dict[str, list[str]]:
 
 def pages(root: Path, log: Logger) -> Iterator[tuple[str, str]]:
     """Yield the path and the Markdown of each page; warn of names without a docstring."""
-    tree = griffe.load(PACKAGE, search_paths=[root])
+    tree, planner = (griffe.load(name, search_paths=[root]) for name in (PACKAGE, PLANNER))
     for package, names in packages(root).items():
         short = package.removeprefix(f"{PACKAGE}.")
-        module = tree if package == PACKAGE else tree[short]
+        module = {PACKAGE: tree, PLANNER: planner}.get(package) or tree[short]
         for name in names:
             if module[name].docstring is None:
                 log.warning("the public name %s.%s has no docstring", package, name)

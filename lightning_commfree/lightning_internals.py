@@ -67,7 +67,6 @@ LAUNCH = Feature(
     (
         f"{_LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
         f"{_LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
-        f"{_LAUNCHERS}:_SubprocessScriptLauncher",
         f"{_CALL}:_interrupt",
         "lightning.pytorch:Trainer._teardown",
     ),
@@ -170,15 +169,10 @@ def add_to_rows(
     patches.put(connector, "log_metrics", log_row)
 
 
-def _of_launchers(name: str) -> Any:
-    return getattr(import_module(_LAUNCHERS), name, object)
+_Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)
 
 
-class Scripts(_of_launchers("_SubprocessScriptLauncher")):  # type: ignore[misc]
-    """Lightning's, which starts ranks as copies of the script."""
-
-
-class Processes(_of_launchers("_MultiProcessingLauncher")):  # type: ignore[misc]
+class Processes(_Launcher):  # type: ignore[misc]
     """Lightning's, which starts ranks in processes; a subclass says how they leave."""
 
     def leave(

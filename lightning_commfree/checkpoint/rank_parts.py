@@ -12,7 +12,7 @@ the tensor, which is its dtype, shape and digest. So every part is as small as w
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -111,9 +111,21 @@ def kinds_of(state: Any) -> set[Kind]:
     return kinds
 
 
-def copied(state: Any) -> Any:
-    """Return nested dictionaries, lists and tuples with copies of their tensors in host memory."""
-    return _mapped(state, lambda tensor: tensor.detach().to("cpu", copy=True))
+def copied(state: Any, only: Iterable[Tensor] | None = None) -> Any:
+    """Return nested dictionaries, lists and tuples with copies of their tensors in host memory.
+
+    Args:
+        state: of tensors and other values.
+        only: copy what shares memory with one of these, and keep the others; None: copy all.
+    """
+    shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if shared is not None and tensor.untyped_storage().data_ptr() not in shared:
+            return tensor
+        return tensor.detach().to("cpu", copy=True)
+
+    return _mapped(state, copy)
 
 
 def plain(state: Any) -> Any:

@@ -49,7 +49,7 @@ class RankState(Protocol):
         """Return the settings that must be as they were for an exact resume."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state on this rank: tensors and plain values, copies."""
+        """Return the algorithm's state on this rank: plain values, and tensors, not copies."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned; the algorithm stands at its beginning."""

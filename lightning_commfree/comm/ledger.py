@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -155,3 +155,78 @@ class Ledger:
 
     def _phase_here(self) -> str:
         return self._phase_by_thread.get(threading.get_ident(), self.phase)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank will send in training steps; a forecast by the ledger's formulas."""
+
+    bytes_by_tag: Mapping[str, float]  # in a cycle, by the ledger's tags
+    cycle_steps: int
+    ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
+
+    @classmethod
+    def of(
+        cls,
+        numel: int,
+        world_size: int,
+        bytes_by_tag: Mapping[str, float],
+        cycle_steps: int,
+    ) -> Traffic:
+        """Return the forecast for so many trainable numbers."""
+        ddp_bytes = ring_all_reduce_bytes(4 * numel, world_size)
+        return cls(bytes_by_tag, cycle_steps, float(ddp_bytes))
+
+    @property
+    def bytes_per_cycle(self) -> int:
+        """Bytes of all tags in a cycle."""
+        return round(sum(self.bytes_by_tag.values()))
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Mean over a cycle."""
+        return self.bytes_per_cycle / self.cycle_steps
+
+
+class StepMeans:
+    """Means of what training steps have sent and waited, over the last whole cycles.
+
+    Those of the start, of validations, of checkpoints and of the last exchange are not in them.
+
+    Args:
+        ledger: of this rank.
+        traffic: the forecast: after how many steps the same is sent again, and what DDP would send.
+        at_least: steps over which the means are taken; rounded up to whole cycles.
+
+    Attributes:
+        steps: that were counted.
+    """
+
+    def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:
+        self._ledger, self._ddp_bytes = ledger, traffic.ddp_bytes_per_step
+        cycles = -(-at_least // traffic.cycle_steps)
+        self._window = deque([self._sums()], maxlen=cycles * traffic.cycle_steps + 1)
+        self.steps = 0
+
+    def after_step(self) -> None:
+        """Count a step."""
+        self.steps += 1
+        self._window.append(self._sums())
+
+    def figures(self) -> dict[str, float]:
+        """Return the means by name, none before the first step."""
+        if not self.steps:
+            return {}
+        (bytes_before, seconds_before), (bytes_now, seconds_now) = self._window[0], self._window[-1]
+        steps = len(self._window) - 1
+        sent = (bytes_now - bytes_before) / steps
+        figures = {
+            "comm/bytes_per_step": sent,
+            "comm/exposed_ms": 1e3 * (seconds_now - seconds_before) / steps,
+        }
+        if sent:  # a ratio to nothing says nothing
+            figures["comm/compression"] = self._ddp_bytes / sent
+        return figures
+
+    def _sums(self) -> tuple[int, float]:
+        return self._ledger.bytes_in(STEPS), self._ledger.seconds_by_phase[STEPS]

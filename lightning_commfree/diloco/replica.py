@@ -30,7 +30,7 @@ from lightning_commfree.diloco.transfers import FragmentInFlight, Landing, Trans
 class Replica:
     """Base of `StreamingDiLoCo`, with its arguments and attributes."""
 
-    name = "Streaming DiLoCo"
+    name, replicas = "Streaming DiLoCo", True
     # two of them look and change nothing; the third may be what a run that has stopped goes on with
     free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})
 

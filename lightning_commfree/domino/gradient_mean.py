@@ -55,6 +55,7 @@ class GradientMean:
     """
 
     name = "Domino"
+    replicas = False  # a rank holds a part of a model, which checkpoints put together
     free_at_resume: frozenset[str] = frozenset()
     parted = False  # the ranks say it behind backward
 

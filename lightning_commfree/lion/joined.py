@@ -41,7 +41,7 @@ class JoinedLion:
         ValueError: the ranks have not the same parameters in the same order and groups.
     """
 
-    name = "Distributed Lion"
+    name, replicas = "Distributed Lion", True
     free_at_resume: frozenset[str] = frozenset()
 
     def __init__(

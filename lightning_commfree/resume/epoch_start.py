@@ -24,7 +24,7 @@ _State = dict[str, Any]  # "random": of the host; "generators": of loaders and s
 
 
 class EpochStart:
-    """Notes random numbers, from `install` to `remove`, at two moments of an epoch.
+    """Notes random numbers, from `install` to `end`, at two moments of an epoch.
 
     1. Before its iterator is made: the first epoch's when Lightning has prepared the loaders, those
        of later epochs when Lightning's loop begins them.
@@ -35,7 +35,6 @@ class EpochStart:
     """
 
     def __init__(self) -> None:
-        self._patches = Patches()
         self._trainer: pl.Trainer | None = None
         self._iterator: _State | None = None
         self._batch: _State | None = None
@@ -44,9 +43,8 @@ class EpochStart:
         self._host: dict[str, Any] | None = None
         self._prepared: dict[torch.Generator, Tensor] = {}
 
-    def install(self, trainer: pl.Trainer) -> None:
+    def install(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Patch two methods of this Trainer's own objects; before it makes its loaders."""
-        self.remove()
         self._trainer, self._restored = trainer, False
         self._iterator = self._batch = self._host = None
         self._prepared = {}
@@ -73,12 +71,11 @@ class EpochStart:
             self._iterator = before if is_new else self._when_prepared()
             self._batch = self._now()
 
-        self._patches.put(strategy, "process_dataloader", note_and_prepare)
-        self._patches.put(loop, "on_run_start", note_and_begin)
+        patches.put(strategy, "process_dataloader", note_and_prepare)
+        patches.put(loop, "on_run_start", note_and_begin)
 
-    def remove(self) -> None:
-        """Give Lightning its own methods back."""
-        self._patches.remove()
+    def end(self) -> None:
+        """Forget the Trainer."""
         self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lightning_commfree.checkpoint.rank_files import RankFiles, SavedParts
 from lightning_commfree.checkpoint.rank_parts import Key, Owner, plain
 from lightning_commfree.checkpoint.rank_state import Adopted, Agreeing, Part, RankState, Saved
 from lightning_commfree.checkpoint.whole_files import FilePath
+from lightning_commfree.patches import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.epoch_start import EpochStart
 from lightning_commfree.resume.loops import open_plateaus, restore_loops
@@ -73,9 +74,14 @@ class ExactResume:
         self._resumes = False  # until `go_on`
         self._part: Part = {}  # what this rank goes on with, until all of it is in place
 
-    def install(self, trainer: pl.Trainer) -> None:
-        """Watch a fit's random numbers from its first loader on; in `setup_environment`."""
-        self._epoch_start.install(trainer)
+    def install(self, trainer: pl.Trainer, patches: Patches) -> None:
+        """Watch a fit's random numbers from its first loader on; in `setup_environment`.
+
+        Args:
+            trainer: of the fit.
+            patches: get what stands before Lightning's methods.
+        """
+        self._epoch_start.install(trainer, patches)
 
     # -- resuming
 
@@ -234,7 +240,7 @@ class ExactResume:
         """Forget the fit; in `teardown`."""
         self._fit = self._source = None
         self._part, self._resumes = {}, False
-        self._epoch_start.remove()
+        self._epoch_start.end()
 
 
 def _part_of(

@@ -6,13 +6,13 @@ from typing import NoReturn
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_commfree.comm.ledger import Traffic
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.contracts import EveryStep, LocalUpdates
 from lightning_commfree.strategies.distributed_lion import DistributedLionStrategy
 from lightning_commfree.strategies.domino_tp import DominoTPStrategy
 from lightning_commfree.strategies.inside import DataParallel
 from lightning_commfree.strategies.streaming_diloco import StreamingDiLoCoStrategy
-from lightning_commfree.strategies.traffic import Traffic
 
 _NAMES = {
     "distributed_lion": DistributedLionStrategy,

@@ -29,22 +29,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath, reading_whole
-from lightning_commfree.comm.ledger import START, STEPS, Ledger
+from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.comm.network import Network
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.lightning_internals import probe, set_ddp_group
+from lightning_commfree.patches import Patches
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.strategies.checks import (
     check_ddp_kwargs,
     needing_one_optimizer,
 )
 from lightning_commfree.strategies.contracts import Between, Inside
+from lightning_commfree.strategies.fit_log import FitLog
 from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.rarely import MeetRarely
-from lightning_commfree.strategies.signals import DeferredSigterm
+from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand, warn_unsaved
 from lightning_commfree.strategies.starter import Starter
-from lightning_commfree.strategies.traffic import FitLog, Traffic
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger, self.group_ledger = Ledger(), Ledger()
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self._network, self._sigterm = Network(), DeferredSigterm()
+        self._network, self._patches = Network(), Patches()
         self.ranks = Ranks(self, self._network)
         self._starter = Starter(self, self.ranks, ddp_kwargs, inside.check_before_launch)
         self._resume = ExactResume(self, self.ranks)
@@ -132,7 +133,8 @@ class ReplicaStrategy(DDPStrategy):
             super().setup_environment()
         ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
         self._network.open(mesh, job, ledgers, self.liveness)
-        self._resume.install(self.module.trainer)  # before the first loader is made
+        # before the first loader is made
+        self._resume.install(self.module.trainer, self._patches)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -145,13 +147,13 @@ class ReplicaStrategy(DDPStrategy):
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        self._sigterm.install(trainer)
+        sigterm = DeferredSigterm(trainer, self._patches)
         between, channels = self.begin(trainer), self.channels
         traffic = Traffic.of(numel, self.world_size, *between.cycle())
-        self._log = FitLog(trainer, self.ledger, traffic, between.figures)
-        own = self._sigterm, self.ledger, self._log, self.ranks
+        self._log = FitLog(trainer, self.ledger, traffic, between.figures, self._patches)
+        own = sigterm, self.ledger, self._log, self.ranks, self._patches
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
-        self._resume.begin(trainer, self.now)  # the algorithm stands, and takes its state back
+        self._resume.begin(trainer, between)  # the algorithm stands, and takes its state back
 
     def _setup_evaluation(self, trainer: pl.Trainer) -> None:
         if not self.inside.evaluates():
@@ -218,7 +220,7 @@ class ReplicaStrategy(DDPStrategy):
         self.inside.release()
         fit, self.now = self.now, OutsideOfFit()
         fit.end()
-        self._sigterm.remove()
+        self._patches.remove()
         self._resume.end()
         self._starter.restore_callbacks()
         super().teardown()
@@ -227,15 +229,19 @@ class ReplicaStrategy(DDPStrategy):
 
     # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
 
+    def meets(self) -> bool:
+        """Return whether the others come to the collective that this rank has come to."""
+        return not stopped_by_hand(self.lightning_module) and self.now.meets()
+
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self.now.meets(self.lightning_module):
+        if self.meets():
             with self._network.naming_lost("barrier"):
                 super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if not self.now.meets(self.lightning_module):
+        if not self.meets():
             return obj
         with self._network.naming_lost("broadcast"):
             return super().broadcast(obj, src)
@@ -247,7 +253,7 @@ class ReplicaStrategy(DDPStrategy):
             if self.inside.size == 1:
                 return tensor
             group = self.channels.within.group
-        elif not self.now.meets(self.lightning_module):
+        elif not self.meets():
             return tensor
         with self._network.naming_lost("reduce"):
             return super().reduce(tensor, group, reduce_op)
@@ -278,7 +284,9 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if self.now.may_save(self.lightning_module, filepath, "optimizer_states" not in checkpoint):
+        if stopped_by_hand(self.lightning_module):
+            warn_unsaved()
+        elif self.now.may_save(filepath, weights_only="optimizer_states" not in checkpoint):
             write = partial(self._starter.write, checkpoint, options=storage_options)
             self._resume.save(checkpoint, filepath, write)
 

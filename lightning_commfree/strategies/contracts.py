@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_commfree.checkpoint.rank_state import Adopted, Saved
+from lightning_commfree.checkpoint.rank_state import Adopted, RankState, Saved
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.mesh import Mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
@@ -124,20 +124,19 @@ class Inside(Protocol):
         return checkpoint
 
 
-class Between(Protocol):
+class Between(RankState, Protocol):
     """An algorithm between replicas, for the length of a fit.
 
     It is made when model and optimizers stand and all ranks hold the same weights. Its methods run
-    on all ranks after the same step, so that any of them may exchange something.
+    on all ranks after the same step, so that any of them may exchange something. What a checkpoint
+    keeps of it `RankState` says.
 
     Attributes:
-        name: of the algorithm, for checkpoints.
-        free_at_resume: what of `fingerprint` may be another at an exact resume.
         parted: the ranks have said different things of whether their training ends with this step;
             the same on all of them.
     """
 
-    name: str
+    replicas: bool = True
     free_at_resume: frozenset[str] = frozenset()
     parted: bool = False
 
@@ -167,14 +166,6 @@ class Between(Protocol):
     def fingerprint(self) -> dict[str, str]:
         """Return what must be equal on all ranks, and as it was for an exact resume."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: tensors, which need not be copies, and plain values."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned, before the first step."""
-        ...
 
     def adopt(self, saved: Saved) -> Adopted | None:
         """Choose what this rank can use of a save by other ranks or with other settings.

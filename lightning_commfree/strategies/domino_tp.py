@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.ledger import Traffic
 from lightning_commfree.domino import DominoSettings, GradientMean
 from lightning_commfree.strategies.base import ReplicaStrategy, present
 from lightning_commfree.strategies.domino_checks import check_values
 from lightning_commfree.strategies.every_batch import MeetEveryBatch
 from lightning_commfree.strategies.inside.domino import TensorParallel
-from lightning_commfree.strategies.traffic import Traffic
 
 
 class DominoTPStrategy(ReplicaStrategy):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
 
 from lightning_commfree.checkpoint.whole_files import FilePath
 
@@ -76,27 +72,3 @@ class EarlySaves:
 def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
     callbacks = trainer.checkpoint_callbacks
     return [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
-
-
-def copies(state: dict[str, Any], exchanged: Iterable[Tensor]) -> dict[str, Any]:
-    """Return a state with host copies of what is exchanged, which becomes local again.
-
-    What is frozen stays what it is: it may be large. Hyperparameters are of the user's own classes,
-    which need not bear to be taken apart.
-    """
-    shared = {tensor.untyped_storage().data_ptr() for tensor in exchanged}
-
-    def copied(value: Any) -> Any:
-        found = []
-
-        def copy(tensor: Tensor) -> Tensor:
-            found.append(tensor.untyped_storage().data_ptr() in shared)
-            return tensor.detach().to("cpu", copy=True) if found[-1] else tensor
-
-        replaced = apply_to_collection(value, Tensor, copy)
-        return replaced if any(found) else value
-
-    return {
-        key: value if key.endswith("hyper_parameters") else copied(value)
-        for key, value in state.items()
-    }

@@ -26,31 +26,28 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning.pytorch as pl
-
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.meeting import Meeting, Stage
+from lightning_commfree.comm.meeting import Stage
 from lightning_commfree.comm.parting import Part, Why, part
 from lightning_commfree.loop_counters import data_used_up, may_stop_early
+from lightning_commfree.strategies.pace import Fit
 
 _EVEN = "Give all ranks equally many batches, as with `limit_train_batches`"
 
 
 class CommonEnd:
-    """The end of one Trainer's fit, from `install` on.
+    """The end of a fit.
+
+    Args:
+        fit: that will end.
+        unit: as `Meeting` takes it.
 
     Attributes:
         meeting: where this rank is, and where it waits for the others.
     """
 
-    meeting: Meeting
-    _trainer: pl.Trainer
-    _world: Channel
-
-    def watch(self, trainer: pl.Trainer, world: Channel, unit: str) -> None:
-        """Begin with a fit; `world` is the channel to all ranks, `unit` as `Meeting` takes it."""
-        self._trainer, self._world = trainer, world
-        self.meeting = world.meeting(unit)
+    def __init__(self, fit: Fit[Any], unit: str) -> None:
+        self._trainer, self._world = fit.trainer, fit.world
+        self.meeting = fit.world.meeting(unit)
 
     def why(self, in_step: bool = True) -> Why:
         """Return by what this rank's epoch or fit ends.

@@ -28,12 +28,10 @@ class MeetEveryBatch(Pace[GradientMean]):
         fit: whose ranks stay together.
     """
 
-    replicas = False  # a rank holds a part of a model, which checkpoints put together
-
     def __init__(self, fit: Fit[GradientMean]) -> None:
         super().__init__(fit)
-        self._in_step, self._end = InStep(fit.world), LockstepEnd()
-        self._end.install(fit.trainer, fit.world, lambda: self._tell(Where.EPOCH, Word()))
+        self._in_step = InStep(fit.world)
+        self._end = LockstepEnd(fit, lambda: self._tell(Where.EPOCH, Word()))
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -64,11 +62,6 @@ class MeetEveryBatch(Pace[GradientMean]):
             refuse_nonfinite(fit.world, fit.module, loss, step, fit.channels.within.size)
         if steps:
             self.between.land(fit.module)
-
-    @override
-    def end(self) -> None:
-        self._end.remove()
-        super().end()
 
     # -- inside
 

@@ -18,43 +18,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.parting import Why
 from lightning_commfree.loop_counters import may_stop_early
-from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.ending import CommonEnd
 from lightning_commfree.strategies.pace import Fit, Pace
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 
 class LockstepEnd(CommonEnd):
-    """Watches one Trainer's fit, from `install` to `remove`."""
+    """The end of a fit whose ranks take every step together.
 
-    def __init__(self) -> None:
-        self._patches = Patches()
+    Args:
+        fit: that will end; the ends of Lightning's two training loops are patched.
+        before_epoch_end: is called where a rank has no batch left.
+    """
 
-    def install(
-        self,
-        trainer: pl.Trainer,
-        world: Channel,
-        before_epoch_end: Callable[[], object] = lambda: None,
+    def __init__(
+        self, fit: Fit[Any], before_epoch_end: Callable[[], object] = lambda: None
     ) -> None:
-        """Patch the ends of Lightning's two training loops.
-
-        Args:
-            trainer: in its fit.
-            world: the channel to all ranks.
-            before_epoch_end: is called where a rank has no batch left.
-        """
-        self.remove()
-        self.watch(trainer, world, "chance to stop")
+        super().__init__(fit, "chance to stop")
         self._wants_to_stop = self._agreed = False
         self.meeting.move(0)
 
-        loop = trainer.fit_loop
+        loop = fit.trainer.fit_loop
         end_of_batch, end_of_epoch = loop.epoch_loop.on_advance_end, loop.on_advance_end
 
         def end_batch(*args: Any, **kwargs: Any) -> None:
@@ -67,12 +56,8 @@ class LockstepEnd(CommonEnd):
             end_of_epoch()
             self._stop_or_go_on()
 
-        self._patches.put(loop.epoch_loop, "on_advance_end", end_batch)
-        self._patches.put(loop, "on_advance_end", end_epoch)
-
-    def remove(self) -> None:
-        """Give Lightning its own methods back."""
-        self._patches.remove()
+        fit.patches.put(loop.epoch_loop, "on_advance_end", end_batch)
+        fit.patches.put(loop, "on_advance_end", end_epoch)
 
     @override
     def why(self, in_step: bool = True) -> Why:
@@ -110,8 +95,7 @@ class MeetEveryStep(Pace[EveryStep]):
 
     def __init__(self, fit: Fit[EveryStep]) -> None:
         super().__init__(fit)
-        self._end = LockstepEnd()
-        self._end.install(fit.trainer, fit.world)
+        self._end = LockstepEnd(fit)
         fit.between.wants(lambda: fit.sigterm.requested, self._end.why)
 
     @override
@@ -128,13 +112,8 @@ class MeetEveryStep(Pace[EveryStep]):
         self.between.average_buffers()
 
     @override
-    def end(self) -> None:
-        self._end.remove()
-        super().end()
-
-    @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not self._stopped_by_hand():
+        if not stopped_by_hand(self._fit.module):
             self.between.average_buffers()
         return read()
 

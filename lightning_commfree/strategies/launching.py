@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_commfree.lightning_internals import LAUNCH, Processes, Scripts, interrupt
+from lightning_commfree.lightning_internals import Processes, interrupt
 
 # looks at what is going to run, in the process that will launch the ranks: what it refuses is
 # refused at once, and once; None stands for something that is not a Trainer's
@@ -31,32 +31,18 @@ class _Left(NamedTuple):
     by_sigterm: bool
 
 
-def own_launcher(
-    strategy: Any, start_method: str, check: Check
-) -> OrderlyLauncher | ScriptLauncher | None:
-    """Return the launcher of a strategy, None where Lightning's own has to do."""
-    if not LAUNCH.works(None):
-        return None
-    return (
-        ScriptLauncher(strategy, check)
-        if start_method == "popen"
-        else OrderlyLauncher(strategy, start_method, check)
-    )
+def checked(launcher: Any, check: Check) -> Any:
+    """Return a launcher of Lightning's, which first lets the strategy look at what will be run."""
+    launch = launcher.launch
 
-
-class ScriptLauncher(Scripts):
-    """Starts ranks as copies of the script; first lets the strategy look at what will be run."""
-
-    def __init__(self, strategy: Any, check: Check) -> None:
-        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._check = check
-
-    @override
-    def launch(
-        self, function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
+    def check_and_launch(
+        function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
     ) -> Any:
-        self._check(trainer)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        check(trainer)
+        return launch(function, *args, trainer=trainer, **kwargs)
+
+    launcher.launch = check_and_launch
+    return launcher
 
 
 class OrderlyLauncher(Processes):

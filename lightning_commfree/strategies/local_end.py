@@ -12,92 +12,55 @@ checkpoint is written when the fit ends.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import END
 from lightning_commfree.comm.meeting import Stage
 from lightning_commfree.comm.parting import Why
 from lightning_commfree.loop_counters import data_used_up
-from lightning_commfree.patches import Patches
+from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.early_saves import scores_its_saves
 from lightning_commfree.strategies.ending import CommonEnd
-from lightning_commfree.strategies.signals import DeferredSigterm
-
-
-class Finishing(Protocol):
-    """An algorithm of replicas that take steps of their own.
-
-    Attributes:
-        step: steps done; after `finish`, those after which all replicas have ended.
-        parted: not all replicas have ended after the same step, or some would have gone on; the
-            same on all of them, from the exchange on in which they learn of it.
-    """
-
-    step: int
-    parted: bool
-
-    def finish(self, stop: bool, goes_on: bool) -> bool:
-        """Make all replicas equal; a second call changes nothing.
-
-        Args:
-            stop: this rank has received SIGTERM.
-            goes_on: this rank would have gone on.
-
-        Returns:
-            Whether some rank has received SIGTERM; the same on all of them.
-        """
+from lightning_commfree.strategies.pace import Fit
 
 
 class LocalEnd(CommonEnd):
-    """Finishes once per last step, from `install` to `remove`.
+    """Finishes once per last step.
+
+    Args:
+        fit: that will end.
 
     Attributes:
         finished_at: the step after which the algorithm has finished; None: it has not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fit: Fit[LocalUpdates]) -> None:
+        super().__init__(fit, "step")
+        self._algorithm, self._sigterm = fit.between, fit.sigterm
         self.finished_at: int | None = None
         self._trains = False
-        self._patches = Patches()
-
-    def install(
-        self, trainer: pl.Trainer, world: Channel, algorithm: Finishing, sigterm: DeferredSigterm
-    ) -> None:
-        """Begin with a fit."""
-        self.watch(trainer, world, "step")
-        self._algorithm, self._sigterm = algorithm, sigterm
-        self.finished_at = None
-        end_of_epoch = trainer.fit_loop.on_advance_end
+        end_of_epoch = fit.trainer.fit_loop.on_advance_end
 
         def end_epoch() -> None:
             self.meeting.enter(Stage.EPOCH_END)
             end_of_epoch()
 
-        self._patches.put(trainer.fit_loop, "on_advance_end", end_epoch)
+        fit.patches.put(fit.trainer.fit_loop, "on_advance_end", end_epoch)
 
-    def begin(self) -> None:
-        """Train from now on; before, the ranks do the same without being asked."""
+    def begin(self, finished: bool) -> None:
+        """Train from now on; before, the ranks do the same without being asked.
+
+        Args:
+            finished: the algorithm has finished after its latest step.
+        """
         self._trains = True
+        self.finished_at = self._algorithm.step if finished else None
         self.meeting.move(self._algorithm.step)
-
-    def remove(self) -> None:
-        """Train no more, and give Lightning its own method back."""
-        self._trains = False
-        self._patches.remove()
 
     @property
     def finished(self) -> bool:
         """Whether the algorithm has finished after its latest step."""
         return self.finished_at == self._algorithm.step
-
-    @property
-    def alone(self) -> bool:
-        """Whether this rank's collectives are its own for now."""
-        return self._trains and self.meeting.alone
 
     def after_step(self, stop: bool) -> bool:
         """Finish if the step that runs is the last; return whether the ranks agreed to stop.
@@ -134,11 +97,6 @@ class LocalEnd(CommonEnd):
                 apart = Why.APART if met.passed else Why.GOES_ON
                 self.finish(None if over else apart)
         return not self.meeting.alone
-
-    def finish_if_near(self) -> None:
-        """Finish ahead of a validation or checkpoint that turned out to be the last."""
-        if self.is_near():
-            self.finish()
 
     def finish(self, why: Why | None = None) -> None:
         """Finish between two steps, and let the Trainer stop if some rank has received SIGTERM.

@@ -16,28 +16,23 @@ from typing import Any, Generic, TypeVar
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.rank_state import Adopted, Saved
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import VALIDATION, Ledger
 from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.contracts import Between
+from lightning_commfree.strategies.fit_log import FitLog
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import (
-    DeferredSigterm,
-    stopped_by_hand,
-    stopped_by_hand_in,
-    warn_unsaved,
-)
-from lightning_commfree.strategies.traffic import FitLog
+from lightning_commfree.strategies.signals import DeferredSigterm
 
 B = TypeVar("B", bound=Between)
 
 
 @dataclass(frozen=True)
 class Fit(Generic[B]):
-    """What lives from `setup` to `teardown` of a fit."""
+    """What lives from `setup` to `teardown` of a fit; `patches` are taken off when it ends."""
 
     trainer: pl.Trainer
     module: pl.LightningModule
@@ -47,6 +42,7 @@ class Fit(Generic[B]):
     ledger: Ledger
     log: FitLog
     ranks: Ranks
+    patches: Patches
 
     @property
     def world(self) -> Channel:
@@ -57,8 +53,6 @@ class Fit(Generic[B]):
 class Pace(Generic[B]):
     """The moments of a fit, in their order; here ranks that need nothing at any of them.
 
-    To `ExactResume` it answers for the algorithm.
-
     Args:
         fit: whose ranks stay together.
 
@@ -67,20 +61,15 @@ class Pace(Generic[B]):
 
     Attributes:
         between: the algorithm.
-        name: its name.
-        free_at_resume: what of its fingerprint may be another at a resume.
         computing: a training step is computed.
     """
 
     computing = False
-    replicas = True  # ranks hold models of their own
 
     def __init__(self, fit: Fit[B]) -> None:
         check_agreement(fit.world, fit.between.fingerprint())
         self._fit = fit
         self.between: B = fit.between
-        self.name: str = fit.between.name
-        self.free_at_resume: frozenset[str] = fit.between.free_at_resume
 
     def begin(self, resumed: bool) -> None:
         """Train from the next batch on; hooks may have written to the weights.
@@ -123,64 +112,32 @@ class Pace(Generic[B]):
         """No step follows."""
 
     def end(self) -> None:
-        """Give Lightning its own methods back; after a failed fit too."""
+        """Give back what the algorithm holds; after a failed fit too."""
         self._fit.log.close()
         self.between.close()
 
     # -- collectives and checkpoints of Lightning's
 
-    def meets(self, module: pl.LightningModule | None) -> bool:
+    def meets(self) -> bool:
         """Return whether the others come to the collective that this rank has come to."""
-        return not stopped_by_hand_in(module) and self._meets()
+        return True
 
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `read` finds in the module where that holds what a checkpoint shall."""
         return read()
 
-    def may_save(
-        self, module: pl.LightningModule | None, filepath: FilePath, weights_only: bool
-    ) -> bool:
-        """Return whether a checkpoint is written now; else it is when the fit ends, or never."""
-        if stopped_by_hand_in(module):
-            warn_unsaved()
-            return False
-        return self._may_save(filepath, weights_only)
+    def may_save(self, filepath: FilePath, weights_only: bool) -> bool:
+        """Return whether a checkpoint is written now; else it is when the fit ends."""
+        del filepath, weights_only
+        return True
 
     def removes(self, filepath: FilePath) -> None:
         """A checkpoint is removed."""
 
-    # -- for `ExactResume`
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return what must be as it was for an exact resume."""
-        return self.between.fingerprint()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state on this rank, and what belongs to it."""
-        return self.between.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned; the algorithm stands at its beginning."""
-        self.between.load_state_dict(state)
-
-    def adopt(self, saved: Saved) -> Adopted | None:
-        """Choose what this rank can use of a save by other ranks or with other settings."""
-        return self.between.adopt(saved)
-
     # -- inside
-
-    def _meets(self) -> bool:
-        return True
-
-    def _may_save(self, filepath: FilePath, weights_only: bool) -> bool:
-        del filepath, weights_only
-        return True
 
     def _after_step(self, stop: bool) -> bool:
         return self.between.after_step(stop)
-
-    def _stopped_by_hand(self) -> bool:
-        return stopped_by_hand(self._fit.trainer)
 
 
 class OutsideOfFit(Pace[Any]):

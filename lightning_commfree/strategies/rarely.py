@@ -17,16 +17,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_commfree.checkpoint.rank_parts import copied
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.meeting import Stage
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.weight_swap import ADVICE
-from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.averages import average_outer_weights
 from lightning_commfree.strategies.contracts import LocalUpdates
-from lightning_commfree.strategies.early_saves import EarlySaves, copies, scores_its_saves
+from lightning_commfree.strategies.early_saves import EarlySaves, scores_its_saves
 from lightning_commfree.strategies.local_end import LocalEnd
 from lightning_commfree.strategies.pace import Fit, Pace
+from lightning_commfree.strategies.signals import stopped_by_hand
 from lightning_commfree.strategies.trial import let_finders_try
 
 
@@ -40,23 +41,27 @@ class MeetRarely(Pace[LocalUpdates]):
     def __init__(self, fit: Fit[LocalUpdates]) -> None:
         super().__init__(fit)
         self._swap = fit.between.weight_swap
-        self._end, self._early_saves = LocalEnd(), EarlySaves()
-        self._end.install(fit.trainer, fit.world, fit.between, fit.sigterm)
+        self._end, self._early_saves = LocalEnd(fit), EarlySaves()
         self._unready_said = False
-        self._patches, self._settling = Patches(), Patches()
         self._put_averages_in = average_outer_weights(
-            fit.trainer, fit.module, self._swap, self._patches
+            fit.trainer, fit.module, self._swap, fit.patches
         )
-        let_finders_try(fit.trainer, self._plain, self._patches)
+        let_finders_try(fit.trainer, fit.patches)
         self._settle_around_saves()
 
     # -- the moments of a fit
 
     @override
     def begin(self, resumed: bool) -> None:
-        if not resumed:  # else the local weights differ from the shared ones for good reason
-            self._take_changed_weights()
-        self._end.begin()
+        differ = any(self._fit.ranks.all_flags(not self._swap.is_local()))
+        if differ and not resumed:
+            # `on_fit_start` or `on_train_start` has written to the weights, and DDP would train
+            # what they are now; here all ranks must hold and share the same: rank 0's
+            channels = self._fit.channels
+            common_start(channels.world, self._fit.module, {}, channels.between)
+            self._swap.take_local()
+        # saved when a fit had ended: to finish a second time would move nothing
+        self._end.begin(finished=resumed and not differ)
 
     @override
     def validation_begins(self) -> None:
@@ -90,21 +95,24 @@ class MeetRarely(Pace[LocalUpdates]):
         interrupted = self._fit.trainer.state.status == TrainerStatus.INTERRUPTED
         if self._end.finished_at is None and not interrupted:
             self._swap.put_in()  # a resumed fit had nothing left to train
-        for patches in (self._end, self._settling, self._patches):
-            patches.remove()
         super().end()
 
     # -- collectives and checkpoints of Lightning's
 
     @override
+    def meets(self) -> bool:
+        return self.computing or self._end.meet()
+
+    @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         with self._settled() as stays:
             state = read()
-            return state if stays else copies(state, self._swap.in_module)
+            # what is frozen stays what it is: it may be large
+            return state if stays else copied(state, only=self._swap.in_module)
 
     @override
-    def _may_save(self, filepath: FilePath, weights_only: bool) -> bool:
-        if self._end.alone:
+    def may_save(self, filepath: FilePath, weights_only: bool) -> bool:
+        if self._end.meeting.alone:
             self._early_saves.owe(filepath, weights_only)
             return False
         self.between.refuse_to_save(self._fit.world)
@@ -117,21 +125,7 @@ class MeetRarely(Pace[LocalUpdates]):
     def removes(self, filepath: FilePath) -> None:
         self._early_saves.forget(filepath)
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "finished": self._end.finished}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if state["finished"]:  # a second time would move nothing
-            self._end.finished_at = self.between.step
-
     # -- inside
-
-    @override
-    def _meets(self) -> bool:
-        return self.computing or self._end.meet()
 
     @override
     def _after_step(self, stop: bool) -> bool:
@@ -144,11 +138,12 @@ class MeetRarely(Pace[LocalUpdates]):
 
         It is given whether these weights stay in the module after it.
         """
-        if self._stopped_by_hand():
+        if stopped_by_hand(self._fit.module):
             yield True
             return
         if not scores_its_saves(self._fit.trainer):  # else the scored weights are saved first
-            self._end.finish_if_near()
+            if self._end.is_near():  # this validation or checkpoint turned out to be the last
+                self._end.finish()
             if self._end.finished:
                 self.between.follow_hooks()
         self.between.wait_in_flight()
@@ -157,40 +152,24 @@ class MeetRarely(Pace[LocalUpdates]):
             yield stays
 
     def _settle_around_saves(self) -> None:
-        trainer, save = self._fit.trainer, self._fit.trainer.save_checkpoint
+        strategy: Any = self._fit.trainer.strategy
+        save = self._fit.trainer.save_checkpoint
 
         def save_settled(*args: Any, **kwargs: Any) -> None:
+            if strategy.now is not self:  # this rank tries something by itself
+                save(*args, **kwargs)
+                return
             self._end.meet(again=True)
             with self._settled():  # hooks that add to a checkpoint see what it holds
                 save(*args, **kwargs)
 
-        self._settling.put(trainer, "save_checkpoint", save_settled)
-
-    @contextmanager
-    def _plain(self) -> Iterator[None]:
-        """In the body Lightning saves what it finds: this rank tries something by itself."""
-        self._settling.remove()
-        try:
-            yield
-        finally:
-            self._settle_around_saves()
+        self._fit.patches.put(self._fit.trainer, "save_checkpoint", save_settled)
 
     def _shown(self) -> Sequence[Tensor] | None:
         """Return what the module holds in place of the shared weights; None: these."""
         if self._end.finished or self._fit.trainer.sanity_checking or self._swap.is_in:
             return None
         return self.between.shown()
-
-    def _take_changed_weights(self) -> None:
-        """Begin with what `on_fit_start` or `on_train_start` have made of the weights.
-
-        DDP would train them. Here the shared weights must be the same, and the same on all ranks:
-        rank 0's.
-        """
-        if any(self._fit.ranks.all_flags(not self._swap.is_local())):
-            channels = self._fit.channels
-            common_start(channels.world, self._fit.module, {}, channels.between)
-            self._swap.take_local()
 
     def _say_unready(self, what: str) -> None:
         text = None if self._unready_said else self.between.unready(what)

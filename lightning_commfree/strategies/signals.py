@@ -40,23 +40,22 @@ from lightning_commfree.patches import Patches
 log = logging.getLogger(__name__)
 
 
-def stopped_by_hand(trainer: pl.Trainer) -> bool:
+def stopped_by_hand(module: pl.LightningModule | None) -> bool:
     """Return whether a callback saves because of Ctrl-C, which came to each rank where it was.
 
     What a rank waits for then may never be sent, and what it has is of another step than what the
     others have.
+
+    Args:
+        module: of the Trainer; after a launch, in the launching process, it has none.
     """
-    interrupted = trainer.state.status == TrainerStatus.INTERRUPTED
-    by_hand = interrupted and isinstance(sys.exc_info()[1], KeyboardInterrupt)
-    return by_hand and trainer.world_size > 1
-
-
-def stopped_by_hand_in(module: pl.LightningModule | None) -> bool:
-    """Return the same of a module's Trainer; False where it has none."""
-    try:
-        return module is not None and stopped_by_hand(module.trainer)
-    except RuntimeError:  # no Trainer: it launched the ranks, which trained a copy, and is back
+    if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
         return False
+    try:
+        trainer = module.trainer
+    except RuntimeError:
+        return False
+    return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
 
 
 def warn_unsaved() -> None:
@@ -69,38 +68,28 @@ def warn_unsaved() -> None:
 
 
 class DeferredSigterm:
-    """Takes the place of Lightning's SIGTERM agreement in one Trainer, from `install` to `remove`.
+    """Takes the place of Lightning's SIGTERM agreement in one fit.
+
+    It is made in the process that trains, before Lightning registers its signal handlers: in
+    `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
+
+    Args:
+        trainer: of the fit.
+        patches: gets what stands before Lightning's methods.
 
     Attributes:
         requested: this rank has received SIGTERM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
         self.requested = False
-        self._trainer: pl.Trainer | None = None
-        self._patches = Patches()
-
-    def install(self, trainer: pl.Trainer) -> None:
-        """Patch Lightning's methods on this Trainer's own objects.
-
-        Must run in the process that trains, before Lightning registers its signal handlers: in
-        `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
-        """
-        self.requested = False
-        if trainer.world_size == 1:
-            return
         self._trainer = trainer
-        handle_signals(trainer, self._patches, self._on_sigterm, self._on_requeue)
+        if trainer.world_size > 1:
+            handle_signals(trainer, patches, self._on_sigterm, self._on_requeue)
 
     def agree(self) -> None:
         """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
-        if self._trainer is not None:
-            tell_sigterm(self._trainer)
-
-    def remove(self) -> None:
-        """Give Lightning its own methods back."""
-        self._patches.remove()
-        self._trainer = None
+        tell_sigterm(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
         """Take SLURM's signal ahead of a time limit, on which Lightning would save at once."""
@@ -113,7 +102,7 @@ class DeferredSigterm:
         self._on_sigterm(signal.SIGTERM, frame)
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
-        if self._trainer is None or self.requested:
+        if self.requested:
             return
         self.requested = True
         log.info(
@@ -121,7 +110,5 @@ class DeferredSigterm:
             self._trainer.global_rank,
         )
         launcher = self._trainer.strategy.launcher
-        if launcher is not None:
-            launcher.kill(
-                signum
-            )  # passes the signal on to the processes that this one launched, as Lightning does
+        if launcher is not None:  # as Lightning does: for processes that this one launched
+            launcher.kill(signum)

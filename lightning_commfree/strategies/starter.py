@@ -13,13 +13,9 @@ from lightning_commfree.checkpoint.rank_parts import copied
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.network import Job
 from lightning_commfree.comm.world import PATIENCE, default_backend
+from lightning_commfree.lightning_internals import LAUNCH
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO, writes_later
-from lightning_commfree.strategies.launching import (
-    Check,
-    OrderlyLauncher,
-    ScriptLauncher,
-    own_launcher,
-)
+from lightning_commfree.strategies.launching import Check, OrderlyLauncher, checked
 from lightning_commfree.strategies.ranks import Ranks
 
 
@@ -48,13 +44,17 @@ class Starter:
         self._strategy, self._ranks = strategy, ranks
         self._timeout: timedelta = ddp_kwargs.get("timeout", PATIENCE)
         self._start_method: str = ddp_kwargs.get("start_method", "popen")
-        self._launcher: OrderlyLauncher | ScriptLauncher | None = None
+        self._launcher: Any = None
 
     def in_place_of(self, lightnings: Any) -> Any:
         """Return Lightning's launcher where the Trainer has one, but its ranks leave in order."""
-        if lightnings is not None and self._launcher is None:
-            self._launcher = own_launcher(self._strategy, self._start_method, self._check)
-        return lightnings if self._launcher is None else self._launcher
+        if lightnings is None or self._launcher is not None or not LAUNCH.works(None):
+            return self._launcher or lightnings
+        if self._start_method == "popen":
+            self._launcher = checked(lightnings, self._check)
+        else:
+            self._launcher = OrderlyLauncher(self._strategy, self._start_method, self._check)
+        return self._launcher
 
     def restore_callbacks(self) -> None:
         """Give the Trainer back what ranks that have left took away, when its hooks have run."""

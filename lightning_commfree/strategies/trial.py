@@ -8,7 +8,7 @@ it, would give all of them rank 0's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -25,30 +25,20 @@ if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-def let_finders_try(
-    trainer: pl.Trainer, plain: Callable[[], AbstractContextManager[None]], patches: Patches
-) -> None:
+def let_finders_try(trainer: pl.Trainer, patches: Patches) -> None:
     """Make the search of every `LearningRateFinder` of the Trainer, `Tuner`'s too, a trial fit.
 
     Args:
         trainer: has the callbacks; its fit begins.
-        plain: in the body of what it returns Lightning saves what it finds in the module.
         patches: removed when the fit ends.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
-            find = partial(_find, trainer, plain, callback.lr_find)
-            patches.put(callback, "lr_find", find)
+            patches.put(callback, "lr_find", partial(_find, trainer, callback.lr_find))
 
 
-def _find(
-    trainer: pl.Trainer,
-    plain: Callable[[], AbstractContextManager[None]],
-    find: Callable[..., None],
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    with plain(), _trial(cast(Any, trainer.strategy)):
+def _find(trainer: pl.Trainer, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with _trial(cast(Any, trainer.strategy)):
         find(*args, **kwargs)
 
 

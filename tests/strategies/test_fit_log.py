@@ -11,8 +11,9 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.ledger import STEPS, Ledger
-from lightning_commfree.strategies.traffic import FitLog, Traffic
+from lightning_commfree.comm.ledger import STEPS, Ledger, Traffic
+from lightning_commfree.patches import Patches
+from lightning_commfree.strategies.fit_log import FitLog
 from tests.strategies.models import Tiny, loader
 from tests.world import run_ranks
 
@@ -46,9 +47,8 @@ class Logging(Tiny):
 
     def on_fit_start(self) -> None:
         self.ledger = Ledger()
-        self.fit_log = FitLog(
-            self.trainer, self.ledger, Traffic({}, self.cycle_steps, BYTES), self.more
-        )
+        traffic = Traffic({}, self.cycle_steps, BYTES)
+        self.fit_log = FitLog(self.trainer, self.ledger, traffic, self.more, Patches())
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)

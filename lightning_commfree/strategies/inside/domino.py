@@ -185,7 +185,7 @@ class TensorParallel(Inside):
         strategy = self._strategy
         if self.sharded is None:
             return read()
-        if not strategy.now.meets(strategy.lightning_module):  # after Ctrl-C
+        if not strategy.meets():  # after Ctrl-C
             return {}
         steps = strategy.module.trainer.global_step
         refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
@@ -207,7 +207,7 @@ class TensorParallel(Inside):
         """
         strategy = self._strategy
         parts = self._left if self.sharded is None else self.sharded.optimizer_parts
-        if parts is None or not strategy.now.meets(strategy.lightning_module):  # after Ctrl-C
+        if parts is None or not strategy.meets():  # after Ctrl-C
             return {}
         return parts.whole_state_dict(optimizer, within, keep=strategy.is_global_zero)
 

@@ -186,7 +186,7 @@ class FullyShard(Inside):
     def _takes_part(self) -> bool:
         """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
         strategy = self._strategy
-        return strategy.global_rank < self.size and strategy.now.meets(strategy.lightning_module)
+        return strategy.global_rank < self.size and strategy.meets()
 
 
 def _on_host(value: Tensor, keep: bool) -> Tensor:

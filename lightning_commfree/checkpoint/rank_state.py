@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lightning_commfree.checkpoint.rank_files import SavedParts
 
+T = TypeVar("T")
 Part = dict[str, Any]  # of one rank, by the names in `exact`
 
 REPLICA = ("algorithm", "optimizers", "precision", "tensors")  # entries of a replica's own
@@ -16,6 +17,17 @@ PLACE = ("random", "epoch_start", "loaders", "ahead", "lost")  # and of where it
 
 class Agreeing(Protocol):
     """What ranks tell each other while they save and resume; all methods are collective."""
+
+    @property
+    def rank(self) -> int:
+        """This one's."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value."""
 
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank."""
@@ -91,6 +103,19 @@ class Saved:
         found = self.load(wanted)
         complete = all(self._ranks.all_flags(None not in found))
         return [part for part in found if part is not None and complete]
+
+    def adopted_by(self, owner: RankState) -> Adopted:
+        """Return what a rank goes on with that does not go on exactly; collective."""
+        same = self.entry.get("algorithm") == owner.name
+        adopted = owner.adopt(self) if same else None
+        if adopted is not None:
+            return adopted
+        state = "the optimizer state of rank 0" if owner.replicas else "its optimizer state"
+        return Adopted(
+            {},
+            f"with {state} where it stands in the checkpoint. What else only single ranks know"
+            " begins anew: the epoch's data, random numbers and the strategy's own",
+        )
 
     def why_not_exact(self, owner: RankState, found: bool, ranks: int) -> str:
         """Return why the ranks do not go on with their own parts; empty if they do.

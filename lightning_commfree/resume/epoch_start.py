@@ -8,23 +8,25 @@ draws the same order, and the workers the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
-from lightning_commfree.checkpoint.random_state import random_state, set_random_state
+from lightning_commfree.checkpoint.random_state import (
+    Drawn,
+    drawn,
+    loader_generators,
+    random_state,
+    set_drawn,
+)
 from lightning_commfree.patches import Patches
-
-_State = dict[str, Any]  # "random": of the host; "generators": of loaders and samplers
 
 
 class EpochStart:
-    """Notes random numbers, from `install` to `end`, at two moments of an epoch.
+    """Notes random numbers at two moments of an epoch.
 
     1. Before its iterator is made: the first epoch's when Lightning has prepared the loaders, those
        of later epochs when Lightning's loop begins them.
@@ -32,29 +34,26 @@ class EpochStart:
 
     A shorter one of several loaders, which Lightning begins again within the epoch, draws its
     second order from the numbers of that moment, which are not noted.
+
+    Args:
+        trainer: begins a fit, and has not made its loaders.
+        patches: get what stands before two methods of its own objects.
     """
 
-    def __init__(self) -> None:
-        self._trainer: pl.Trainer | None = None
-        self._iterator: _State | None = None
-        self._batch: _State | None = None
-        self._restored = False
+    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
+        self._trainer, self._restored = trainer, False
+        self._iterator: Drawn | None = None
+        self._batch: Drawn | None = None
         # at the latest preparation of a training loader
         self._host: dict[str, Any] | None = None
         self._prepared: dict[torch.Generator, Tensor] = {}
-
-    def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Patch two methods of this Trainer's own objects; before it makes its loaders."""
-        self._trainer, self._restored = trainer, False
-        self._iterator = self._batch = self._host = None
-        self._prepared = {}
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         prepare, begin = strategy.process_dataloader, loop.on_run_start
 
         def note_and_prepare(loader: object) -> object:
             if trainer.training:  # else it is a loader of a validation
-                self._host = _host_state()
-                self._prepared |= {own: own.get_state() for own in _generators([loader])}
+                self._host = random_state(torch.device("cpu"))
+                self._prepared |= {own: own.get_state() for own in loader_generators([loader])}
             return prepare(loader)
 
         def note_and_begin(fetcher: Any) -> None:
@@ -74,10 +73,6 @@ class EpochStart:
         patches.put(strategy, "process_dataloader", note_and_prepare)
         patches.put(loop, "on_run_start", note_and_begin)
 
-    def end(self) -> None:
-        """Forget the Trainer."""
-        self._trainer = None
-
     def state_dict(self) -> dict[str, Any]:
         """Return what was noted, None for a moment that has not been; and the generators' now."""
         iterator = self._when_prepared() if self._iterator is None else self._iterator
@@ -94,62 +89,25 @@ class EpochStart:
 
     def set_for_iterator(self) -> None:
         """Draw as when the epoch's iterator was made, if that is known."""
-        self._set(self._iterator)
+        set_drawn(self._iterator, training_loaders(self._trainer))
 
     def set_for_batch(self) -> None:
         """Draw as when the epoch's first batch was read, if it has been."""
-        self._set(self._batch)
+        set_drawn(self._batch, training_loaders(self._trainer))
 
-    def set_generators(self, states: Sequence[Tensor]) -> None:
-        """Let generators of loaders and samplers go on from `states`, "now" of `state_dict`."""
-        generators = self._generators()
-        if len(generators) == len(states):  # else these are other loaders
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
+    def _now(self) -> Drawn:
+        return drawn(training_loaders(self._trainer))
 
-    def _generators(self) -> list[torch.Generator]:
-        return [] if self._trainer is None else list(_generators(training_loaders(self._trainer)))
-
-    def _now(self) -> _State:
-        generators = [generator.get_state() for generator in self._generators()]
-        return {"random": _host_state(), "generators": generators}
-
-    def _when_prepared(self) -> _State | None:
+    def _when_prepared(self) -> Drawn | None:
         """Return the state at the first of the two moments, of the first epoch."""
         if self._host is None:
             return None
-        generators = [self._prepared.get(own, own.get_state()) for own in self._generators()]
-        return {"random": self._host, "generators": generators}
-
-    def _set(self, state: _State | None) -> None:
-        if state is not None:
-            set_random_state(state["random"], torch.device("cpu"))
-            self.set_generators(state["generators"])
+        generators = loader_generators(training_loaders(self._trainer))
+        states = [self._prepared.get(own, own.get_state()) for own in generators]
+        return {"random": self._host, "generators": states}
 
 
 def training_loaders(trainer: pl.Trainer) -> list[Any]:
     """Return the loaders of the training data, none before Lightning has prepared them."""
     loaders = trainer.train_dataloader
     return [] if loaders is None else CombinedLoader(loaders).flattened
-
-
-def _generators(loaders: Sequence[object]) -> Iterator[torch.Generator]:
-    """Yield the generators of loaders and their samplers, each once; the global one is not one."""
-    seen: set[int] = set()
-    parts = list(loaders)
-    while parts:
-        part = parts.pop(0)
-        if part is None or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, torch.Generator):
-            yield part
-            continue
-        names = ("generator", "sampler", "batch_sampler")
-        parts += [getattr(part, name, None) for name in names]
-        if isinstance(part, DistributedSamplerWrapper):
-            parts += vars(part.dataset).values()  # the sampler that it wraps is among them
-
-
-def _host_state() -> dict[str, Any]:
-    return random_state(torch.device("cpu"))

@@ -10,7 +10,6 @@ cases, another message says.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.checkpoint.own_tensors import OwnTensors
-from lightning_commfree.checkpoint.rank_files import RankFiles, SavedParts
-from lightning_commfree.checkpoint.rank_parts import Key, Owner, plain
-from lightning_commfree.checkpoint.rank_state import Adopted, Agreeing, Part, RankState, Saved
+from lightning_commfree.checkpoint.rank_files import SavedParts
+from lightning_commfree.checkpoint.rank_parts import plain
+from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, Saved
+from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
@@ -66,22 +66,15 @@ class ExactResume:
     """
 
     def __init__(self, strategy: DDPStrategy, ranks: Agreeing) -> None:
-        self._strategy, self._ranks = strategy, ranks
-        self._epoch_start = EpochStart()
-        self._removed: list[FilePath] = []  # checkpoints, by rank 0, since the last save
+        self._strategy, self._ranks, self._saving = strategy, ranks, Saving(ranks)
         self._fit: _Fit | None = None
         self._source: _Source | None = None
         self._resumes = False  # until `go_on`
         self._part: Part = {}  # what this rank goes on with, until all of it is in place
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Watch a fit's random numbers from its first loader on; in `setup_environment`.
-
-        Args:
-            trainer: of the fit.
-            patches: get what stands before Lightning's methods.
-        """
-        self._epoch_start.install(trainer, patches)
+        """Watch a fit's random numbers from its first loader on; in `setup_environment`."""
+        self._epoch_start = EpochStart(trainer, patches)
 
     # -- resuming
 
@@ -151,7 +144,7 @@ class ExactResume:
         self._source, self._resumes = None, True
         part = source.mine or {}
         if reason := source.saved.why_not_exact(fit.owner, bool(part), self._strategy.world_size):
-            part, said = _adopted(fit.owner, source.saved)
+            part, said = source.saved.adopted_by(fit.owner)
             rank_zero_warn(
                 f"The fit does not go on exactly where {str(source.path)!r} was saved: {reason}."
                 f" Every rank starts from the checkpoint's weights, {said}."
@@ -176,9 +169,7 @@ class ExactResume:
     def save(
         self, checkpoint: dict[str, Any], filepath: FilePath, write: Callable[[FilePath], None]
     ) -> None:
-        """Write the ranks' files, then the checkpoint, then remove the files of its predecessor.
-
-        Collective.
+        """Write a checkpoint, and in a fit the parts of all ranks; collective.
 
         Args:
             checkpoint: gets rank 0's part.
@@ -192,55 +183,23 @@ class ExactResume:
             write(filepath)
             return
         strategy, fit = self._strategy, self._fit
-
-        # a file's name, and which one goes, may depend on a metric that is not the same everywhere
-        token = f"{fit.trainer.global_step}-{time.time_ns():x}"
-        filepath, token, removed = strategy.broadcast((filepath, token, self._removed))
-        # a name that is free again may be this one, whose files another rank writes already
-        self._forget([path for path in removed if path != filepath])
-
-        files, rank = RankFiles(filepath), strategy.global_rank
-        owner = Owner(rank, strategy.world_size, token)
         part = _part_of(strategy, fit, checkpoint, self._epoch_start)
-        known: set[Key] = set()
-        if rank == 0:
-            said = fit.owner.name, fit.owner.fingerprint()
-            known = files.enter(checkpoint, owner, *said, part)
-        known = strategy.broadcast(known)
-        with self._ranks.failing_as_one():
-            if rank:
-                files.save(owner, part, known)
-
-        write(filepath)
-        # an asynchronous one may not be there yet, and its predecessor still needs the set before;
-        # by the next save it is taken to be there
-        files.keep_only(token, spare=int(writes_later(strategy.checkpoint_io)))
+        step, later = fit.trainer.global_step, writes_later(strategy.checkpoint_io)
+        self._saving.save(checkpoint, filepath, step, fit.owner, part, write, later)
 
     def remove(self, filepath: FilePath) -> None:
-        """Remove the files of a checkpoint that rank 0 removes; in `remove_checkpoint`.
-
-        Those on disks of other nodes go with the next save, or in `settle`.
-        """
-        if self._strategy.is_global_zero:
-            RankFiles(filepath).remove()
-            self._removed.append(filepath)
+        """Remove the files of a checkpoint that rank 0 removes; in `remove_checkpoint`."""
+        self._saving.remove(filepath)
 
     def settle(self) -> None:
         """Remove what is left to be removed; collective, in `on_train_end`."""
         if self._fit is not None:
-            self._forget(self._strategy.broadcast(self._removed))
-
-    def _forget(self, removed: list[FilePath]) -> None:
-        """Remove this node's files of checkpoints that rank 0 has removed."""
-        for path in removed:
-            RankFiles(path).remove()
-        self._removed = []
+            self._saving.settle()
 
     def end(self) -> None:
         """Forget the fit; in `teardown`."""
         self._fit = self._source = None
         self._part, self._resumes = {}, False
-        self._epoch_start.end()
 
 
 def _part_of(
@@ -264,16 +223,3 @@ def _part_of(
             "tensors": fit.tensors.state(),
         }
     return part
-
-
-def _adopted(owner: RankState, saved: Saved) -> Adopted:
-    same = saved.entry.get("algorithm") == owner.name
-    adopted = owner.adopt(saved) if same else None
-    if adopted is not None:
-        return adopted
-    state = "the optimizer state of rank 0" if owner.replicas else "its optimizer state"
-    return Adopted(
-        {},
-        f"with {state} where it stands in the checkpoint. What else only single ranks know begins"
-        " anew: the epoch's data, random numbers and the strategy's own",
-    )

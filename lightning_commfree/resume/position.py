@@ -13,7 +13,11 @@ from typing import Any, cast
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from lightning_commfree.checkpoint.random_state import random_state, set_random_state
+from lightning_commfree.checkpoint.random_state import (
+    random_state,
+    set_generators,
+    set_random_state,
+)
 from lightning_commfree.checkpoint.rank_parts import plain
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
@@ -142,7 +146,7 @@ def restore_place(trainer: pl.Trainer, begin: EpochStart, data: Mapping[str, Any
         begin.load_state_dict(data["epoch_start"], begun=moment.begun)
         texts += _restore_iterator(trainer, moment, bool(states), data["ahead"] or [], begin)
         set_random_state(data["random"], trainer.strategy.root_device)
-    begin.set_generators(data["epoch_start"]["now"])
+    set_generators(data["epoch_start"]["now"], loaders)
     return texts
 
 

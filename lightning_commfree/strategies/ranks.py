@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree.comm.network import Network
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -22,13 +25,26 @@ class Ranks:
     def __init__(self, strategy: DDPStrategy, network: Network) -> None:
         self._strategy, self._network = strategy, network
 
+    @property
+    def rank(self) -> int:
+        """This one's."""
+        return self._strategy.global_rank
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self._strategy.world_size
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value of rank `src`; collective."""
+        return self._strategy.broadcast(value, src)
+
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank; collective."""
-        strategy = self._strategy
-        flags = torch.zeros(strategy.world_size, device=strategy.root_device)
-        flags[strategy.global_rank] = float(mine)
+        flags = torch.zeros(self.size, device=self._strategy.root_device)
+        flags[self.rank] = float(mine)
         with self._network.naming_lost("reduce"):
-            total = DDPStrategy.reduce(strategy, flags, reduce_op="sum")
+            total = DDPStrategy.reduce(self._strategy, flags, reduce_op="sum")
         return [bool(flag) for flag in total.tolist()]
 
     @contextmanager
@@ -41,5 +57,5 @@ class Ranks:
             failure = error
         failed = self.all_flags(failure is not None)
         if any(failed):
-            text = self._strategy.broadcast(str(failure), failed.index(True))
+            text = self.broadcast(str(failure), failed.index(True))
             raise failure or RuntimeError(text)

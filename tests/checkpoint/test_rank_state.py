@@ -11,7 +11,6 @@ import pytest
 from lightning_commfree.checkpoint.rank_files import RankFiles, SavedParts
 from lightning_commfree.checkpoint.rank_parts import Owner
 from lightning_commfree.checkpoint.rank_state import Adopted, Saved
-from lightning_commfree.resume.exact import _adopted
 
 
 class Alone:
@@ -63,7 +62,7 @@ def test_what_differs_is_said(settings: Any, ranks: int, said: str, tmp_path: Pa
     saved = saved_by("mine", tmp_path)
     text = saved.why_not_exact(Algorithm(**settings), True, ranks)
     assert text.startswith(said)
-    assert _adopted(Algorithm(), saved) == Adopted({"random": "1-a"}, "and more")
+    assert saved.adopted_by(Algorithm()) == Adopted({"random": "1-a"}, "and more")
     assert saved.load([0, 1]) == [{"x": 1}, None]
     assert saved.load_all([0]) == [], "the other rank has not found what it wants"
 
@@ -72,6 +71,6 @@ def test_another_algorithms_parts_are_of_no_use(tmp_path: Path) -> None:
     saved = saved_by("yours", tmp_path)
     text = saved.why_not_exact(Algorithm(free="1", bound="2"), True, 2)
     assert text == "it was saved by yours, and this is mine"
-    part, said = _adopted(Algorithm(), saved)
+    part, said = saved.adopted_by(Algorithm())
     assert part == {}
     assert "begins anew: the epoch's data, random numbers" in said

@@ -10,8 +10,9 @@ cases, another message says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.checkpoint.own_tensors import OwnTensors
 from lightning_commfree.checkpoint.rank_files import SavedParts
-from lightning_commfree.checkpoint.rank_parts import plain
+from lightning_commfree.checkpoint.rank_parts import copied, plain
 from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, Saved
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
@@ -166,19 +167,18 @@ class ExactResume:
 
     # -- saving
 
-    def save(
-        self, checkpoint: dict[str, Any], filepath: FilePath, write: Callable[[FilePath], None]
-    ) -> None:
+    def save(self, checkpoint: dict[str, Any], filepath: FilePath, options: Any = None) -> None:
         """Write a checkpoint, and in a fit the parts of all ranks; collective.
 
         Args:
             checkpoint: gets rank 0's part.
             filepath: where to; rank 0's counts.
-            write: writes `checkpoint`.
+            options: for the plugin that writes.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.
         """
+        write = partial(self._write, checkpoint, options)
         if self._fit is None or "optimizer_states" not in checkpoint:  # weights only
             write(filepath)
             return
@@ -195,6 +195,14 @@ class ExactResume:
         """Remove what is left to be removed; collective, in `on_train_end`."""
         if self._fit is not None:
             self._saving.settle()
+
+    def _write(self, checkpoint: dict[str, Any], options: Any, filepath: FilePath) -> None:
+        """Write a checkpoint on rank 0."""
+        with self._ranks.failing_as_one():
+            if self._strategy.is_global_zero and writes_later(self._strategy.checkpoint_io):
+                # Lightning before 2.6 writes what the tensors have become meanwhile
+                checkpoint = copied(checkpoint)
+            DDPStrategy.save_checkpoint(self._strategy, checkpoint, filepath, options)
 
     def end(self) -> None:
         """Forget the fit; in `teardown`."""

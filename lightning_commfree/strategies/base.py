@@ -17,7 +17,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -41,11 +40,11 @@ from lightning_commfree.strategies.checks import (
 )
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_log import FitLog
+from lightning_commfree.strategies.launching import Starter
 from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.rarely import MeetRarely
 from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand, warn_unsaved
-from lightning_commfree.strategies.starter import Starter
 
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ class ReplicaStrategy(DDPStrategy):
         self._log: FitLog | None = None
         self._network, self._patches = Network(), Patches()
         self.ranks = Ranks(self, self._network)
-        self._starter = Starter(self, self.ranks, ddp_kwargs, inside.check_before_launch)
+        self._starter = Starter(self, ddp_kwargs, inside.check_before_launch)
         self._resume = ExactResume(self, self.ranks)
 
     @abstractmethod
@@ -287,8 +286,7 @@ class ReplicaStrategy(DDPStrategy):
         if stopped_by_hand(self.lightning_module):
             warn_unsaved()
         elif self.now.may_save(filepath, weights_only="optimizer_states" not in checkpoint):
-            write = partial(self._starter.write, checkpoint, options=storage_options)
-            self._resume.save(checkpoint, filepath, write)
+            self._resume.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: FilePath) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are forked or spawned and leave in order, without a result.
+"""How ranks start, and how those leave in order that are forked or spawned, without a result.
 
 1. SIGTERM comes to a rank. All ranks stop after the same step and end by `SIGTERMException`, which
    leaves a process with exit code 0.
@@ -11,14 +11,20 @@ a result; and the launching process ends as the ranks did.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_commfree.lightning_internals import Processes, interrupt
+from lightning_commfree.comm.network import Job
+from lightning_commfree.comm.world import PATIENCE, default_backend
+from lightning_commfree.lightning_internals import LAUNCH, Processes, interrupt
+from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 
 # looks at what is going to run, in the process that will launch the ranks: what it refuses is
 # refused at once, and once; None stands for something that is not a Trainer's
@@ -90,3 +96,62 @@ class OrderlyLauncher(Processes):
         self._hidden = (trainer, trainer.callbacks)  # type: ignore[attr-defined]
         trainer.callbacks = []  # type: ignore[attr-defined]
         raise SIGTERMException if output.by_sigterm else SystemExit
+
+
+class Starter:
+    """Starts a strategy's ranks.
+
+    Args:
+        strategy: whose it is.
+        ddp_kwargs: what `DDPStrategy` got.
+        check: looks at what will be run, before the ranks are started.
+
+    Attributes:
+        plugin: the user's, for checkpoints.
+    """
+
+    def __init__(self, strategy: DDPStrategy, ddp_kwargs: Mapping[str, Any], check: Check) -> None:
+        self._check = check
+        self.plugin: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
+        self._strategy = strategy
+        self._timeout: timedelta = ddp_kwargs.get("timeout", PATIENCE)
+        self._start_method: str = ddp_kwargs.get("start_method", "popen")
+        self._launcher: Any = None
+
+    def in_place_of(self, lightnings: Any) -> Any:
+        """Return Lightning's launcher where the Trainer has one, but its ranks leave in order."""
+        if lightnings is None or self._launcher is not None or not LAUNCH.works(None):
+            return self._launcher or lightnings
+        if self._start_method == "popen":
+            self._launcher = checked(lightnings, self._check)
+        else:
+            self._launcher = OrderlyLauncher(self._strategy, self._start_method, self._check)
+        return self._launcher
+
+    def restore_callbacks(self) -> None:
+        """Give the Trainer back what ranks that have left took away, when its hooks have run."""
+        if isinstance(self._launcher, OrderlyLauncher):
+            self._launcher.restore_callbacks()
+
+    def checkpoint_io(self) -> CheckpointIO:
+        """Return the user's plugin, else one whose files are whole; asynchronous ones wrap that."""
+        if self.plugin is None:
+            self.plugin = WholeCheckpointIO()
+        elif hasattr(self.plugin, "checkpoint_io"):  # it keeps the first one that it gets
+            self.plugin.checkpoint_io = WholeCheckpointIO()
+        return self.plugin
+
+    def job(self) -> Job:
+        """Return what this process is among the others; it gets its rank."""
+        strategy, several = self._strategy, self._strategy.num_nodes > 1
+        strategy.set_world_ranks()
+        environment = strategy.cluster_environment
+        device = strategy.root_device
+        return Job(
+            strategy.global_rank,
+            strategy.world_size,
+            self._timeout,
+            strategy.process_group_backend or default_backend(device),
+            device,
+            environment.main_address if environment is not None and several else None,
+        )

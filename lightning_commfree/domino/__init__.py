@@ -35,10 +35,10 @@ Departures from the paper:
 """
 
 from lightning_commfree.domino.checks import (
-    check_batch,
     check_module,
     check_states,
     find_models,
+    refuse_meta,
 )
 from lightning_commfree.domino.families import FAMILIES
 from lightning_commfree.domino.finite import (
@@ -70,7 +70,6 @@ __all__ = [
     "TensorGroup",
     "bytes_of_gradients",
     "bytes_per_step",
-    "check_batch",
     "check_divisible",
     "check_module",
     "check_states",
@@ -78,6 +77,7 @@ __all__ = [
     "gradient_norm",
     "looks_finite",
     "on_meta",
+    "refuse_meta",
     "refuse_nonfinite",
     "refuse_nonfinite_weights",
     "sum_shared",

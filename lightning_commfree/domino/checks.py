@@ -62,6 +62,20 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
         check_divisible(model, ranks)
 
 
+def refuse_meta(strategy: str, module: nn.Module) -> None:
+    """Refuse, outside of a fit, a model without values.
+
+    Raises:
+        ValueError: it is on the `meta` device.
+    """
+    if without := on_meta(module):
+        raise ValueError(
+            f"{len(without)} tensors, {without[0]!r} among them, are on the meta device and hold no"
+            f" values. `{strategy}` gives them some in `fit` only: call it first, or build the"
+            " model on the CPU."
+        )
+
+
 def check_states(optimizers: Iterable[Optimizer], parts: Set[nn.Parameter]) -> None:
     """See that optimizers keep numbers for single elements, after their first step.
 

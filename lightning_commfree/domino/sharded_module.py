@@ -9,8 +9,9 @@ Several ranks hold one model together. An algorithm around it asks for:
 `part_state_dict`        this rank's parts of such a state
 `optimizer_parts`        the same of optimizers
 `sum_shared_gradients`   make the gradients of copies what they are of the whole
-`gradient_norm`          of the whole model
+`clip_gradients`         by the norm of the whole model's gradient
 `same_batch`             the ranks that must see the same batch
+`check_first`            see that they do
 `join`                   make the models transformers' own again
 =======================  =======================================================================
 """
@@ -20,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.domino.checks import find_models
+from lightning_commfree.domino.checks import check_batch, find_models
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
@@ -127,6 +129,7 @@ class ShardedModule:
     def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
         self.models = models
         self._module, self._channel = module, channel
+        self._checked: set[str] = set()  # what has been done with a batch
         self.optimizer_parts = OptimizerParts(self.specs)
 
     @classmethod
@@ -167,6 +170,20 @@ class ShardedModule:
     def same_batch(self) -> tuple[int, ...]:
         """The ranks that must see the same batch."""
         return self._channel.ranks
+
+    def check_first(self, verb: str, batch: Any) -> None:
+        """See that all have the same batch where something is done for the first time; collective.
+
+        Args:
+            verb: what is done with it.
+            batch: tensors in whatever.
+
+        Raises:
+            ValueError: they differ; on all of them alike.
+        """
+        if verb not in self._checked:
+            self._checked.add(verb)
+            check_batch(self._channel, verb, batch)
 
     def held(self) -> list[HeldTensor]:
         """Return the parameters of this rank, a tied one once, in the order of the module's."""
@@ -213,11 +230,15 @@ class ShardedModule:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
         return self.optimizer_parts.whole_state_dict(optimizer, self._channel, keep)
 
-    def part_optimizer_state(
-        self, optimizer: Optimizer, state: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return this rank's parts of a whole optimizer state."""
-        return self.optimizer_parts.part_state_dict(optimizer, state, self._channel.rank)
+    def part_optimizer_states(
+        self, optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return this rank's parts of the whole states of optimizers."""
+        parts, rank = self.optimizer_parts, self._channel.rank
+        return [
+            parts.part_state_dict(optimizer, state, rank)
+            for optimizer, state in zip(optimizers, states, strict=True)
+        ]
 
     # -- gradients
 
@@ -233,6 +254,12 @@ class ShardedModule:
             parameters: of this rank.
         """
         return gradient_norm(parameters, self.specs, self.models[0].group)
+
+    def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the norm of the whole model's gradient, every number counted once; collective."""
+        parameters = _parameters(optimizer)
+        norm = self.gradient_norm(parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     # -- the end
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -63,6 +63,7 @@ class ReplicaStrategy(DDPStrategy):
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
         group_ledger: the same for what the strategy sends within a replica; DDP's is not counted.
         now: the moments of the fit that runs, with the algorithm `between` replicas.
+        patches: what stands before methods of Lightning's while the fit runs.
         liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
     """
 
@@ -77,7 +78,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger, self.group_ledger = Ledger(), Ledger()
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self._network, self._patches = Network(), Patches()
+        self._network, self.patches = Network(), Patches()
         self.ranks = Ranks(self, self._network)
         self._starter = Starter(self, ddp_kwargs, inside.check_before_launch)
         self._resume = ExactResume(self, self.ranks)
@@ -99,6 +100,11 @@ class ReplicaStrategy(DDPStrategy):
     def channels(self) -> ReplicaChannels:
         """To all ranks, between replicas, within one."""
         return self._network.channels
+
+    def reaching(self) -> AbstractContextManager[ReplicaChannels]:
+        """In the body the channels are open, in a fit or not; collective."""
+        ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
+        return self._network.reaching(mesh, self._starter.job(), ledgers, self.liveness)
 
     def traffic(self) -> Traffic:
         """Return what this rank will send; available from `on_fit_start` on."""
@@ -133,7 +139,7 @@ class ReplicaStrategy(DDPStrategy):
         ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
         self._network.open(mesh, job, ledgers, self.liveness)
         # before the first loader is made
-        self._resume.install(self.module.trainer, self._patches)
+        self._resume.install(self.module.trainer, self.patches)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -146,11 +152,11 @@ class ReplicaStrategy(DDPStrategy):
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        sigterm = DeferredSigterm(trainer, self._patches)
+        sigterm = DeferredSigterm(trainer, self.patches)
         between, channels = self.begin(trainer), self.channels
         traffic = Traffic.of(numel, self.world_size, *between.cycle())
-        self._log = FitLog(trainer, self.ledger, traffic, between.figures, self._patches)
-        own = sigterm, self.ledger, self._log, self.ranks, self._patches
+        self._log = FitLog(trainer, self.ledger, traffic, between.figures, self.patches)
+        own = sigterm, self.ledger, self._log, self.ranks, self.patches
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
         self._resume.begin(trainer, between)  # the algorithm stands, and takes its state back
 
@@ -219,10 +225,10 @@ class ReplicaStrategy(DDPStrategy):
         self.inside.release()
         fit, self.now = self.now, OutsideOfFit()
         fit.end()
-        self._patches.remove()
         self._resume.end()
         self._starter.restore_callbacks()
         super().teardown()
+        self.patches.remove()
         set_ddp_group(self, None)
         self._network.leave()
 

@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commfree.lightning_internals import validation_seconds
+from lightning_commfree.lightning_internals import is_compiled, validation_seconds
 
 _DDP_KWARGS = (
     "accelerator",
@@ -95,17 +95,40 @@ def check_module(
         ValueError: manual optimization, SyncBatchNorm, or a time for `val_check_interval`.
     """
     refuse_timed_validation(strategy, trainer)
+    refuse_manual_optimization(strategy, module)
+    if syncs_batchnorm or any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        raise ValueError(
+            f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
+            " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
+            " ordinary BatchNorm layers when it needs them."
+        )
+
+
+def refuse_manual_optimization(strategy: str, module: pl.LightningModule) -> None:
+    """Refuse a LightningModule that calls its optimizers itself.
+
+    Raises:
+        ValueError: it does.
+    """
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: it counts optimizer steps, and a"
             " LightningModule with `automatic_optimization=False` may take any number of them"
             " per batch. Set it to True, or use the strategy `ddp`."
         )
-    if syncs_batchnorm or any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+
+
+def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
+    """Refuse a compiled LightningModule, whose model shall be divided.
+
+    Raises:
+        ValueError: it is compiled.
+    """
+    if is_compiled(module):
         raise ValueError(
-            f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
-            " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
-            " ordinary BatchNorm layers when it needs them."
+            f"`{strategy}` does not support `torch.compile` of the LightningModule: the all-reduces"
+            " of a divided model are launched and landed by Python between its layers, where the"
+            " compiler fails. Give `fit` the module as it is."
         )
 
 

@@ -8,16 +8,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import DominoSettings, GradientMean
+from lightning_commfree.domino import DominoSettings, GradientMean, refuse_meta
 from lightning_commfree.strategies.base import ReplicaStrategy, present
-from lightning_commfree.strategies.domino_checks import check_values
 from lightning_commfree.strategies.every_batch import MeetEveryBatch
 from lightning_commfree.strategies.inside.domino import TensorParallel
 
@@ -132,7 +129,7 @@ class DominoTPStrategy(ReplicaStrategy):
     @override
     def model_to_device(self) -> None:
         if self.module.trainer.state.fn != TrainerFn.FITTING:
-            check_values(type(self).__name__, self.module)
+            refuse_meta(type(self).__name__, self.module)
         super().model_to_device()
 
     @override
@@ -165,18 +162,3 @@ class DominoTPStrategy(ReplicaStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self.now.after_backward(closure_loss)
-
-    @override
-    def teardown(self) -> None:
-        with self.inside.keeping_meta():
-            super().teardown()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if not self.inside.has_parts:
-            return super().optimizer_state(optimizer)
-        mesh, ledgers = self.inside.mesh(self.world_size), (self.ledger, self.ledger)
-        with self._network.reaching(mesh, self._starter.job(), ledgers, self.liveness) as channels:
-            return self.inside.put_together(optimizer, channels.within)

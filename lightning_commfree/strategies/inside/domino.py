@@ -6,18 +6,19 @@ checkpoints hold whole states, put together one tensor at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.mesh import Mesh, tensor_mesh
 from lightning_commfree.comm.parts import check_optimizers
 from lightning_commfree.comm.replica_channels import ReplicaChannels
@@ -26,14 +27,19 @@ from lightning_commfree.domino import (
     DominoSettings,
     OptimizerParts,
     ShardedModule,
-    check_batch,
+    check_module,
     on_meta,
     refuse_nonfinite_weights,
 )
-from lightning_commfree.patches import Patches
-from lightning_commfree.strategies.checks import PARTS, refuse_callbacks, refuse_timed_validation
+from lightning_commfree.strategies.checks import (
+    PARTS,
+    refuse_callbacks,
+    refuse_compiled,
+    refuse_fp16,
+    refuse_manual_optimization,
+    refuse_timed_validation,
+)
 from lightning_commfree.strategies.contracts import Inside
-from lightning_commfree.strategies.domino_checks import check_fit, may_change, warn_once
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -59,7 +65,6 @@ class TensorParallel(Inside):
         self._left: OptimizerParts | None = None  # by the latest fit
         self._undivided: set[nn.Parameter] = set()
         self._was_on_meta = False
-        self._checked: set[str] = set()  # what has been looked at in this fit
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -87,14 +92,17 @@ class TensorParallel(Inside):
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             self.mesh(self._strategy.world_size)
-            if not may_change(self._strategy.module):  # else `check` sees to it
+            if not _may_change(self._strategy.module):  # else `check` sees to it
                 self.check(self._strategy, trainer)
 
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
-        name = type(strategy).__name__
+        name, module = type(strategy).__name__, strategy.module
         refuse_timed_validation(name, trainer)
-        check_fit(name, strategy.module, strategy.precision_plugin, self.size)
+        refuse_compiled(name, module)
+        refuse_manual_optimization(name, module)
+        refuse_fp16(name, strategy.precision_plugin)
+        check_module(name, module, self.size)
         if self.size > 1:
             refuse_callbacks(trainer, name, PARTS)
 
@@ -106,7 +114,7 @@ class TensorParallel(Inside):
             False: gradients are averaged as they come.
         """
         module, world = strategy.module, channels.world
-        self._was_on_meta, self._checked = self.on_meta, set()
+        self._was_on_meta = self.on_meta
         meta = {"a model on the meta device": str(self._was_on_meta)}
         common_start(world, module, {**strategy.fingerprint(), **meta})
 
@@ -117,7 +125,7 @@ class TensorParallel(Inside):
             module, channels.within, self._settings, seed, init_seed
         )
         for model in self.sharded.models:
-            model.fell_back = warn_once()
+            model.fell_back = cache(rank_zero_warn)  # of each text once
         module.to(strategy.root_device)
         return False
 
@@ -126,13 +134,17 @@ class TensorParallel(Inside):
         strategy = self._strategy
         check_optimizers(optimizers, self._undivided - set(strategy.module.parameters()))
         self._undivided = set()
-        # Lightning clips by the norm of what a rank holds
-        strategy.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        assert self.sharded is not None, "`prepare` has run"
+        clip = self.sharded.clip_gradients  # Lightning clips by the norm of what a rank holds
+        strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
 
     @override
     def release(self) -> None:
         """Make the model whole again; collective but after Ctrl-C."""
-        vars(self._strategy.precision_plugin).pop("clip_grad_by_norm", None)
+        module = self._strategy.lightning_module
+        if module is not None and self.on_meta:
+            # an error came first, whose text Lightning's move to the CPU would hide
+            self._strategy.patches.put(module, "cpu", lambda: module)
         if self.sharded is not None:
             self._left = None
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -141,34 +153,12 @@ class TensorParallel(Inside):
             self.sharded = None
         self._was_on_meta = False
 
-    @contextmanager
-    def keeping_meta(self) -> Iterator[None]:
-        """In the body Lightning moves no model without values to the CPU.
-
-        An error came first, and moving it would hide the text.
-        """
-        patches, module = Patches(), self._strategy.lightning_module
-        if module is not None and self.on_meta:
-            patches.put(module, "cpu", lambda: module)
-        try:
-            yield
-        finally:
-            patches.remove()
-
     # -- in a fit
 
-    def check_first(self, kind: str, batch: Any) -> None:
+    def check_first(self, verb: str, batch: Any) -> None:
         """See that the ranks of a tensor group have the same first batch to train or validate."""
-        if self.sharded is not None and kind not in self._checked:
-            self._checked.add(kind)
-            check_batch(self._strategy.channels.within, kind, batch)
-
-    def _clip(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm of the whole model's gradient, every number counted once."""
-        assert self.sharded is not None, "a fit runs"
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = self.sharded.gradient_norm(parameters)
-        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
+        if self.sharded is not None:
+            self.sharded.check_first(verb, batch)
 
     # -- states
 
@@ -191,25 +181,20 @@ class TensorParallel(Inside):
         refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
         return self.sharded.whole_state_dict(keep=strategy.is_global_zero)
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether the optimizers of the latest fit hold parts, in it and after it."""
-        return self.sharded is not None or self._left is not None
-
-    def put_together(self, optimizer: Optimizer, within: Channel) -> dict[str, Any]:
+    @override
+    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's whole state on rank 0; collective, empty on the other ranks.
 
         After a fit as well, where each rank's optimizer holds its part, as in the fit.
-
-        Args:
-            optimizer: of the latest fit.
-            within: to the ranks of the tensor group.
         """
         strategy = self._strategy
         parts = self._left if self.sharded is None else self.sharded.optimizer_parts
-        if parts is None or not strategy.meets():  # after Ctrl-C
+        if parts is None:
+            return state
+        if not strategy.meets():  # after Ctrl-C
             return {}
-        return parts.whole_state_dict(optimizer, within, keep=strategy.is_global_zero)
+        with strategy.reaching() as channels:
+            return parts.whole_state_dict(optimizer, channels.within, strategy.is_global_zero)
 
     @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -223,10 +208,12 @@ class TensorParallel(Inside):
         """Return a checkpoint with this rank's parts of the optimizers, in a fit."""
         if self.sharded is None:
             return checkpoint
-        states = [
-            self.sharded.part_optimizer_state(optimizer, state)
-            for optimizer, state in zip(
-                self._strategy.optimizers, checkpoint["optimizer_states"], strict=True
-            )
-        ]
-        return {**checkpoint, "optimizer_states": states}
+        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
+        parts = self.sharded.part_optimizer_states(optimizers, states)
+        return {**checkpoint, "optimizer_states": parts}
+
+
+def _may_change(module: pl.LightningModule) -> bool:
+    """Return whether hooks that run once the ranks are there may make or change the model."""
+    names = ("configure_model", "configure_sharded_model", "setup")
+    return any(is_overridden(name, module, pl.LightningModule) for name in names)

@@ -37,6 +37,7 @@ from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.strategies.checks import (
     check_ddp_kwargs,
     needing_one_optimizer,
+    present,
 )
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_log import FitLog
@@ -144,7 +145,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            self._setup_evaluation(trainer)
+            if not self.inside.set_up_evaluation(trainer):
+                super().setup(trainer)
             return
         probe(trainer)
         self.inside.check(self, trainer)
@@ -159,17 +161,6 @@ class ReplicaStrategy(DDPStrategy):
         own = sigterm, self.ledger, self._log, self.ranks, self.patches
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
         self._resume.begin(trainer, between)  # the algorithm stands, and takes its state back
-
-    def _setup_evaluation(self, trainer: pl.Trainer) -> None:
-        if not self.inside.evaluates():
-            super().setup(trainer)
-            return
-        # as `super` does it, but ranks do not take rank 0's part of a model for theirs
-        assert self.accelerator is not None, "the Trainer has chosen one"
-        self.accelerator.setup(trainer)
-        self.precision_plugin.convert_module(self.module)
-        self.module.to(self.root_device)
-        self.setup_precision_plugin()
 
     @override
     def model_to_device(self) -> None:
@@ -307,14 +298,3 @@ class ReplicaStrategy(DDPStrategy):
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         self._resume.read(checkpoint_path, checkpoint, weights_only)
         return checkpoint
-
-
-def present(found: T | None, without: str) -> T:
-    """Return what is there; say why it is not otherwise.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
-    if found is None:
-        raise RuntimeError(without)
-    return found

@@ -1,4 +1,4 @@
-"""What a strategy refuses: arguments, settings and callbacks that cannot work with it."""
+"""What a strategy refuses: arguments, settings, callbacks and moments that it cannot work with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.lightning_internals import is_compiled, validation_seconds
+
+T = TypeVar("T")
 
 _DDP_KWARGS = (
     "accelerator",
@@ -228,3 +230,14 @@ def check_ddp_kwargs(
 
 def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
+
+
+def present(found: T | None, without: str) -> T:
+    """Return what is there; say why it is not otherwise.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    if found is None:
+        raise RuntimeError(without)
+    return found

@@ -88,8 +88,9 @@ class Inside(Protocol):
         """Let go of the model; the fit is over, or has failed."""
         return
 
-    def evaluates(self) -> bool:
-        """Return whether the module is held in a way that Lightning cannot evaluate by itself."""
+    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
+        """Set the module up outside of a fit; return whether that is done, else Lightning does."""
+        del trainer
         return False
 
     # -- states: what a checkpoint holds is whole

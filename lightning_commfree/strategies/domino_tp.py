@@ -14,7 +14,8 @@ from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
 from lightning_commfree.domino import DominoSettings, GradientMean, refuse_meta
-from lightning_commfree.strategies.base import ReplicaStrategy, present
+from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.checks import present
 from lightning_commfree.strategies.every_batch import MeetEveryBatch
 from lightning_commfree.strategies.inside.domino import TensorParallel
 

@@ -114,8 +114,17 @@ class FullyShard(Inside):
         self._undivided = set()
 
     @override
-    def evaluates(self) -> bool:
-        return self._divided is not None and self._divided is self._strategy.lightning_module
+    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
+        if not self._is_divided():
+            return False
+        # as Lightning does it, but ranks do not take rank 0's part of a model for theirs
+        strategy = self._strategy
+        assert strategy.accelerator is not None, "the Trainer has chosen one"
+        strategy.accelerator.setup(trainer)
+        strategy.precision_plugin.convert_module(strategy.module)
+        strategy.module.to(strategy.root_device)
+        strategy.setup_precision_plugin()
+        return True
 
     # -- in a fit
 
@@ -132,7 +141,7 @@ class FullyShard(Inside):
 
         Collective over the first replica; empty on other ranks.
         """
-        if not self.evaluates():
+        if not self._is_divided():
             return read()
         if not self._takes_part():
             return {}
@@ -150,7 +159,7 @@ class FullyShard(Inside):
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's whole state on rank 0, as `whole_module` does."""
-        if not self.evaluates():
+        if not self._is_divided():
             return state
         if not self._takes_part():
             return {}
@@ -163,7 +172,7 @@ class FullyShard(Inside):
 
     @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self.evaluates():
+        if not self._is_divided():
             return checkpoint
         held = self._strategy.module.state_dict()
         parts = {
@@ -182,6 +191,9 @@ class FullyShard(Inside):
         return {**checkpoint, "optimizer_states": parts}
 
     # -- inside
+
+    def _is_divided(self) -> bool:
+        return self._divided is not None and self._divided is self._strategy.lightning_module
 
     def _takes_part(self) -> bool:
         """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""

@@ -18,8 +18,8 @@ from lightning_commfree.comm.world import join_restarted_world
 
 
 @dataclass(frozen=True)
-class Job:
-    """This process among the others.
+class Member:
+    """This process among the others of its job.
 
     Attributes:
         rank: global rank.
@@ -57,39 +57,43 @@ class Network:
         return self._channels
 
     @contextmanager
-    def joining(self, job: Job) -> Iterator[None]:
+    def joining(self, member: Member) -> Iterator[None]:
         """Let the framework open its process group in the body.
 
         Raises:
             RuntimeError: machines do not reach each other; it says what to set.
         """
-        if job.meeting_point is not None:
-            self._interface.tell(job.meeting_point)
+        if member.meeting_point is not None:
+            self._interface.tell(member.meeting_point)
         try:
             # a rank that is killed is gone, whoever it has forked off
             with self._sockets.opening():
-                join_restarted_world(job.backend, job.rank, job.size, job.timeout, job.device)
+                join_restarted_world(
+                    member.backend, member.rank, member.size, member.timeout, member.device
+                )
                 yield
         except RuntimeError as error:
-            if job.meeting_point is not None and "gloo" in str(error).lower():
+            if member.meeting_point is not None and "gloo" in str(error).lower():
                 raise RuntimeError(unreachable(error)) from error
             raise
 
-    def open(self, mesh: Mesh, job: Job, ledgers: tuple[Ledger, Ledger], liveness: bool) -> None:
+    def open(
+        self, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool
+    ) -> None:
         """Open the channels, if they are not; arguments as `ReplicaChannels.open` takes them."""
         if self._channels is None:
-            near = Near(job.backend, job.device)
+            near = Near(member.backend, member.device)
             self._channels = ReplicaChannels.open(
-                mesh, job.rank, ledgers, job.timeout, near, liveness=liveness
+                mesh, member.rank, ledgers, member.timeout, near, liveness=liveness
             )
 
     @contextmanager
     def reaching(
-        self, mesh: Mesh, job: Job, ledgers: tuple[Ledger, Ledger], liveness: bool
+        self, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool
     ) -> Iterator[ReplicaChannels]:
         """In the body the channels are open, if they are before or not."""
         opens = self._channels is None
-        self.open(mesh, job, ledgers, liveness)
+        self.open(mesh, member, ledgers, liveness)
         try:
             yield self.channels
         finally:

@@ -105,7 +105,7 @@ class ReplicaStrategy(DDPStrategy):
     def reaching(self) -> AbstractContextManager[ReplicaChannels]:
         """In the body the channels are open, in a fit or not; collective."""
         ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
-        return self._network.reaching(mesh, self._starter.job(), ledgers, self.liveness)
+        return self._network.reaching(mesh, self._starter.member(), ledgers, self.liveness)
 
     def traffic(self) -> Traffic:
         """Return what this rank will send; available from `on_fit_start` on."""
@@ -134,11 +134,11 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self.ledger.phase = START
-        job = self._starter.job()
-        with self._network.joining(job):
+        member = self._starter.member()
+        with self._network.joining(member):
             super().setup_environment()
         ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
-        self._network.open(mesh, job, ledgers, self.liveness)
+        self._network.open(mesh, member, ledgers, self.liveness)
         # before the first loader is made
         self._resume.install(self.module.trainer, self.patches)
 

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_commfree.comm.network import Job
+from lightning_commfree.comm.network import Member
 from lightning_commfree.comm.world import PATIENCE, default_backend
 from lightning_commfree.lightning_internals import LAUNCH, Processes, interrupt
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
@@ -141,13 +141,13 @@ class Starter:
             self.plugin.checkpoint_io = WholeCheckpointIO()
         return self.plugin
 
-    def job(self) -> Job:
+    def member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment
         device = strategy.root_device
-        return Job(
+        return Member(
             strategy.global_rank,
             strategy.world_size,
             self._timeout,

@@ -1,0 +1,8 @@
+"""A model and a training that the tests of the planner share."""
+
+from __future__ import annotations
+
+from lightning_commfree.planner import Model, Training
+
+MODEL = Model((1_000_000,) * 6, 500_000)
+TRAINING = Training(MODEL, step_seconds=0.1)

@@ -35,6 +35,7 @@ Departures from the paper:
 """
 
 from lightning_commfree.domino.checks import (
+    check_batch,
     check_module,
     check_states,
     find_models,
@@ -71,6 +72,7 @@ __all__ = [
     "bytes_of_gradients",
     "bytes_per_step",
     "check_divisible",
+    "check_batch",
     "check_module",
     "check_states",
     "find_models",

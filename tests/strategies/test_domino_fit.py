@@ -172,7 +172,7 @@ def fit(rank: int, size: int, module: Any, **kwargs: Any) -> dict[str, Any]:
     sampler = DistributedSampler(words(6 * rows * size), size, rank if apart else 0, shuffle=False)
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr("lightning_commfree.strategies.domino_checks.rank_zero_warn", said.append)
+        patch.setattr("lightning_commfree.strategies.inside.domino.rank_zero_warn", said.append)
         trainer.fit(module, DataLoader(sampler.dataset, batch_size=rows, sampler=sampler))
     return {
         "losses": module.losses,

@@ -84,6 +84,7 @@ class DiLoCoSettings:
         self._check_kinds()
         self._check_schedule()
         self._check_exchange()
+        self._check_replicas()
 
     def fingerprint(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text; a factory has no comparable value."""
@@ -164,6 +165,7 @@ class DiLoCoSettings:
                 f" {type(self.outer_optimizer).__name__}."
             )
 
+    def _check_replicas(self) -> None:
         if self.replica_size < 1:
             raise ValueError(
                 f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"

@@ -1,13 +1,49 @@
-"""Whom an exchange failed for, from what the ranks have answered; and the sentence about it."""
+"""Whom an exchange failed for, from what the ranks have told; and the sentence about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from lightning_commfree.comm.liveness.questions import Answers
 
 REASON_CHARACTERS = 250
 ADVICE = "Restart all ranks from the last checkpoint."
+_NAMED = 50  # lost ranks in a message, which has to fit into a line
+
+
+class Findings:
+    """What a rank has found out about the others; the thread that answers writes to it too.
+
+    Attributes:
+        left: by rank that closed its channel: what it said.
+        lost: by rank: why; the first finding, its own or a peer's, which is never replaced.
+    """
+
+    def __init__(self) -> None:
+        self.left: dict[int, dict[str, Any]] = {}
+        self.lost: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def learn(self, lost: Mapping[int, str]) -> None:
+        """Keep who is lost, if nobody has been before."""
+        with self._lock:
+            if not self.lost:
+                self.lost = {r: lost[r][:REASON_CHARACTERS] for r in sorted(lost)[:_NAMED]}
+
+    def hear(self, message: Mapping[str, Any], rank: int, peers: Collection[int]) -> None:
+        """Learn what a peer tells; `rank` is this one. What is no such message is left alone."""
+        match message:
+            case {"lost": dict(told)}:
+                known = {str(one): one for one in (rank, *peers)}
+                self.learn({known[r]: str(reason) for r, reason in told.items() if r in known})
+            case {"left": {"rank": int(peer), "launched": int()} as words} if peer in peers:
+                self.left[peer] = dict(words)
+
+    def left_at(self, rank: int) -> int:
+        """Return what a rank had launched that has closed its channel; -1 if it has not."""
+        return int(self.left.get(rank, {}).get("launched", -1))
 
 
 def blame(answers: Answers, rank: int, launched: int, tag: str, waited_s: float) -> dict[int, str]:

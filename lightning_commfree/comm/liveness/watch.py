@@ -8,7 +8,6 @@ knows better: who finds a rank gone asks there, and tells there.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.liveness.blame import (
     ADVICE,
-    REASON_CHARACTERS,
+    Findings,
     blame,
     failed_exchange,
 )
@@ -30,7 +29,6 @@ from lightning_commfree.comm.liveness.unwatched import Unwatched, Work
 TAG = "peers"
 """The ledger's tag for the exchange of addresses."""
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices what it was told
-_NAMED = 50  # lost ranks in a message, which has to fit into a line
 
 
 class _GivenUpError(RuntimeError):
@@ -57,9 +55,7 @@ class PeerWatch(Unwatched):
         self._launched = 0
         self._peers: dict[int, PeerAddress | None] = {}
         self._about_this_rank: Callable[[], Mapping[str, Any]] = dict
-        self._left: dict[int, dict[str, Any]] = {}  # by rank that closed its channel: what it said
-        self._lost: dict[int, str] = {}  # the first finding, ours or a peer's; never replaced
-        self._lock = threading.Lock()
+        self._found = Findings()
         self._closed = False
         self._listener = Listener(self._answer)
 
@@ -104,7 +100,7 @@ class PeerWatch(Unwatched):
             RuntimeError: the body raised one, or a peer has told that the group is broken.
         """
         start = time.monotonic()
-        if self._lost:
+        if self._found.lost:
             raise self._failure(tag, 0.0, "a rank had been lost before")
         try:
             yield
@@ -115,7 +111,7 @@ class PeerWatch(Unwatched):
                     raise
                 answers = self._ask()
                 gone = answers.lost if waited >= self.seconds else answers.gone
-                if not gone and not self._lost:
+                if not gone and not self._found.lost:
                     raise
             raise self._failure(tag, waited, str(error), answers) from error
 
@@ -134,7 +130,7 @@ class PeerWatch(Unwatched):
         try:
             while not all(map(_has_ended, works)):
                 waited = time.monotonic() - start
-                if self._lost:
+                if self._found.lost:
                     raise _GivenUpError("another rank found out")
                 if self._closed:
                     raise _GivenUpError("the channel was closed on this rank")
@@ -143,10 +139,12 @@ class PeerWatch(Unwatched):
                 if waited >= next_s:
                     answers = self._ask()
                     next_s = min(next_s + ANSWER_SECONDS, last_s) if next_s < last_s else math.inf
-                    if any(self._left_at(rank) < self._launched for rank in answers.gone):
+                    if any(self._found.left_at(rank) < self._launched for rank in answers.gone):
                         raise _GivenUpError("a rank is gone that it waits for")
         except RuntimeError as error:
-            if self._closed and not self._lost:  # while a thread waited here: nobody is to blame
+            if (
+                self._closed and not self._found.lost
+            ):  # while a thread waited here: nobody is to blame
                 raise
             waited = time.monotonic() - start
             # where an exchange broke, who answered before that may be gone now; at the end of the
@@ -164,18 +162,18 @@ class PeerWatch(Unwatched):
         A thread of this rank that is still in `wait` gets an error at once, and blames nobody.
         """
         self._closed = True
-        if self._listener.runs and not self._lost:
+        if self._listener.runs and not self._found.lost:
             self._ask({"left": {"rank": self._rank, **self._words()}})
         self._listener.close()
 
     @override
     def find_gone(self) -> dict[int, str]:
-        if not self._lost:
+        if not self._found.lost:
             answers = self._ask()
             if answers.gone:
-                self._learn(answers.gone)
+                self._found.learn(answers.gone)
                 self._spread(answers)
-        return self._lost
+        return self._found.lost
 
     @override
     def tell(self, words: Callable[[], Mapping[str, Any]]) -> None:
@@ -195,9 +193,9 @@ class PeerWatch(Unwatched):
         if not self.can_ask:
             return None
         answers = self._ask()
-        if self._lost or any(rank not in self._left for rank in answers.gone):
+        if self._found.lost or any(rank not in self._found.left for rank in answers.gone):
             raise self._failure(tag, 0.0, "asked where it is", answers)
-        gone = {rank: {**self._left[rank], "closed": True} for rank in answers.gone}
+        gone = {rank: {**self._found.left[rank], "closed": True} for rank in answers.gone}
         return answers.told | gone | {rank: {} for rank in answers.silent}
 
     # -- asking
@@ -205,19 +203,19 @@ class PeerWatch(Unwatched):
     def _failure(
         self, tag: str, waited: float, cause: str, answers: Answers | None = None
     ) -> RuntimeError:
-        if not self._lost:
+        if not self._found.lost:
             answers = answers or self._ask()
             lost = self._wider.find_gone() if answers.gone else {}
-            self._learn(lost or blame(answers, self._rank, self._launched, tag, waited))
+            self._found.learn(lost or blame(answers, self._rank, self._launched, tag, waited))
             self._spread(answers)
-        return failed_exchange(tag, self._rank, waited, cause, self._lost)
+        return failed_exchange(tag, self._rank, waited, cause, self._found.lost)
 
     def _spread(self, answers: Answers) -> None:
         """Tell who answered of the lost ranks, before this rank can leave.
 
         Who knows better keeps what it knows.
         """
-        self._ask({"lost": self._lost}, skip=answers.gone.keys() | answers.silent.keys())
+        self._ask({"lost": self._found.lost}, skip=answers.gone.keys() | answers.silent.keys())
 
     def _ask(
         self, question: Mapping[str, Any] | None = None, skip: Collection[int] = ()
@@ -228,25 +226,11 @@ class PeerWatch(Unwatched):
     # -- answering, in the listener's thread
 
     def _answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        match question:
-            case {"lost": dict(told)}:
-                known = {str(rank): rank for rank in (self._rank, *self._peers)}
-                self._learn({known[r]: str(reason) for r, reason in told.items() if r in known})
-            case {"left": {"rank": int(rank), "launched": int()} as words} if rank in self._peers:
-                self._left[rank] = dict(words)
+        self._found.hear(question, self._rank, self._peers)
         return self._words()
 
     def _words(self) -> dict[str, Any]:
         return {**self._about_this_rank(), "launched": self._launched}
-
-    def _left_at(self, rank: int) -> int:
-        """Return what a rank had launched that has closed its channel; -1 if it has not."""
-        return int(self._left.get(rank, {}).get("launched", -1))
-
-    def _learn(self, lost: Mapping[int, str]) -> None:
-        with self._lock:
-            if not self._lost:
-                self._lost = {r: lost[r][:REASON_CHARACTERS] for r in sorted(lost)[:_NAMED]}
 
 
 def _has_ended(work: Work) -> bool:

@@ -18,23 +18,23 @@ tau     `overlap_steps`     inner steps
 ======  ==================  =============  ========================================================
 
 Read in this order: `traffic` (how many bytes), `model` (which leave together), `dag` (when),
-`job` (the methods that are compared), `search` (the bandwidth that a target needs), `advice`.
+`training` (the methods that are compared), `search` (the bandwidth that a target needs), `advice`.
 
 What is not modelled: latency, encoding and decoding, the outer optimizer's time, replicas of
 different speed, memory.
 """
 
 from commfree_planner.advice import Advice, advise
+from commfree_planner.bytes_sent import all_reduce_bytes, exchange_bytes, payload_bytes
 from commfree_planner.dag import Exchange, Message, utilization
-from commfree_planner.job import Job, Method, methods
 from commfree_planner.model import Model, build_exchange
 from commfree_planner.search import log_grid, needed_bandwidth
-from commfree_planner.traffic import all_reduce_bytes, exchange_bytes, payload_bytes
+from commfree_planner.training import Method, Training, methods
 
 __all__ = [
     "Advice",
     "Exchange",
-    "Job",
+    "Training",
     "Message",
     "Method",
     "Model",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from commfree_planner.job import Job
+from commfree_planner.training import Training
 
 MOST_OVERLAP_STEPS = (
     5  # section 3 of the paper: utilization stops growing there, loss suffers at 20
@@ -28,7 +28,7 @@ class Advice:
     """A setting for `StreamingDiLoCoStrategy`, and the reasons in sentences.
 
     Attributes:
-        sync_every: H; the job's, unless no P and tau reach the target with it.
+        sync_every: H; the training's, unless no P and tau reach the target with it.
         num_fragments: P.
         overlap_steps: tau.
         utilization: that this setting reaches.
@@ -44,15 +44,15 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-def advise(job: Job, gbit_per_s: float, target: float) -> Advice:
+def advise(training: Training, gbit_per_s: float, target: float) -> Advice:
     """Return the least change of the paper's setting that reaches the target.
 
     In this order: the shortest delay, because a landing is tau steps late; then the P nearest to
     the model's default; only then a longer cycle, because a larger H costs loss. The wire format is
-    the job's.
+    the training's.
 
     Args:
-        job: the run; its own P and tau do not count.
+        training: the run; its own P and tau do not count.
         gbit_per_s: bandwidth of a replica, in Gbit/s.
         target: utilization to reach, in (0, 1).
 
@@ -64,21 +64,21 @@ def advise(job: Job, gbit_per_s: float, target: float) -> Advice:
             f"`advice_target={target}` must lie strictly between 0 and 1: it is the share of the"
             " time in which the machines shall compute. Give, for example, 0.95."
         )
-    best = _best(job, gbit_per_s, target)
+    best = _best(training, gbit_per_s, target)
     if best.utilization < target:
-        best = _with_longer_cycles(job, gbit_per_s, target) or best
+        best = _with_longer_cycles(training, gbit_per_s, target) or best
     reaches = best.utilization >= target
-    return Advice(*best, reaches, tuple(_reasons(job, best, gbit_per_s, target)))
+    return Advice(*best, reaches, tuple(_reasons(training, best, gbit_per_s, target)))
 
 
-def _best(job: Job, gbit_per_s: float, target: float) -> Candidate:
+def _best(training: Training, gbit_per_s: float, target: float) -> Candidate:
     """Return the first candidate that reaches the target, otherwise the one that comes nearest."""
     best: Candidate | None = None
-    for tau in range(min(MOST_OVERLAP_STEPS, job.sync_every - 1) + 1):
-        for count in _fragment_counts(job):
-            exchange = job.diloco(count, tau, job.wire_dtype)
-            reached = job.utilization(exchange, gbit_per_s)
-            candidate = Candidate(job.sync_every, count, tau, reached)
+    for tau in range(min(MOST_OVERLAP_STEPS, training.sync_every - 1) + 1):
+        for count in _fragment_counts(training):
+            exchange = training.diloco(count, tau, training.wire_dtype)
+            reached = training.utilization(exchange, gbit_per_s)
+            candidate = Candidate(training.sync_every, count, tau, reached)
             if reached >= target:
                 return candidate
             if best is None or reached > best.utilization:
@@ -87,24 +87,26 @@ def _best(job: Job, gbit_per_s: float, target: float) -> Candidate:
     return best
 
 
-def _fragment_counts(job: Job) -> list[int]:
+def _fragment_counts(training: Training) -> list[int]:
     """Return a P for each number of blocks per fragment, and 1; the default first."""
-    default, blocks = job.model.default_num_fragments, len(job.model.block_params)
-    counts = {-(-blocks // size) + bool(job.model.rest_params) for size in range(1, blocks + 1)}
+    default, blocks = training.model.default_num_fragments, len(training.model.block_params)
+    counts = {
+        -(-blocks // size) + bool(training.model.rest_params) for size in range(1, blocks + 1)
+    }
     return sorted(counts | {1}, key=lambda count: (abs(count - default), count))
 
 
-def _with_longer_cycles(job: Job, gbit_per_s: float, target: float) -> Candidate | None:
+def _with_longer_cycles(training: Training, gbit_per_s: float, target: float) -> Candidate | None:
     """Return the shortest cycle that reaches the target; None where none is short enough."""
-    too_short, enough = job.sync_every, MOST_SYNC_EVERY
+    too_short, enough = training.sync_every, MOST_SYNC_EVERY
     if enough <= too_short:
         return None
-    found = _best(replace(job, sync_every=enough), gbit_per_s, target)
+    found = _best(replace(training, sync_every=enough), gbit_per_s, target)
     if found.utilization < target:
         return found
     while enough - too_short > 1:
         middle = (too_short + enough) // 2
-        candidate = _best(replace(job, sync_every=middle), gbit_per_s, target)
+        candidate = _best(replace(training, sync_every=middle), gbit_per_s, target)
         if candidate.utilization >= target:
             enough, found = middle, candidate
         else:
@@ -112,42 +114,44 @@ def _with_longer_cycles(job: Job, gbit_per_s: float, target: float) -> Candidate
     return found
 
 
-def _reasons(job: Job, best: Candidate, gbit_per_s: float, target: float) -> Iterator[str]:
-    if job.num_replicas == 1:
+def _reasons(
+    training: Training, best: Candidate, gbit_per_s: float, target: float
+) -> Iterator[str]:
+    if training.num_replicas == 1:
         yield "One replica sends nothing, so nothing is waited for."
         return
-    job = replace(job, sync_every=best.sync_every)
-    exchange = job.diloco(best.num_fragments, best.overlap_steps, job.wire_dtype)
-    yield from _reasons_of_the_link(job, best, exchange.bytes_per_cycle, gbit_per_s)
-    steps = exchange.bytes_at_once * 8e-9 / gbit_per_s / job.step_seconds
+    training = replace(training, sync_every=best.sync_every)
+    exchange = training.diloco(best.num_fragments, best.overlap_steps, training.wire_dtype)
+    yield from _reasons_of_the_link(training, best, exchange.bytes_per_cycle, gbit_per_s)
+    steps = exchange.bytes_at_once * 8e-9 / gbit_per_s / training.step_seconds
     yield (
         f"The largest of {best.num_fragments} fragments is on the link for {steps:.2g} steps;"
         f" overlap_steps={best.overlap_steps} hides {min(steps, best.overlap_steps):.2g} of them."
     )
-    default = job.model.default_num_fragments
+    default = training.model.default_num_fragments
     if best.num_fragments != default:
         yield (
             f"With the default of {default} fragments overlap_steps={best.overlap_steps} would give"
-            f" {_with_default(job, best, gbit_per_s):.1%}."
+            f" {_with_default(training, best, gbit_per_s):.1%}."
         )
     if best.utilization < target:
-        needed = job.needed_gbit_per_s(exchange, target)
+        needed = training.needed_gbit_per_s(exchange, target)
         yield (
             f"No P, no overlap_steps up to {MOST_OVERLAP_STEPS} and no sync_every up to"
             f" {max(MOST_SYNC_EVERY, best.sync_every)} reach {target:.0%} at {gbit_per_s:g} Gbit/s;"
             f" this setting would need {needed:.3g} Gbit/s."
         )
-    if job.wire_dtype != "fp4":
-        coded = job.diloco(best.num_fragments, best.overlap_steps, "fp4")
+    if training.wire_dtype != "fp4":
+        coded = training.diloco(best.num_fragments, best.overlap_steps, "fp4")
         ratio = exchange.bytes_per_cycle / coded.bytes_per_cycle
         yield f"wire_dtype=fp4 would send {ratio:.1f} times fewer bytes."
 
 
 def _reasons_of_the_link(
-    job: Job, best: Candidate, cycle_bytes: float, gbit_per_s: float
+    training: Training, best: Candidate, cycle_bytes: float, gbit_per_s: float
 ) -> Iterator[str]:
     link_s = cycle_bytes * 8e-9 / gbit_per_s
-    compute_s = best.sync_every * job.step_seconds
+    compute_s = best.sync_every * training.step_seconds
     yield (
         f"The {cycle_bytes / 1e6:,.4g} MB of a cycle take {link_s:.3g} s on the link and its"
         f" {best.sync_every} steps compute for {compute_s:.3g} s: the link must carry for"
@@ -155,7 +159,7 @@ def _reasons_of_the_link(
     )
 
 
-def _with_default(job: Job, best: Candidate, gbit_per_s: float) -> float:
-    default = job.model.default_num_fragments
-    exchange = job.diloco(default, best.overlap_steps, job.wire_dtype)
-    return job.utilization(exchange, gbit_per_s)
+def _with_default(training: Training, best: Candidate, gbit_per_s: float) -> float:
+    default = training.model.default_num_fragments
+    exchange = training.diloco(default, best.overlap_steps, training.wire_dtype)
+    return training.utilization(exchange, gbit_per_s)

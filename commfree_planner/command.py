@@ -13,9 +13,9 @@ import argparse
 from collections.abc import Iterator, Sequence
 
 from commfree_planner.advice import Advice, advise
-from commfree_planner.job import Job, Method, methods
+from commfree_planner.bytes_sent import GRADIENT_DTYPES, WIRE_DTYPES
 from commfree_planner.model import Model
-from commfree_planner.traffic import GRADIENT_DTYPES, WIRE_DTYPES
+from commfree_planner.training import Method, Training, methods
 
 TARGETS = (0.5, 0.9, 0.99)  # utilizations whose bandwidth the table names
 
@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     try:
-        job, advice = _planned(options)
+        training, advice = _planned(options)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
 
-    print("\n".join(_lines(job, options.bandwidth, advice, options.target)))
+    print("\n".join(_lines(training, options.bandwidth, advice, options.target)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def _count(text: str) -> int:
     return int(number)
 
 
-def _planned(options: argparse.Namespace) -> tuple[Job, Advice]:
+def _planned(options: argparse.Namespace) -> tuple[Training, Advice]:
     parameters, blocks, outside = options.parameters, options.blocks, options.outside
     if blocks < 1 or not 0 <= outside <= parameters - blocks:
         raise ValueError(
@@ -71,7 +71,7 @@ def _planned(options: argparse.Namespace) -> tuple[Job, Advice]:
 
     in_blocks = parameters - outside
     sizes = [in_blocks * (i + 1) // blocks - in_blocks * i // blocks for i in range(blocks)]
-    job = Job(
+    training = Training(
         Model(tuple(sizes), outside),
         options.step_time,
         num_replicas=options.num_replicas,
@@ -81,11 +81,11 @@ def _planned(options: argparse.Namespace) -> tuple[Job, Advice]:
         wire_dtype=options.wire_dtype,
         gradient_dtype=options.gradient_dtype,
     )
-    return job, advise(job, options.bandwidth, options.target)
+    return training, advise(training, options.bandwidth, options.target)
 
 
-def _lines(job: Job, gbit_per_s: float, advice: Advice, target: float) -> Iterator[str]:
-    yield from _table(job, methods(job), gbit_per_s)
+def _lines(training: Training, gbit_per_s: float, advice: Advice, target: float) -> Iterator[str]:
+    yield from _table(training, methods(training), gbit_per_s)
     yield ""
 
     verdict = "reaches" if advice.reaches_target else "does not reach"
@@ -97,15 +97,15 @@ def _lines(job: Job, gbit_per_s: float, advice: Advice, target: float) -> Iterat
     yield from (f"- {reason}" for reason in advice.reasons)
 
 
-def _table(job: Job, compared: Sequence[Method], gbit_per_s: float) -> Iterator[str]:
+def _table(training: Training, compared: Sequence[Method], gbit_per_s: float) -> Iterator[str]:
     head = ["method", "setting", f"at {gbit_per_s:g} Gbit/s", "seconds/step", "MB/step"]
     rows = [[*head, *(f"Gbit/s for {target:.0%}" for target in TARGETS)]]
     for name, setting, exchange in compared:
-        reached = job.utilization(exchange, gbit_per_s)
-        needed = (job.needed_gbit_per_s(exchange, target) for target in TARGETS)
+        reached = training.utilization(exchange, gbit_per_s)
+        needed = (training.needed_gbit_per_s(exchange, target) for target in TARGETS)
         rows.append(
             [
-                *(name, setting, f"{reached:.1%}", f"{job.step_seconds / reached:.4g}"),
+                *(name, setting, f"{reached:.1%}", f"{training.step_seconds / reached:.4g}"),
                 f"{exchange.bytes_per_step / 1e6:.4g}",
                 *(f"{gbit:.3g}" for gbit in needed),
             ]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from commfree_planner import Advice, Job, Method, Model, advise, log_grid, methods
+from commfree_planner import Advice, Method, Model, Training, advise, log_grid, methods
 from recipes.training.language_model import LanguageModel, described
 from recipes.training.traffic import human_bytes
 
@@ -29,7 +29,7 @@ _REQUIRED = {
     "step_time": "seconds of an optimizer step that waits for nobody",
     "bandwidth": "Gbit/s that one replica can send",
 }
-_JOB_KEYS = (
+_TRAINING_KEYS = (
     "num_replicas",
     "sync_every",
     "num_fragments",
@@ -63,17 +63,17 @@ def plan(config: Config, console: Console) -> Advice:
             " the ranks of one replica."
         )
     model = model_from_config(config["model"], config["vocab_size"])
-    job = Job(model, config["step_time"], **{key: config[key] for key in _JOB_KEYS})
+    training = Training(model, config["step_time"], **{key: config[key] for key in _TRAINING_KEYS})
     gbit_per_s = config["bandwidth"]
-    compared = methods(job)
-    advice = advise(job, gbit_per_s, config["advice_target"])
-    console.print(Text(_header(job, config)))
-    console.print(utilization_table(job, compared, gbit_per_s))
-    console.print(bandwidth_table(job, compared, config["targets"]))
+    compared = methods(training)
+    advice = advise(training, gbit_per_s, config["advice_target"])
+    console.print(Text(_header(training, config)))
+    console.print(utilization_table(training, compared, gbit_per_s))
+    console.print(bandwidth_table(training, compared, config["targets"]))
     console.print(bytes_table(compared, config["replica_size"]))
     console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
     path = Path(config["run_dir"]) / FIGURE
-    draw_job(job, compared, gbit_per_s, path)
+    draw_training(training, compared, gbit_per_s, path)
     console.print(Text(f"figure: {path}"))
     return advice
 
@@ -106,25 +106,27 @@ def model_from_config(config: Config, vocab_size: int | None) -> Model:
     return Model(tuple(blocks), _trainable(module) - sum(blocks))
 
 
-def utilization_table(job: Job, compared: Sequence[Method], gbit_per_s: float) -> Table:
+def utilization_table(training: Training, compared: Sequence[Method], gbit_per_s: float) -> Table:
     """Return what each method makes of the bandwidth there is."""
     table = Table("method", "setting", title=f"At {gbit_per_s:g} Gbit/s")
     for column in ("utilization", "seconds per step"):
         table.add_column(column, justify="right")
     for name, setting, exchange in compared:
-        reached = job.utilization(exchange, gbit_per_s)
-        step_time = job.step_seconds / reached
+        reached = training.utilization(exchange, gbit_per_s)
+        step_time = training.step_seconds / reached
         table.add_row(name, setting, f"{reached:.1%}", f"{step_time:.4g}")
     return table
 
 
-def bandwidth_table(job: Job, compared: Sequence[Method], targets: Sequence[float]) -> Table:
+def bandwidth_table(
+    training: Training, compared: Sequence[Method], targets: Sequence[float]
+) -> Table:
     """Return the bandwidth that each method needs for each utilization."""
     table = Table("method", title="Gbit/s needed for a utilization of")
     for target in targets:
         table.add_column(f"{target:.0%}", justify="right")
     for name, _, exchange in compared:
-        needed = (job.needed_gbit_per_s(exchange, target) for target in targets)
+        needed = (training.needed_gbit_per_s(exchange, target) for target in targets)
         table.add_row(name, *(f"{gbit:.3g}" for gbit in needed))
     return table
 
@@ -158,17 +160,21 @@ def advice_lines(advice: Advice, target: float) -> list[str]:
     ]
 
 
-def draw_job(job: Job, compared: Sequence[Method], gbit_per_s: float, path: Path) -> None:
+def draw_training(
+    training: Training, compared: Sequence[Method], gbit_per_s: float, path: Path
+) -> None:
     """Write a PNG with the utilization of each method, three decades around the bandwidth."""
     finite = gbit_per_s if math.isfinite(gbit_per_s) else 1e3
     bandwidths = log_grid(finite * 1e-3, finite * 1e3, 181)
-    curves = {m.name: [job.utilization(m.exchange, b) for b in bandwidths] for m in compared}
+    curves = {m.name: [training.utilization(m.exchange, b) for b in bandwidths] for m in compared}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)  # by hand: pyplot keeps global state and may look for a display
     axes = figure.subplots()
     draw_curves(axes, bandwidths, curves)
     axes.axvline(finite, color="0.7", zorder=0)
-    axes.set_title(f"{job.model.params / 1e6:,.1f} M parameters, {job.step_seconds:g} s per step")
+    axes.set_title(
+        f"{training.model.params / 1e6:,.1f} M parameters, {training.step_seconds:g} s per step"
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
 
@@ -184,14 +190,14 @@ def _trainable(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def _header(job: Job, config: Config) -> str:
-    model = job.model
+def _header(training: Training, config: Config) -> str:
+    model = training.model
     name = config["model"]["_target_"].rpartition(".")[2].removesuffix("Config")
     return (
         f"{name}, {model.params:,} parameters: {len(model.block_params)} blocks of"
         f" {max(model.block_params):,} and {model.rest_params:,} besides.\n"
-        f"{job.num_replicas} replicas of {config['replica_size']} rank(s),"
-        f" {job.step_seconds:g} s per step without waiting, sync_every={job.sync_every}."
+        f"{training.num_replicas} replicas of {config['replica_size']} rank(s),"
+        f" {training.step_seconds:g} s per step without waiting, sync_every={training.sync_every}."
     )
 
 

@@ -12,49 +12,49 @@ from commfree_planner import (
     advise,
     payload_bytes,
 )
-from tests.planner.jobs import JOB
+from tests.planner.trainings import TRAINING
 
 
 def test_a_fast_link_needs_neither_overlap_nor_another_p() -> None:
-    advice = advise(JOB, 1000.0, 0.95)
+    advice = advise(TRAINING, 1000.0, 0.95)
     assert advice.reaches_target
     assert (advice.sync_every, advice.num_fragments, advice.overlap_steps) == (100, 3, 0)
 
 
 @pytest.mark.parametrize("gbit_per_s", [0.006, 0.01, 0.03, 0.1])
 def test_the_advice_holds_what_it_promises_with_the_shortest_delay(gbit_per_s) -> None:
-    advice = advise(JOB, gbit_per_s, 0.95)
-    job = replace(JOB, sync_every=advice.sync_every)
-    exchange = job.diloco(advice.num_fragments, advice.overlap_steps, "fp4")
-    assert job.utilization(exchange, gbit_per_s) == advice.utilization >= 0.95
+    advice = advise(TRAINING, gbit_per_s, 0.95)
+    training = replace(TRAINING, sync_every=advice.sync_every)
+    exchange = training.diloco(advice.num_fragments, advice.overlap_steps, "fp4")
+    assert training.utilization(exchange, gbit_per_s) == advice.utilization >= 0.95
     for tau in range(advice.overlap_steps):
         for count in range(1, 8):
-            assert job.utilization(job.diloco(count, tau, "fp4"), gbit_per_s) < 0.95
+            assert training.utilization(training.diloco(count, tau, "fp4"), gbit_per_s) < 0.95
 
 
 def test_a_longer_cycle_is_advised_where_nothing_else_does_and_no_longer_than_it_must_be() -> None:
-    advice = advise(JOB, 0.006, 0.95)
+    advice = advise(TRAINING, 0.006, 0.95)
     assert advice.reaches_target
     assert 100 < advice.sync_every <= 300
-    shorter = replace(JOB, sync_every=advice.sync_every - 1)
+    shorter = replace(TRAINING, sync_every=advice.sync_every - 1)
     assert advise(shorter, 0.006, 0.95).sync_every == advice.sync_every
 
 
 def test_where_nothing_reaches_the_target_the_advice_says_what_would() -> None:
-    advice = advise(JOB, 1e-4, 0.95)
+    advice = advise(TRAINING, 1e-4, 0.95)
     assert not advice.reaches_target
     assert advice.utilization < 0.95
     assert any("No P, no overlap_steps up to 5" in reason for reason in advice.reasons)
 
 
 def test_the_advice_names_what_the_coarser_wire_would_save() -> None:
-    reasons = advise(replace(JOB, wire_dtype="fp32"), 0.1, 0.95).reasons
+    reasons = advise(replace(TRAINING, wire_dtype="fp32"), 0.1, 0.95).reasons
     assert reasons[-1] == "wire_dtype=fp4 would send 7.9 times fewer bytes."
-    assert not any("wire_dtype" in reason for reason in advise(JOB, 0.1, 0.95).reasons)
+    assert not any("wire_dtype" in reason for reason in advise(TRAINING, 0.1, 0.95).reasons)
 
 
 def test_one_replica_needs_no_advice() -> None:
-    advice = advise(replace(JOB, num_replicas=1), 1e-6, 0.95)
+    advice = advise(replace(TRAINING, num_replicas=1), 1e-6, 0.95)
     assert (advice.utilization, advice.overlap_steps) == (1.0, 0)
     assert advice.reasons == ("One replica sends nothing, so nothing is waited for.",)
 
@@ -82,22 +82,22 @@ def test_one_replica_needs_no_advice() -> None:
 )
 def test_a_job_that_cannot_be(change, error, message) -> None:
     with pytest.raises(error) as raised:
-        replace(JOB, **change)
+        replace(TRAINING, **change)
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("gbit_per_s", [0.0, -1.0, math.nan])
 def test_a_bandwidth_that_cannot_be(gbit_per_s) -> None:
     with pytest.raises(ValueError, match=r"`bandwidth=.*` Gbit/s must be positive"):
-        JOB.utilization(JOB.data_parallel(), gbit_per_s)
+        TRAINING.utilization(TRAINING.data_parallel(), gbit_per_s)
 
 
 @pytest.mark.parametrize("target", [0.0, 1.0, 95])
 def test_a_target_that_cannot_be(target) -> None:
     with pytest.raises(ValueError, match="target utilization of .* is not strictly between 0"):
-        JOB.needed_gbit_per_s(JOB.data_parallel(), target)
+        TRAINING.needed_gbit_per_s(TRAINING.data_parallel(), target)
     with pytest.raises(ValueError, match="`advice_target=.*` must lie strictly between 0 and 1"):
-        advise(JOB, 1.0, target)
+        advise(TRAINING, 1.0, target)
 
 
 @pytest.mark.parametrize(("blocks", "rest"), [((), 5), ((3, 0), 0), ((3,), -1)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commfree_planner import Job, Model, advise, methods
+from commfree_planner import Model, Training, advise, methods
 from commfree_planner.command import main
 
 GIVEN = ["--parameters", "124e6", "--blocks", "12", "--step-time", "0.35", "--bandwidth", "0.1"]
@@ -23,17 +23,17 @@ def test_the_table_and_the_advice_are_the_planners(capsys: pytest.CaptureFixture
     text = printed(capsys, "--outside", "39000004", "--overlap-steps", "2")
 
     sizes = [84_999_996 // 12] * 12
-    job = Job(Model(tuple(sizes), 39_000_004), 0.35, overlap_steps=2)
+    training = Training(Model(tuple(sizes), 39_000_004), 0.35, overlap_steps=2)
     lines = {line[:13].strip(): line for line in text.splitlines()}
-    for name, setting, exchange in methods(job):
-        reached = job.utilization(exchange, 0.1)
+    for name, setting, exchange in methods(training):
+        reached = training.utilization(exchange, 0.1)
         cells = re.split(r"\s{2,}", lines[name].strip())
         assert cells[:3] == [name, setting, f"{reached:.1%}"]
         assert cells[3:5] == [f"{0.35 / reached:.4g}", f"{exchange.bytes_per_step / 1e6:.4g}"]
         targets = (0.5, 0.9, 0.99)
-        assert cells[5:] == [f"{job.needed_gbit_per_s(exchange, t):.3g}" for t in targets]
+        assert cells[5:] == [f"{training.needed_gbit_per_s(exchange, t):.3g}" for t in targets]
 
-    advice = advise(job, 0.1, 0.95)
+    advice = advise(training, 0.1, 0.95)
     assert f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}" in text
     assert all(f"- {reason}" in text for reason in advice.reasons)
 
@@ -41,8 +41,8 @@ def test_the_table_and_the_advice_are_the_planners(capsys: pytest.CaptureFixture
 def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
     """124e6 parameters in 12 blocks: no parameter is lost by rounding."""
     text = printed(capsys)
-    job = Job(Model((124_000_000,), 0), 0.35)
-    everything = job.data_parallel().bytes_per_step / 1e6
+    training = Training(Model((124_000_000,), 0), 0.35)
+    everything = training.data_parallel().bytes_per_step / 1e6
     assert re.search(rf"data parallel .* {everything:.4g} ", text)
 
 

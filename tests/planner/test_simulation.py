@@ -21,7 +21,7 @@ from commfree_planner import (
     payload_bytes,
     utilization,
 )
-from tests.planner.jobs import JOB, MODEL
+from tests.planner.trainings import MODEL, TRAINING
 
 GB = 1e9
 GB_PER_S = 8.0  # Gbit/s: a message of n GB is n seconds on the link
@@ -123,9 +123,9 @@ def test_it_is_the_longest_path_through_the_graph(exchange, gbit_per_s) -> None:
 # Boundary identities
 
 
-@pytest.mark.parametrize("method", methods(JOB), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", methods(TRAINING), ids=lambda method: method.name)
 def test_from_no_bandwidth_to_infinite_bandwidth(method) -> None:
-    curve = [JOB.utilization(method.exchange, gbit) for gbit in [1e-9, *BANDWIDTHS, math.inf]]
+    curve = [TRAINING.utilization(method.exchange, gbit) for gbit in [1e-9, *BANDWIDTHS, math.inf]]
     assert curve[0] < 1e-6
     assert curve[-1] == 1.0
     assert all(slow <= fast + 1e-12 for slow, fast in zip(curve, curve[1:], strict=False))
@@ -146,29 +146,29 @@ def test_each_method_is_at_least_as_good_as_the_one_before(by_layer, gbit_per_s)
 
     diloco, streaming = built("fp32", 1, 0), built("fp32", 3, 0)
     overlap, fp4 = built("fp32", 3, 1), built("fp4", 3, 1)
-    chain = [JOB.data_parallel(), diloco, streaming, overlap, fp4]
-    found = [JOB.utilization(exchange, gbit_per_s) for exchange in chain]
+    chain = [TRAINING.data_parallel(), diloco, streaming, overlap, fp4]
+    found = [TRAINING.utilization(exchange, gbit_per_s) for exchange in chain]
     assert all(a <= b + 1e-12 for a, b in zip(found, found[1:], strict=False))
 
 
 @pytest.mark.parametrize("gbit_per_s", [0.001, 0.1, 10.0])
 def test_one_fragment_without_overlap_is_diloco(gbit_per_s) -> None:
-    _, diloco, *_ = methods(JOB)
-    assert JOB.diloco(1, 0, "fp32") == diloco.exchange
+    _, diloco, *_ = methods(TRAINING)
+    assert TRAINING.diloco(1, 0, "fp32") == diloco.exchange
     compute_s = 100 * 0.1
     blocking_s = 4 * MODEL.params * 8e-9 / gbit_per_s
     expected = compute_s / (compute_s + blocking_s)
-    assert JOB.utilization(diloco.exchange, gbit_per_s) == pytest.approx(expected)
-    streaming = JOB.diloco(3, 0, "fp32")
-    assert JOB.utilization(streaming, gbit_per_s) == pytest.approx(expected)
+    assert TRAINING.utilization(diloco.exchange, gbit_per_s) == pytest.approx(expected)
+    streaming = TRAINING.diloco(3, 0, "fp32")
+    assert TRAINING.utilization(streaming, gbit_per_s) == pytest.approx(expected)
 
 
 def test_one_replica_sends_nothing() -> None:
-    job = replace(JOB, num_replicas=1)
-    for _, _, exchange in methods(job):
+    training = replace(TRAINING, num_replicas=1)
+    for _, _, exchange in methods(training):
         assert exchange.bytes_per_cycle == 0
-        assert job.utilization(exchange, 1e-9) == 1.0
-        assert job.needed_gbit_per_s(exchange, 0.99) == 0.0
+        assert training.utilization(exchange, 1e-9) == 1.0
+        assert training.needed_gbit_per_s(exchange, 0.99) == 0.0
 
 
 def test_a_link_that_is_hardly_too_slow_is_too_slow() -> None:
@@ -179,7 +179,7 @@ def test_a_link_that_is_hardly_too_slow_is_too_slow() -> None:
 
 
 def test_a_longer_overlap_hides_more() -> None:
-    found = [JOB.utilization(JOB.diloco(3, tau, "fp32"), 0.5) for tau in range(4)]
+    found = [TRAINING.utilization(TRAINING.diloco(3, tau, "fp32"), 0.5) for tau in range(4)]
     assert found == sorted(found)
     assert found[0] < found[1] < 1.0 == found[3]
 
@@ -188,9 +188,13 @@ def test_a_longer_overlap_hides_more() -> None:
 
 
 def test_the_bandwidth_that_a_target_needs_is_the_least_that_reaches_it() -> None:
-    for _, _, exchange in methods(JOB):
-        needed = JOB.needed_gbit_per_s(exchange, 0.9)
-        assert JOB.utilization(exchange, needed) >= 0.9 > JOB.utilization(exchange, needed / 1.024)
+    for _, _, exchange in methods(TRAINING):
+        needed = TRAINING.needed_gbit_per_s(exchange, 0.9)
+        assert (
+            TRAINING.utilization(exchange, needed)
+            >= 0.9
+            > TRAINING.utilization(exchange, needed / 1.024)
+        )
 
 
 def test_the_grid_has_equal_ratios() -> None:
@@ -201,6 +205,6 @@ def test_the_grid_has_equal_ratios() -> None:
 
 
 def test_the_ends_of_a_grid() -> None:
-    seconds, exchange = MODEL.layer_seconds(0.1), JOB.data_parallel()
+    seconds, exchange = MODEL.layer_seconds(0.1), TRAINING.data_parallel()
     assert needed_bandwidth(seconds, exchange, 0.5, [1e-9, 1e-8]) == 2
     assert needed_bandwidth(seconds, exchange, 0.5, [1e8, 1e9]) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_commfree.planner import Model, Training
+from commfree_planner import Model, Training
 
 MODEL = Model((1_000_000,) * 6, 500_000)
 TRAINING = Training(MODEL, step_seconds=0.1)

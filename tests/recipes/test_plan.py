@@ -16,7 +16,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from commfree_planner import Job, Model, advise, methods
+from commfree_planner import Model, Training, advise, methods
 from lightning_commfree.diloco import split_into_fragments
 from recipes import planning as recipe
 from recipes.training.language_model import LanguageModel
@@ -57,19 +57,21 @@ def model_of(name: str, *overrides: str) -> Model:
 def test_the_tables_say_what_the_planner_says(tmp_path: Path) -> None:
     text = planned(tmp_path, "bandwidth=0.01", "replica_size=4", "overlap_steps=2")
     model = model_of("gpt2_tiny", "vocab_size=1024", "data.block_size=64")
-    job = Job(model, 0.02, overlap_steps=2)
+    training = Training(model, 0.02, overlap_steps=2)
     found = rows(text)
-    for name, setting, exchange in methods(job):
+    for name, setting, exchange in methods(training):
         now, needed, sent = found[name]
-        reached = job.utilization(exchange, 0.01)
+        reached = training.utilization(exchange, 0.01)
         assert now == [setting, f"{reached:.1%}", f"{0.02 / reached:.4g}"]
         targets = (0.5, 0.8, 0.9, 0.95, 0.99)
-        assert needed == [f"{job.needed_gbit_per_s(exchange, target):.3g}" for target in targets]
+        assert needed == [
+            f"{training.needed_gbit_per_s(exchange, target):.3g}" for target in targets
+        ]
         assert sent[0] == recipe.human_bytes(exchange.bytes_per_step)
         assert sent[1] == recipe.human_bytes(exchange.bytes_per_step / 4)
     assert f"GPT2, {model.params:,} parameters: 3 blocks of" in text
     assert "P=2, tau=2, fp4" in found["+ fp4"][0]
-    advice = advise(job, 0.01, 0.95)
+    advice = advise(training, 0.01, 0.95)
     assert f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}" in text
     assert all(reason in text.replace("\n", " ") for reason in advice.reasons)
     assert (tmp_path / recipe.FIGURE).read_bytes().startswith(PNG)

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from commfree_planner.dag import Exchange, utilization
-from commfree_planner.model import Model, build_exchange
-from commfree_planner.search import log_grid, needed_bandwidth
-from commfree_planner.traffic import (
+from commfree_planner.bytes_sent import (
     GRADIENT_DTYPES,
     WIRE_DTYPES,
     all_reduce_bytes,
     exchange_bytes,
     payload_bytes,
 )
+from commfree_planner.dag import Exchange, utilization
+from commfree_planner.model import Model, build_exchange
+from commfree_planner.search import log_grid, needed_bandwidth
 
 GBIT_GRID = log_grid(1e-6, 1e6, 1201)  # 100 a decade: 2.3 % from one to the next
 _EAGER = " Eager updates hide a whole cycle: plan them as overlap_steps=sync_every-1."
@@ -31,7 +31,7 @@ class Method(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class Training:
     """A training run, as far as its communication goes.
 
     Args:
@@ -110,7 +110,7 @@ class Job:
         return GBIT_GRID[i] if i < len(GBIT_GRID) else math.inf
 
     def diloco(self, num_fragments: int, overlap_steps: int, wire_dtype: str) -> Exchange:
-        """Return what `StreamingDiLoCoStrategy` sends with this setting and the job's H."""
+        """Return what `StreamingDiLoCoStrategy` sends with this setting and the training's H."""
         return build_exchange(
             self.model,
             partial(self._outer_bytes, wire_dtype),
@@ -150,17 +150,17 @@ class Job:
                 )
 
 
-def methods(job: Job) -> list[Method]:
+def methods(training: Training) -> list[Method]:
     """Return the methods in the paper's order; each one sends less, or less at a time.
 
-    Data parallelism with `job.gradient_dtype`; DiLoCo, one fragment that blocks, in fp32; the same
-    in P fragments; with overlap; with the job's `wire_dtype`.
+    Data parallelism with the training's `gradient_dtype`; DiLoCo, one fragment that blocks, in
+    fp32; the same in P fragments; with overlap; with the training's `wire_dtype`.
     """
-    count, tau, wire = job.fragment_count, job.overlap_steps, job.wire_dtype
+    count, tau, wire = training.fragment_count, training.overlap_steps, training.wire_dtype
     return [
-        Method("data parallel", f"every step, {job.gradient_dtype}", job.data_parallel()),
-        Method("DiLoCo", "P=1, tau=0, fp32", job.diloco(1, 0, "fp32")),
-        Method("streaming", f"P={count}, tau=0, fp32", job.diloco(count, 0, "fp32")),
-        Method("+ overlap", f"P={count}, tau={tau}, fp32", job.diloco(count, tau, "fp32")),
-        Method(f"+ {wire}", f"P={count}, tau={tau}, {wire}", job.diloco(count, tau, wire)),
+        Method("data parallel", f"every step, {training.gradient_dtype}", training.data_parallel()),
+        Method("DiLoCo", "P=1, tau=0, fp32", training.diloco(1, 0, "fp32")),
+        Method("streaming", f"P={count}, tau=0, fp32", training.diloco(count, 0, "fp32")),
+        Method("+ overlap", f"P={count}, tau={tau}, fp32", training.diloco(count, tau, "fp32")),
+        Method(f"+ {wire}", f"P={count}, tau={tau}, {wire}", training.diloco(count, tau, wire)),
     ]

@@ -49,7 +49,7 @@ def test_garbage_is_ignored_and_a_question_is_answered() -> None:
             assert json.loads(say(watch, question)) == {"launched": 0}, lost
         for left in (None, {"rank": 1}, {"rank": 7, "launched": 1}, {"rank": "1", "launched": 1}):
             say(watch, json.dumps({"key": key, "left": left}).encode() + b"\n")
-        assert watch._left == {}, "no rank of the channel has said that it leaves"
+        assert watch._found.left == {}, "no rank of the channel has said that it leaves"
         with watch.launching("t"):  # so nothing of all this was believed
             pass
         say(watch, json.dumps({"key": key, "lost": {"1": "x" * 1000}}).encode() + b"\n")

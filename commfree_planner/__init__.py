@@ -17,30 +17,39 @@ P       `num_fragments`     fragments
 tau     `overlap_steps`     inner steps
 ======  ==================  =============  ========================================================
 
-Read in this order: `traffic` (how many bytes), `model` (which leave together), `dag` (when),
-`training` (the methods that are compared), `search` (the bandwidth that a target needs), `advice`.
+Read in this order: `bytes_sent` (how many bytes), `model` (which leave together), `dag` (when),
+`layer_sums` (what tensor parallelism sends within a step), `training` (the user's run), `methods`
+(that are compared), `search` (the bandwidth that a target needs), `advice` (a setting of Streaming
+DiLoCo), `choice` (which strategy).
 
-What is not modelled: latency, encoding and decoding, the outer optimizer's time, replicas of
-different speed, memory.
+Latency is that of the link, one way; messages that follow each other do not wait for it. What is
+not modelled: encoding and decoding, the outer optimizer's time, replicas of different speed,
+memory.
 """
 
 from commfree_planner.advice import Advice, advise
 from commfree_planner.bytes_sent import all_reduce_bytes, exchange_bytes, payload_bytes
+from commfree_planner.choice import Choice, choose
 from commfree_planner.dag import Exchange, Message, utilization
+from commfree_planner.layer_sums import LayerSums
+from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model, build_exchange
 from commfree_planner.search import log_grid, needed_bandwidth
-from commfree_planner.training import Method, Training, methods
+from commfree_planner.training import Training
 
 __all__ = [
     "Advice",
+    "Choice",
     "Exchange",
     "Training",
+    "LayerSums",
     "Message",
     "Method",
     "Model",
     "advise",
     "all_reduce_bytes",
     "build_exchange",
+    "choose",
     "exchange_bytes",
     "log_grid",
     "methods",

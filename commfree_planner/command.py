@@ -10,13 +10,18 @@ The recipe `recipes.plan` does the same for a model of transformers, counted exa
 from __future__ import annotations
 
 import argparse
+import math
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from commfree_planner.advice import Advice, advise
 from commfree_planner.bytes_sent import GRADIENT_DTYPES, WIRE_DTYPES
+from commfree_planner.choice import Choice, choose
+from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model
-from commfree_planner.training import Method, Training, methods
+from commfree_planner.training import Training
 
+_WIDTH = 80  # letters a line: the narrowest terminal that people use
 TARGETS = (0.5, 0.9, 0.99)  # utilizations whose bandwidth the table names
 
 
@@ -27,10 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         training, advice = _planned(options)
+        choice = choose(training, options.bandwidth, options.target, advice)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
 
-    print("\n".join(_lines(training, options.bandwidth, advice, options.target)))
+    print("\n".join(_lines(training, options.bandwidth, choice, advice, options.target)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--outside", type=_count, default=0, help="of them outside of the blocks: embeddings")
     add("--step-time", type=float, required=True, help="seconds of a step that waits for nobody")
     add("--bandwidth", type=float, required=True, help="Gbit/s that one replica can send")
+    add("--latency", type=float, default=0.0, help="of the link, one way, seconds: half a ping")
+    add("--tokens-per-step", type=_count, help="of a replica; adds the row of tensor parallelism")
+    add("--width", type=int, help="of activations, numbers a token; GPT-2's if it is not given")
     add("--num-replicas", type=int, default=2)
     add("--sync-every", type=int, default=100)
     add("--num-fragments", type=int, help="3 blocks each if it is not given")
@@ -72,7 +81,7 @@ def _planned(options: argparse.Namespace) -> tuple[Training, Advice]:
     in_blocks = parameters - outside
     sizes = [in_blocks * (i + 1) // blocks - in_blocks * i // blocks for i in range(blocks)]
     training = Training(
-        Model(tuple(sizes), outside),
+        Model(tuple(sizes), outside, options.width),
         options.step_time,
         num_replicas=options.num_replicas,
         sync_every=options.sync_every,
@@ -80,43 +89,68 @@ def _planned(options: argparse.Namespace) -> tuple[Training, Advice]:
         overlap_steps=options.overlap_steps,
         wire_dtype=options.wire_dtype,
         gradient_dtype=options.gradient_dtype,
+        latency_s=options.latency,
+        tokens_per_step=options.tokens_per_step,
     )
     return training, advise(training, options.bandwidth, options.target)
 
 
-def _lines(training: Training, gbit_per_s: float, advice: Advice, target: float) -> Iterator[str]:
-    yield from _table(training, methods(training), gbit_per_s)
+def _lines(
+    training: Training, gbit_per_s: float, choice: Choice, advice: Advice, target: float
+) -> Iterator[str]:
+    compared = methods(training)
+    yield from _aligned(_reached(training, compared, gbit_per_s))
+    yield ""
+    yield from _aligned(_needed(training, compared))
     yield ""
 
+    setting = f" ({choice.setting})" if choice.setting else ""
+    yield from _folded(f"Take strategy={choice.strategy}{setting}: {choice.utilization:.1%}.")
+    for reason in choice.reasons:
+        yield from _folded(f"- {reason}", "  ")
     verdict = "reaches" if advice.reaches_target else "does not reach"
-    yield (
-        f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}"
-        f" overlap_steps={advice.overlap_steps}: utilization {advice.utilization:.1%}, which"
-        f" {verdict} {target:.0%}."
+    yield ""
+    yield from _folded(
+        f"Advice for streaming_diloco: sync_every={advice.sync_every}"
+        f" num_fragments={advice.num_fragments} overlap_steps={advice.overlap_steps}:"
+        f" utilization {advice.utilization:.1%}, which {verdict} {target:.0%}."
     )
-    yield from (f"- {reason}" for reason in advice.reasons)
+    for reason in advice.reasons:
+        yield from _folded(f"- {reason}", "  ")
 
 
-def _table(training: Training, compared: Sequence[Method], gbit_per_s: float) -> Iterator[str]:
-    head = ["method", "setting", f"at {gbit_per_s:g} Gbit/s", "seconds/step", "MB/step"]
-    rows = [[*head, *(f"Gbit/s for {target:.0%}" for target in TARGETS)]]
+def _reached(training: Training, compared: Sequence[Method], gbit_per_s: float) -> list[list[str]]:
+    rows = [["method", "setting", f"at {gbit_per_s:g} Gbit/s", "seconds/step", "MB/step"]]
     for name, setting, exchange in compared:
         reached = training.utilization(exchange, gbit_per_s)
-        needed = (training.needed_gbit_per_s(exchange, target) for target in TARGETS)
-        rows.append(
-            [
-                *(name, setting, f"{reached:.1%}", f"{training.step_seconds / reached:.4g}"),
-                f"{exchange.bytes_per_step / 1e6:.4g}",
-                *(f"{gbit:.3g}" for gbit in needed),
-            ]
-        )
+        seconds = training.step_seconds / reached
+        sent = exchange.bytes_per_step / 1e6
+        rows.append([name, setting, f"{reached:.1%}", f"{seconds:.4g}", f"{sent:.4g}"])
+    return rows
 
+
+def _needed(training: Training, compared: Sequence[Method]) -> list[list[str]]:
+    rows = [["Gbit/s needed", "", *(f"for {target:.0%}" for target in TARGETS)]]
+    for name, setting, exchange in compared:
+        needed = (training.needed_gbit_per_s(exchange, target) for target in TARGETS)
+        cells = ("never" if math.isinf(gbit) else f"{gbit:.3g}" for gbit in needed)
+        rows.append([name, setting, *cells])
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table: two columns of words, then figures."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        names, figures = row[:2], row[2:]
-        left = [text.ljust(width) for text, width in zip(names, widths, strict=False)]
-        right = [text.rjust(width) for text, width in zip(figures, widths[2:], strict=True)]
-        yield "  ".join([*left, *right])
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(
+            text.ljust(width) if place < 2 else text.rjust(width)
+            for place, (text, width) in enumerate(cells)
+        )
+
+
+def _folded(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from commfree_planner.layer_sums import LayerSums
+
 _MOST_CYCLES = 100
 _SAME = 1e-9  # of a step: differences below it are rounding
 
@@ -29,6 +31,7 @@ class Message(NamedTuple):
     leaves_after: int  # the layer whose parameter gradient must be there
     needed_by: int  # the layer whose forward waits for it
     num_bytes: float
+    rounds: int = 0  # times that the link's latency is waited for before all of it has arrived
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,19 @@ class Exchange:
         return max(sum(message.num_bytes for message in f) for f in self.fragments)
 
 
-def utilization(layer_seconds: Sequence[float], exchange: Exchange, gbit_per_s: float) -> float:
+def utilization(
+    layer_seconds: Sequence[float],
+    exchange: Exchange | LayerSums,
+    gbit_per_s: float,
+    latency_s: float = 0.0,
+) -> float:
     """Return the share of the time in which the machine computes, in the steady state.
 
     Args:
         layer_seconds: compute time of each layer in a step, forward and backward together.
         exchange: what is sent.
         gbit_per_s: bandwidth of a replica's link, in 10^9 bits a second; may be infinite.
+        latency_s: of the link, one way. Messages that follow each other do not wait for it.
 
     Raises:
         ValueError: the bandwidth is not positive.
@@ -83,7 +92,9 @@ def utilization(layer_seconds: Sequence[float], exchange: Exchange, gbit_per_s: 
             " meet. Give what one replica can send, for example 1 for Gigabit Ethernet."
         )
     bytes_per_s = gbit_per_s * 1e9 / 8
-    replica = _Replica(layer_seconds, exchange, bytes_per_s)
+    if isinstance(exchange, LayerSums):
+        return exchange.utilization(layer_seconds, bytes_per_s, latency_s)
+    replica = _Replica(layer_seconds, exchange, bytes_per_s, latency_s)
     tolerance = _SAME * sum(layer_seconds)
     cycle_s, before = 0.0, replica.state()
     for _ in range(_MOST_CYCLES):
@@ -102,12 +113,17 @@ class _Replica:
     """The two clocks, in seconds: `_now` of the machine, `_link_free` of its link."""
 
     def __init__(
-        self, layer_seconds: Sequence[float], exchange: Exchange, bytes_per_s: float
+        self,
+        layer_seconds: Sequence[float],
+        exchange: Exchange,
+        bytes_per_s: float,
+        latency_s: float,
     ) -> None:
         self._layer_s = layer_seconds
         self._step_s = sum(layer_seconds)
         self._exchange = exchange
         self._bytes_per_s = bytes_per_s
+        self._latency_s = latency_s
         self._leaving = _by_step_and_layer(exchange)
         self._step = 0
         self._now = self._link_free = 0.0
@@ -149,7 +165,8 @@ class _Replica:
         start = max(self._now, self._link_free)
         self._link_free = start + message.num_bytes / self._bytes_per_s
         due = self._due.setdefault(self._step + self._exchange.overlap_steps + 1, {})
-        due[message.needed_by] = self._link_free  # the latest, for the link keeps the order
+        arrival = self._link_free + message.rounds * self._latency_s
+        due[message.needed_by] = max(arrival, due.get(message.needed_by, 0.0))
 
 
 def _by_step_and_layer(exchange: Exchange) -> dict[int, dict[int, list[Message]]]:

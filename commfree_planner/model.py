@@ -22,6 +22,8 @@ class Model:
     Args:
         block_params: of each block, in the order of the forward.
         rest_params: of everything else.
+        width: of the activations between blocks, numbers a token; None takes that of a GPT-2 with
+            blocks of this size.
 
     Raises:
         ValueError: there is no block, or a number is negative or all are zero.
@@ -29,6 +31,7 @@ class Model:
 
     block_params: tuple[int, ...]
     rest_params: int = 0
+    width: int | None = None
 
     def __post_init__(self) -> None:
         if not self.block_params or min(self.block_params) < 1 or self.rest_params < 0:
@@ -47,6 +50,12 @@ class Model:
     def default_num_fragments(self) -> int:
         """P where the user gives none: 3 blocks per fragment, and one fragment for the rest."""
         return math.ceil(len(self.block_params) / _BLOCKS_PER_FRAGMENT) + bool(self.rest_params)
+
+    @property
+    def activation_width(self) -> float:
+        """The width; where nobody gave it, from 12 width^2 parameters in a block."""
+        mean_block = sum(self.block_params) / len(self.block_params)
+        return math.sqrt(mean_block / 12) if self.width is None else self.width
 
     def layer_params(self, layer: int) -> int:
         """Return the parameters of a layer; 0 is the rest."""
@@ -87,6 +96,7 @@ def build_exchange(
     num_fragments: int = 1,
     overlap_steps: int = 0,
     by_layer: bool,
+    rounds: int = 0,
 ) -> Exchange:
     """Return what a replica sends; the defaults are those of data parallelism.
 
@@ -100,13 +110,16 @@ def build_exchange(
             waited for by that layer's forward, as in the paper's simulation and, in buckets, in
             DDP. False: a fragment leaves in one piece after the step and is waited for before the
             next one, as `StreamingDiLoCo` does it.
+        rounds: times that a message waits for the link's latency.
     """
     fragments = []
     for layers in model.fragments(num_fragments):
         sizes = [model.layer_params(layer) for layer in layers]
         if by_layer:
-            messages = [Message(i, i, sent_bytes(n)) for i, n in zip(layers, sizes, strict=True)]
+            messages = [
+                Message(i, i, sent_bytes(n), rounds) for i, n in zip(layers, sizes, strict=True)
+            ]
         else:
-            messages = [Message(0, 0, sent_bytes(sum(sizes)))]
+            messages = [Message(0, 0, sent_bytes(sum(sizes)), rounds)]
         fragments.append(tuple(messages))
     return Exchange(sync_every, overlap_steps, tuple(fragments))

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from commfree_planner.dag import Exchange, utilization
+from commfree_planner.layer_sums import LayerSums
 
 
 def log_grid(lowest: float, highest: float, points: int) -> list[float]:
@@ -15,7 +16,11 @@ def log_grid(lowest: float, highest: float, points: int) -> list[float]:
 
 
 def needed_bandwidth(
-    layer_seconds: Sequence[float], exchange: Exchange, target: float, grid: Sequence[float]
+    layer_seconds: Sequence[float],
+    exchange: Exchange | LayerSums,
+    target: float,
+    grid: Sequence[float],
+    latency_s: float = 0.0,
 ) -> int:
     """Return the index of the grid's first bandwidth that reaches a utilization.
 
@@ -24,6 +29,7 @@ def needed_bandwidth(
         exchange: what is sent.
         target: the utilization, in (0, 1).
         grid: bandwidths in Gbit/s, ascending. Utilization does not fall along it.
+        latency_s: of the link, one way.
 
     Returns:
         0 where the lowest reaches it already, `len(grid)` where none does.
@@ -36,4 +42,8 @@ def needed_bandwidth(
             f"a target utilization of {target} is not strictly between 0 and 1: 1 needs an infinite"
             " bandwidth. Give a share, for example 0.95."
         )
-    return bisect_left(grid, target, key=lambda gbit: utilization(layer_seconds, exchange, gbit))
+
+    def reached(gbit_per_s: float) -> float:
+        return utilization(layer_seconds, exchange, gbit_per_s, latency_s)
+
+    return bisect_left(grid, target, key=reached)

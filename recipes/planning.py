@@ -17,7 +17,17 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from commfree_planner import Advice, Method, Model, Training, advise, log_grid, methods
+from commfree_planner import (
+    Advice,
+    Choice,
+    Method,
+    Model,
+    Training,
+    advise,
+    choose,
+    log_grid,
+    methods,
+)
 from recipes.training.language_model import LanguageModel, described
 from recipes.training.traffic import human_bytes
 
@@ -36,6 +46,7 @@ _TRAINING_KEYS = (
     "overlap_steps",
     "wire_dtype",
     "gradient_dtype",
+    "tokens_per_step",
 )
 
 
@@ -63,18 +74,21 @@ def plan(config: Config, console: Console) -> Advice:
             " the ranks of one replica."
         )
     model = model_from_config(config["model"], config["vocab_size"])
-    training = Training(model, config["step_time"], **{key: config[key] for key in _TRAINING_KEYS})
+    given = {key: config[key] for key in _TRAINING_KEYS}
+    training = Training(model, config["step_time"], latency_s=config["latency"], **given)
     gbit_per_s = config["bandwidth"]
     compared = methods(training)
     advice = advise(training, gbit_per_s, config["advice_target"])
+    choice = choose(training, gbit_per_s, config["advice_target"], advice)
     console.print(Text(_header(training, config)))
     console.print(utilization_table(training, compared, gbit_per_s))
     console.print(bandwidth_table(training, compared, config["targets"]))
     console.print(bytes_table(compared, config["replica_size"]))
+    console.print(Text("\n".join(choice_lines(choice))))
     console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
     path = Path(config["run_dir"]) / FIGURE
     draw_training(training, compared, gbit_per_s, path)
-    console.print(Text(f"figure: {path}"))
+    console.print(Text(f"figure: {path}"), soft_wrap=True)
     return advice
 
 
@@ -103,7 +117,7 @@ def model_from_config(config: Config, vocab_size: int | None) -> Model:
             " decoder of transformers like GPT-2 or Llama."
         )
     blocks = [_trainable(block) for block in lists[0]]
-    return Model(tuple(blocks), _trainable(module) - sum(blocks))
+    return Model(tuple(blocks), _trainable(module) - sum(blocks), model_config.hidden_size)
 
 
 def utilization_table(training: Training, compared: Sequence[Method], gbit_per_s: float) -> Table:
@@ -127,7 +141,8 @@ def bandwidth_table(
         table.add_column(f"{target:.0%}", justify="right")
     for name, _, exchange in compared:
         needed = (training.needed_gbit_per_s(exchange, target) for target in targets)
-        table.add_row(name, *(f"{gbit:.3g}" for gbit in needed))
+        cells = ("never" if math.isinf(gbit) else f"{gbit:.3g}" for gbit in needed)
+        table.add_row(name, *cells)
     return table
 
 
@@ -144,9 +159,21 @@ def bytes_table(compared: Sequence[Method], replica_size: int) -> Table:
             human_bytes(sent),
             human_bytes(sent / replica_size),
             human_bytes(exchange.bytes_at_once),
-            f"1/{most / sent:,.4g}" if sent else "none",
+            f"{'' if sent > most else '1/'}{max(most / sent, sent / most):,.4g}"
+            if sent
+            else "none",
         )
     return table
+
+
+def choice_lines(choice: Choice) -> list[str]:
+    """Return the strategy to take, and why, as text."""
+    setting = f" ({choice.setting})" if choice.setting else ""
+    return [
+        f"Take strategy={choice.strategy}{setting}: {choice.utilization:.1%}.",
+        *(f"- {reason}" for reason in choice.reasons),
+        "",
+    ]
 
 
 def advice_lines(advice: Advice, target: float) -> list[str]:
@@ -182,7 +209,9 @@ def draw_training(
 def draw_curves(axes: Any, bandwidths: Sequence[float], curves: Curves) -> None:
     """Draw utilizations over bandwidths (Gbit/s) into matplotlib's axes."""
     for name, utilizations in curves.items():
-        axes.semilogx(bandwidths, utilizations, label=name)
+        # fragments that block take as long as the whole at once: two curves, one upon the other
+        look = {"ls": "--", "lw": 2.5, "zorder": 3} if name == "DiLoCo" else {}
+        axes.semilogx(bandwidths, utilizations, label=name, **look)
     axes.set(xlabel="bandwidth of a replica (Gbit/s)", ylabel="utilization", ylim=(0, 1.02))
 
 

@@ -55,6 +55,8 @@ RANGES: dict[str, Any] = {
     "targets": Annotated[list[Within], Field(min_length=1)],
     "advice_target": Within,
     "vocab_size": PositiveInt | None,
+    "latency": NonNegativeFloat,
+    "tokens_per_step": PositiveInt | None,
     # of conf/compare.yaml
     "strategies": list[str],
     "compare:bandwidth": str | None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from commfree_planner import Model, Training, advise, methods
+from commfree_planner import Model, Training, advise, choose, methods
 from commfree_planner.command import main
 
 GIVEN = ["--parameters", "124e6", "--blocks", "12", "--step-time", "0.35", "--bandwidth", "0.1"]
@@ -24,18 +26,49 @@ def test_the_table_and_the_advice_are_the_planners(capsys: pytest.CaptureFixture
 
     sizes = [84_999_996 // 12] * 12
     training = Training(Model(tuple(sizes), 39_000_004), 0.35, overlap_steps=2)
-    lines = {line[:13].strip(): line for line in text.splitlines()}
+    lines: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        name, *cells = re.split(r"\s{2,}", line.strip())
+        lines.setdefault(name, []).append([name, *cells])
     for name, setting, exchange in methods(training):
         reached = training.utilization(exchange, 0.1)
-        cells = re.split(r"\s{2,}", lines[name].strip())
-        assert cells[:3] == [name, setting, f"{reached:.1%}"]
-        assert cells[3:5] == [f"{0.35 / reached:.4g}", f"{exchange.bytes_per_step / 1e6:.4g}"]
+        of_link, needed = lines[name]
+        assert of_link[:3] == [name, setting, f"{reached:.1%}"]
+        assert of_link[3:] == [f"{0.35 / reached:.4g}", f"{exchange.bytes_per_step / 1e6:.4g}"]
         targets = (0.5, 0.9, 0.99)
-        assert cells[5:] == [f"{training.needed_gbit_per_s(exchange, t):.3g}" for t in targets]
+        gbits = [f"{training.needed_gbit_per_s(exchange, t):.3g}" for t in targets]
+        assert needed == [name, setting, *gbits]
+    assert max(map(len, text.splitlines())) <= 80
 
     advice = advise(training, 0.1, 0.95)
-    assert f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}" in text
-    assert all(f"- {reason}" in text for reason in advice.reasons)
+    flat = " ".join(text.split())
+    found = f"sync_every={advice.sync_every} num_fragments={advice.num_fragments}"
+    assert f"Advice for streaming_diloco: {found}" in flat
+    choice = choose(training, 0.1, 0.95, advice)
+    assert f"Take strategy=streaming_diloco ({choice.setting}): " in flat
+    assert all(f"- {reason}" in flat for reason in advice.reasons + choice.reasons)
+
+
+def test_the_page_of_the_command_is_as_it_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    golden = Path(__file__).parent / "golden" / "command.txt"  # look at a change and copy it
+    more = ("--outside", "39e6", "--latency", "0.02", "--tokens-per-step", "8192")
+    text = printed(capsys, *more)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text == golden.read_text()
+
+
+def test_the_first_word_does_not_wait_for_torch() -> None:
+    """The planner was a part of the package, which imports Lightning: four seconds of CPU."""
+    code = "import sys, commfree_planner.command; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert "commfree_planner.dag" in loaded
+    assert not {"torch", "lightning", "lightning_commfree", "numpy"} & set(loaded)
 
 
 def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +76,7 @@ def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -
     text = printed(capsys)
     training = Training(Model((124_000_000,), 0), 0.35)
     everything = training.data_parallel().bytes_per_step / 1e6
-    assert re.search(rf"data parallel .* {everything:.4g} ", text)
+    assert re.search(rf"data parallel .* {everything:.4g}$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +88,8 @@ def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -
         (["--outside", "125e6"], "cannot be 125,000,000 outside of blocks"),
         (["--parameters", "1.5"], "'1.5' is no whole number"),
         (["--wire-dtype", "fp5"], "invalid choice: 'fp5'"),
+        (["--latency", "-1"], "`latency=-1.0` must be a number of seconds from 0 on"),
+        (["--tokens-per-step", "0"], "`tokens_per_step=0` must be at least 1"),
         (["--target", "2"], "`advice_target=2.0` must lie strictly between 0 and 1"),
     ],
 )

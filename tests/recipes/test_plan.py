@@ -31,10 +31,10 @@ def composed(*overrides: str) -> Any:
         return compose("plan", [f"run_dir={ROOT}", *overrides])
 
 
-def planned(folder: Path, *overrides: str) -> str:
+def planned(folder: Path, *overrides: str, width: int = 200) -> str:
     config = OmegaConf.to_container(composed(*TINY, f"run_dir={folder}", *overrides), resolve=True)
     text = io.StringIO()
-    recipe.plan(config, Console(file=text, width=200))
+    recipe.plan(config, Console(file=text, width=width))
     return text.getvalue()
 
 
@@ -46,6 +46,14 @@ def rows(text: str) -> dict[str, list[list[str]]]:
             name, *cells = (cell.strip() for cell in line.strip("│").split("│"))
             found.setdefault(name, []).append(cells)
     return found
+
+
+def test_in_80_columns_it_is_as_it_is_kept(tmp_path: Path) -> None:
+    more = ("bandwidth=0.01", "latency=0.001", "tokens_per_step=4096")
+    text = planned(tmp_path, *more, width=80).replace(str(tmp_path), "FOLDER")
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert text == (ROOT / "tests/recipes/golden/plan.txt").read_text()
 
 
 def model_of(name: str, *overrides: str) -> Model:

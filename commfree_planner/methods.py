@@ -1,0 +1,100 @@
+"""The ways to train that are compared, and what each of them sends."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from commfree_planner.bytes_sent import (
+    all_reduce_bytes,
+    all_reduce_rounds,
+    exchange_rounds,
+    payload_bytes,
+    power_sgd_floats,
+    vote_bytes,
+)
+from commfree_planner.dag import Exchange, Message
+from commfree_planner.layer_sums import LayerSums
+from commfree_planner.model import build_exchange
+from commfree_planner.training import Training
+
+DATA_PARALLEL = "data parallel"
+BF16 = "DDP, bf16 hook"
+POWER_SGD = "DDP, PowerSGD"
+LION = "Lion, votes"
+DILOCO = "DiLoCo"
+DOMINO = "Domino"
+POWER_SGD_RANK = 4
+
+
+class Method(NamedTuple):
+    """A way to train, and what it sends."""
+
+    name: str
+    setting: str
+    exchange: Exchange | LayerSums
+
+
+def methods(training: Training) -> list[Method]:
+    """Return all methods: those that exchange in every step, DiLoCo's, and Domino.
+
+    DiLoCo's are in the paper's order, and each sends less than the one before, or less at a time:
+    one fragment that blocks, in fp32; the same in P fragments; with overlap; with the training's
+    `wire_dtype`. Domino is there where the training's tokens are known.
+    """
+    count, tau, wire = training.fragment_count, training.overlap_steps, training.wire_dtype
+    found = [
+        Method(DATA_PARALLEL, f"every step, {training.gradient_dtype}", training.data_parallel())
+    ]
+    if training.gradient_dtype != "bf16":
+        found.append(Method(BF16, "every step, bf16", training.data_parallel("bf16")))
+    found += [
+        Method(POWER_SGD, f"every step, rank {POWER_SGD_RANK}", power_sgd(training)),
+        Method(LION, "every step, 1 bit", lion(training)),
+        Method(DILOCO, "P=1, tau=0, fp32", training.diloco(1, 0, "fp32")),
+        Method("streaming", f"P={count}, tau=0, fp32", training.diloco(count, 0, "fp32")),
+        Method("+ overlap", f"P={count}, tau={tau}, fp32", training.diloco(count, tau, "fp32")),
+        Method(f"+ {wire}", f"P={count}, tau={tau}, {wire}", training.diloco(count, tau, wire)),
+    ]
+    if training.tokens_per_step is not None:
+        found.append(Method(DOMINO, f"{training.num_replicas} ranks, 2 halves", domino(training)))
+    return found
+
+
+def power_sgd(training: Training) -> Exchange:
+    """Return what DDP's PowerSGD hook sends, after it has begun; it sums twice."""
+    model, rounds = training.model, 2 * all_reduce_rounds(training.num_replicas)
+
+    def message(layer: int) -> Message:
+        floats = power_sgd_floats(
+            model.layer_params(layer), model.activation_width, POWER_SGD_RANK, in_block=layer > 0
+        )
+        sent = all_reduce_bytes(round(4 * floats), training.num_replicas)
+        return Message(layer, layer, sent, rounds)
+
+    layers = range(len(model.block_params) + 1)
+    return Exchange(1, 0, (tuple(map(message, layers)),))
+
+
+def lion(training: Training) -> Exchange:
+    """Return what `DistributedLionStrategy` sends, each replica a worker: votes by majority."""
+    return build_exchange(
+        training.model,
+        lambda numel: vote_bytes(numel, training.num_replicas),
+        by_layer=True,
+        rounds=exchange_rounds(training.num_replicas),
+    )
+
+
+def domino(training: Training) -> LayerSums:
+    """Return what `DominoTPStrategy` sends with the replicas' ranks as one tensor parallel group.
+
+    It trains on the batches of all replicas together, so that a step computes as long as theirs.
+    """
+    assert training.tokens_per_step is not None, "there is no row without them"
+    numbers = training.num_replicas * training.tokens_per_step * training.model.activation_width
+    size = payload_bytes(round(numbers), training.gradient_dtype)
+    return LayerSums(
+        len(training.model.block_params),
+        all_reduce_bytes(size, training.num_replicas),
+        all_reduce_rounds(training.num_replicas),
+    )

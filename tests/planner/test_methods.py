@@ -1,0 +1,159 @@
+"""What the methods besides DiLoCo send, latency, and which strategy is taken."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from commfree_planner import (
+    Exchange,
+    LayerSums,
+    Message,
+    Model,
+    advise,
+    choose,
+    methods,
+    utilization,
+)
+from commfree_planner.bytes_sent import exchange_rounds, power_sgd_floats, vote_bytes
+from lightning_commfree.lion.ballot_exchange import cheaper_ballot_exchange
+from lightning_commfree.lion.vote import Majority
+from tests.planner.trainings import TRAINING
+
+GB = 1e9
+GB_PER_S = 8.0  # Gbit/s: a message of n GB is n seconds on the link
+TWO_LAYERS = [3.0, 3.0]
+
+
+def named(training, name):
+    return next(method.exchange for method in methods(training) if method.name == name)
+
+
+# Latency
+
+
+def test_latency_delays_what_is_waited_for_by_hand() -> None:
+    """Layer 0's message is on the link from 6 to 7 and arrives at 7.5, when its forward begins."""
+    messages = (Message(1, 1, 1 * GB, rounds=2), Message(0, 0, 1 * GB, rounds=2))
+    exchange = Exchange(1, 0, (messages,))
+    assert utilization(TWO_LAYERS, exchange, GB_PER_S) == pytest.approx(6 / 7)
+    assert utilization(TWO_LAYERS, exchange, GB_PER_S, 0.25) == pytest.approx(6 / 7.5)
+
+
+def test_an_infinite_bandwidth_leaves_the_latency() -> None:
+    training = replace(TRAINING, latency_s=0.05)
+    blocking = training.diloco(1, 0, "fp32")
+    assert training.utilization(blocking, math.inf) == pytest.approx(10 / 10.05)
+    assert training.needed_gbit_per_s(training.data_parallel(), 0.9) == math.inf
+    assert training.utilization(training.diloco(3, 1, "fp4"), math.inf) == 1.0, "a step hides it"
+
+
+@pytest.mark.parametrize("latency_s", [-1.0, math.inf, math.nan])
+def test_a_latency_that_cannot_be(latency_s) -> None:
+    with pytest.raises(ValueError, match=r"`latency=.*` must be a number of seconds from 0 on"):
+        replace(TRAINING, latency_s=latency_s)
+
+
+def test_gathering_passes_the_link_once_and_shares_twice() -> None:
+    assert [exchange_rounds(m) for m in (1, 2, 3, 4)] == [0, 1, 4, 6]
+
+
+# What is sent
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 4, 8])
+def test_votes_are_those_of_the_library(num_replicas) -> None:
+    numel = 8 * 8 * 3 * 35_000 * 8  # whole words for every number of workers
+    channel = SimpleNamespace(size=num_replicas, rank=0)
+    valid = torch.full((numel // 8,), 255, dtype=torch.uint8)
+    way = cheaper_ballot_exchange(channel, numel // 8, 1, valid, Majority())
+    real, foretold = way.bytes_by_tag.total(), vote_bytes(numel, num_replicas)
+    assert foretold <= real <= 1.001 * foretold, "headers besides"
+
+
+def test_power_sgd_is_what_was_measured() -> None:
+    """benchmarks/bandwidth/result.md: 561,153 bytes a step, of GPT-2 with 6 blocks of width 256."""
+    model = Model((789_760,) * 6, 1_081_856)
+    sent = named(replace(TRAINING, model=model), "DDP, PowerSGD").bytes_per_step
+    assert 0.8 * 561_153 < sent < 561_153, "vectors, which are left out, are a sixth"
+
+
+def test_power_sgd_counts_rows_and_columns() -> None:
+    assert power_sgd_floats(12 * 64**2, 64, 4, in_block=True) == 4 * 16 * 64
+    assert power_sgd_floats(1000 * 64, 64, 4, in_block=False) == 4 * (1000 + 64)
+    assert power_sgd_floats(10, 64, 4, in_block=False) == 10, "no more than there is"
+
+
+def test_bf16_sends_half_and_stands_once() -> None:
+    full = named(TRAINING, "data parallel").bytes_per_step
+    assert named(TRAINING, "DDP, bf16 hook").bytes_per_step == full / 2
+    names = [method.name for method in methods(replace(TRAINING, gradient_dtype="bf16"))]
+    assert "DDP, bf16 hook" not in names
+
+
+def test_domino_by_hand() -> None:
+    """Two blocks of 3 s: a half of a part computes 1/4 s in forward and 1/2 s in backward."""
+
+    def reached(seconds_per_half: float) -> float:
+        sums = LayerSums(2, 2 * seconds_per_half * GB, rounds=2)
+        return utilization([0.0, *TWO_LAYERS], sums, GB_PER_S)
+
+    assert reached(0.25) == 1.0
+    assert reached(0.5) == pytest.approx(6 / (2 * (4 * 0.5 + 4 * 0.5)))
+    assert reached(1.0) == pytest.approx(6 / (2 * 8 * 1.0))
+    sums = LayerSums(2, 0.5 * GB, rounds=2)
+    assert sums.bytes_per_step == 2 * 4 * 0.5 * GB
+    assert utilization([0.0, *TWO_LAYERS], sums, GB_PER_S, 0.25) == pytest.approx(6 / (16 * 0.75))
+
+
+def test_domino_sends_activations_of_all_replicas_tokens() -> None:
+    training = replace(TRAINING, model=replace(TRAINING.model, width=512), tokens_per_step=100)
+    sums = named(training, "Domino")
+    assert sums.bytes_per_sum == 2 * 100 * 512 * 4, "a ring of two sends each number once"
+    assert "Domino" not in [method.name for method in methods(TRAINING)]
+
+
+def test_the_width_of_a_gpt2_follows_from_its_blocks() -> None:
+    assert Model((12 * 768**2,) * 12).activation_width == 768
+    assert Model((5,), width=64).activation_width == 64
+
+
+# Which strategy
+
+
+def chosen(gbit_per_s: float, **changes):
+    training = replace(TRAINING, **changes)
+    return choose(training, gbit_per_s, 0.95, advise(training, gbit_per_s, 0.95))
+
+
+def test_a_fast_link_takes_data_parallelism() -> None:
+    choice = chosen(1000.0)
+    assert (choice.strategy, choice.setting) == ("ddp", "")
+    assert "nothing else has anything to gain" in choice.reasons[0]
+    assert chosen(0.001, num_replicas=1).strategy == "ddp"
+
+
+def test_where_half_the_bytes_do_it_is_bf16() -> None:
+    needed = [
+        TRAINING.needed_gbit_per_s(TRAINING.data_parallel(dtype), 0.95)
+        for dtype in ("fp32", "bf16")
+    ]
+    choice = chosen(sum(needed) / 2)
+    assert (choice.strategy, choice.setting) == ("ddp", "ddp_comm_hook=bf16_compress_hook")
+    assert choice.utilization >= 0.95
+
+
+def test_a_slow_link_takes_diloco_as_it_is_advised() -> None:
+    advice = advise(TRAINING, 0.01, 0.95)
+    choice = chosen(0.01, tokens_per_step=1024)
+    assert choice.strategy == "streaming_diloco"
+    assert choice.utilization == advice.utilization >= 0.95
+    count, tau = advice.num_fragments, advice.overlap_steps
+    assert f"num_fragments={count}, overlap_steps={tau}" in choice.setting
+    text = " ".join(choice.reasons)
+    assert "distributed_lion, if the weights must be equal after every step" in text
+    assert "domino_tp between these ranks, if the model does not fit on one device" in text

@@ -21,6 +21,7 @@ LEGAL: dict[str, Any] = {
     "wire_dtype": "fp4",
     "outer_optimizer": default_outer_optimizer,
     "replica_size": 1,
+    "inside": "ddp",
     "nonfinite": "raise",
     "evaluate": "outer",
     "check_drift_every": 1,

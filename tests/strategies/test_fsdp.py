@@ -265,3 +265,22 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
 def test_what_cannot_be_inside_is_refused_at_once(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         StreamingDiLoCoStrategy(**settings)
+
+
+def test_a_forked_fit_hands_whole_weights_back(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "inside": "fsdp", "start_method": "fork"}
+    save = ModelCheckpoint(tmp_path, "last")
+    trainer = quiet_trainer(
+        strategy=StreamingDiLoCoStrategy(**settings),
+        devices=4,
+        max_steps=6,
+        enable_checkpointing=True,
+        callbacks=[save],
+    )
+    module = Uneven()
+    trainer.fit(module, loader(64))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    begun = Uneven()
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+        assert parameter.requires_grad != torch.equal(parameter, begun.get_parameter(name)), name

@@ -29,7 +29,7 @@ from lightning_commfree.comm.parts import (
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
-from lightning_commfree.lightning_internals import syncs_batchnorm
+from lightning_commfree.lightning_internals import Processes, syncs_batchnorm
 from lightning_commfree.strategies.checks import (
     PARTS,
     check_module,
@@ -112,6 +112,24 @@ class FullyShard(Inside):
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
         self._undivided = set()
+
+    @override
+    def release(self) -> None:
+        """Keep the module divided; ranks that were forked hand back whole weights.
+
+        Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
+        """
+        if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
+            return
+        keep = self._strategy.local_rank == 0
+
+        def make_whole(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+            del module
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = _on_host(whole(value), keep)
+
+        self._strategy.module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
 
     @override
     def set_up_evaluation(self, trainer: pl.Trainer) -> bool:

@@ -21,13 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.blocks import block_names
+from lightning_commfree.comm.materialize import Materializer
 
 # methods of a module that compute, beside `forward`
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def divide(
-    module: nn.Module, groups: Sequence[Sequence[int]], rank: int, device: torch.device
+    module: nn.Module,
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    device: torch.device,
+    materializer: Materializer | None = None,
 ) -> None:
     """Divide a module's parameters among the ranks of a replica; collective over the job.
 
@@ -41,7 +46,9 @@ def divide(
         groups: the ranks of every replica.
         rank: of this process.
         device: to which every unit moves, before it is divided.
+        materializer: gives values to a module on `meta`, a unit at a time: no rank ever holds all.
     """
+    ties = _ties(module)
     made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
     (group,) = (group for ranks, group in made.items() if rank in ranks)
     # said aloud, or the outermost unit stays whole after a forward without a backward: the weights
@@ -52,12 +59,29 @@ def divide(
     }
     for name in list(block_names(module)):
         block = module.get_submodule(name)
+        if materializer is not None:
+            materializer.materialize(block)
         if next(block.parameters(), None) is not None:
             fully_shard(block, **how)
+
+    if materializer is not None:
+        materializer.materialize_rest()
+        for first, *others in ties:
+            for owner, name in others:
+                setattr(owner, name, getattr(*first))
     fully_shard(module, **how)
     for step in _STEPS:
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return where the same parameter stands several times: modules and names in them."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((owner, name))
+    return [found for found in places.values() if len(found) > 1]
 
 
 @contextmanager

@@ -34,6 +34,7 @@ Departures from the paper:
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
+from lightning_commfree.comm.materialize import on_meta
 from lightning_commfree.domino.checks import (
     check_batch,
     check_module,
@@ -51,7 +52,6 @@ from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_ste
 from lightning_commfree.domino.gradient_mean import GradientMean
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
-from lightning_commfree.domino.materialize import on_meta
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.shard_spec import ShardSpec

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.domino.choose_split import choose_split
 from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
-from lightning_commfree.domino.materialize import Materializer
 from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
 from lightning_commfree.domino.schedule import Done, ScheduleRun
 from lightning_commfree.domino.settings import DominoSettings

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.layers import (
     ColumnLinear,
@@ -21,7 +22,6 @@ from lightning_commfree.domino.layers import (
     VocabEmbedding,
     VocabHead,
 )
-from lightning_commfree.domino.materialize import Materializer
 from lightning_commfree.domino.shard_spec import ShardSpec
 from lightning_commfree.domino.sublayers import Sublayer
 

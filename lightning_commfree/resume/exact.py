@@ -26,6 +26,7 @@ from lightning_commfree.checkpoint.rank_parts import copied, plain
 from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, Saved
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
+from lightning_commfree.comm.parts import is_part
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.epoch_start import EpochStart
@@ -34,6 +35,7 @@ from lightning_commfree.resume.position import (
     accumulate_further,
     data_state,
     half_accumulated,
+    in_accumulation,
     not_saved,
     restore_place,
 )
@@ -131,6 +133,8 @@ class ExactResume:
         if fit is None or not self._resumes:
             return False
         self._part, self._resumes = {}, False
+        if self._strategy.restore_checkpoint_after_setup:
+            self._put_own_weights(fit, part)
         if "random" not in part:
             restore_loops(fit.trainer)
             return bool(part)
@@ -160,6 +164,10 @@ class ExactResume:
         if part.get("precision"):  # nothing without a gradient scaler, which takes no nothing
             plugin = type(self._strategy.precision_plugin).__qualname__
             source.checkpoint[plugin] = part["precision"]
+        if not self._strategy.restore_checkpoint_after_setup:  # else Lightning's weights come later
+            self._put_own_weights(fit, part)
+
+    def _put_own_weights(self, fit: _Fit, part: Part) -> None:
         # first: what the algorithm exchanges is its own to restore
         fit.tensors.load(part.get("tensors", {}))
         if "algorithm" in part:
@@ -221,6 +229,12 @@ def _part_of(
         **data_state(fit.trainer, checkpoint, begin),
     }
     part["lost"] = not_saved(checkpoint, part, strategy.world_size) + open_plateaus(fit.trainer)
+    divided = any(map(is_part, fit.trainer.lightning_module.parameters()))
+    if divided and in_accumulation(fit.trainer):
+        part["lost"].append(
+            "the gradients of an optimizer step that was half accumulated are lost: FSDP keeps them"
+            " to itself until the step"
+        )
     if fit.owner.replicas:
         part |= {
             # Lightning's own: a strategy may put whole states together for the checkpoint

@@ -53,14 +53,19 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
     }
 
 
+def in_accumulation(trainer: pl.Trainer) -> bool:
+    """Return whether there are gradients of batches whose optimizer step is still to come."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    stepped = batch.processed == batch.ready and not accumulates(trainer)
+    return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)
+
+
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the gradients of batches whose optimizer step is still to come, by parameter.
 
     Those that are there, not copies; empty between two accumulations.
     """
-    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    stepped = batch.processed == batch.ready and not accumulates(trainer)
-    if stepped or batch.processed % trainer.accumulate_grad_batches == 0:
+    if not in_accumulation(trainer):
         return {}  # what is there has been stepped with
     return {
         name: parameter.grad

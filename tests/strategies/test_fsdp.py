@@ -284,3 +284,70 @@ def test_a_forked_fit_hands_whole_weights_back(tmp_path: Path) -> None:
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, saved[name]), name
         assert parameter.requires_grad != torch.equal(parameter, begun.get_parameter(name)), name
+
+
+class Drifting(Uneven):
+    """One value of the outer weights that rank 3 holds changes."""
+
+    def on_train_batch_start(self, batch: Any, i: int) -> None:
+        if i == 4 and self.global_rank == 3:
+            with torch.no_grad():
+                self.trainer.strategy.now.between.fragments[1].global_copy[0] += 1e-3
+
+
+class Broken(Uneven):
+    """One rank's part of its replica's weights holds NaN after the second step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 2 and self.global_rank == 1:
+            own(self.blocks[2].weight)[-1, 0] = torch.nan
+
+
+def faults(rank: int, size: int, folder: Path) -> dict[str, str]:
+    data, texts = rank_loader(STEPS * BATCH * size, BATCH, rank, size), {}
+    for kind in (Drifting, Broken):
+        strategy = StreamingDiLoCoStrategy(**SETTINGS, inside="fsdp")
+        trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
+        try:
+            trainer.fit(kind(), data)
+        except RuntimeError as error:
+            texts[kind.__name__] = str(error)
+
+    save = ModelCheckpoint(folder, "{epoch}-{batch}", save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for path in (None, folder / "half.ckpt"):
+            strategy = StreamingDiLoCoStrategy(**SETTINGS, inside="fsdp")
+            trainer = quiet_trainer(
+                strategy=strategy,
+                devices=size,
+                max_epochs=1,
+                callbacks=[save, SaveHalf(folder)],
+                **options,
+            )
+            trainer.fit(Uneven(), data, ckpt_path=path)
+    texts["half"] = " ".join(str(one.message) for one in said)
+    return texts
+
+
+class SaveHalf(pl.Callback):
+    """Saves between the two batches of an optimizer step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "half.ckpt"
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        if i == 4:
+            trainer.save_checkpoint(self.path)
+
+
+def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    ranks = run_ranks(faults, 4, tmp_path, folder)
+    for found in ranks:
+        assert "global copies of fragment 1 differ" in found["Drifting"]
+        assert "replica 0 (ranks 0 to 1) sent of fragment 0 is not finite" in found["Broken"]
+    assert "half accumulated are lost" in ranks[0]["half"]

@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.materialize import Materializer, on_meta
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
 from lightning_commfree.comm.parts import (
     accumulating,
@@ -28,7 +30,7 @@ from lightning_commfree.comm.parts import (
     whole,
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.comm.sharing import common_start
+from lightning_commfree.comm.sharing import START_TAG, common_start
 from lightning_commfree.lightning_internals import Processes, syncs_batchnorm
 from lightning_commfree.strategies.checks import (
     PARTS,
@@ -67,6 +69,13 @@ class FullyShard(Inside):
         self._strategy, self.size, self._argument = strategy, size, argument
         self._divided: nn.Module | None = None
         self._undivided: set[nn.Parameter] = set()
+        self._was_on_meta = False
+
+    @property
+    def restores_after_setup(self) -> bool:  # type: ignore[override]
+        """A model on `meta` has room for a checkpoint's values only once it is divided."""
+        module = self._strategy.lightning_module
+        return self._was_on_meta or (module is not None and bool(on_meta(module)))
 
     @override
     def mesh(self, world_size: int) -> Mesh:
@@ -99,11 +108,16 @@ class FullyShard(Inside):
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)
         else:
-            common_start(channels.world, module, fingerprint)
+            self._was_on_meta = self.restores_after_setup
+            meta = {"a model on the meta device": str(self._was_on_meta)}
+            common_start(channels.world, module, {**fingerprint, **meta})
+            seed = torch.tensor(torch.initial_seed() % 2**31)
+            seed = channels.world.broadcast(seed, START_TAG).wait()
+            fill = Materializer(module, int(seed)) if self._was_on_meta else None
+
             self._undivided = set(module.parameters())
-            divide(
-                module, self.mesh(strategy.world_size).groups(DATA), strategy.global_rank, device
-            )
+            replicas = self.mesh(strategy.world_size).groups(DATA)
+            divide(module, replicas, strategy.global_rank, device, fill)
             self._divided = module
         module.to(device)
         return False
@@ -119,6 +133,10 @@ class FullyShard(Inside):
 
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
+        module, self._was_on_meta = self._strategy.lightning_module, False
+        if module is not None and on_meta(module):
+            # an error came first, whose text Lightning's move to the CPU would hide
+            self._strategy.patches.put(module, "cpu", lambda: module)
         if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
             return
         keep = self._strategy.local_rank == 0

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.domino import DominoSettings, ParallelModel
-from lightning_commfree.domino.materialize import Materializer
 from tests.domino.models import KINDS, make
 
 BIG = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "vocab_size": 512}

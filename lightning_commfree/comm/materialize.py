@@ -1,6 +1,6 @@
 """Values for a model that was built on the `meta` device, where tensors have shapes only.
 
-1. A rank gives one layer its values, by the model's own `_init_weights`.
+1. A rank gives one layer its values, by the model's own `_init_weights`, or by `reset_parameters`.
 2. It keeps its part of them and drops the rest.
 3. The next layer.
 
@@ -28,12 +28,17 @@ class Materializer:
     """Gives values to one model, layer by layer, in the order of its calls.
 
     Args:
-        model: of transformers, whose `_init_weights` is used.
+        model: of transformers, whose `_init_weights` is used; or a module that holds such models,
+            where what belongs to none has a `reset_parameters`, as torch's layers do.
         seed: of the values, the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._model: Any = model
+        self._owners: dict[nn.Module, Any] = {}
+        for child in model.modules():
+            if hasattr(child, "_init_weights") and child not in self._owners:
+                self._owners |= dict.fromkeys(child.modules(), child)
         self._random = torch.Generator().manual_seed(seed).get_state()
 
     def materialize(self, layer: nn.Module) -> None:
@@ -58,7 +63,7 @@ class Materializer:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
             for module in modules:
-                self._model._init_weights(module)
+                self._draw(module)
             self._random = torch.get_rng_state()
 
         left = [type(module).__name__ for module, tensor in made if bool(tensor.isnan().any())]
@@ -67,6 +72,14 @@ class Materializer:
                 f"`{type(self._model).__name__}` is on the meta device, and its `_init_weights`"
                 f" gives no values to all of `{left[0]}`. Build the model on the CPU."
             )
+
+    def _draw(self, module: nn.Module) -> None:
+        owner: Any = self._owners.get(module)
+        reset: Any = getattr(module, "reset_parameters", None)
+        if owner is not None:
+            owner._init_weights(module)
+        elif reset is not None:
+            reset()
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

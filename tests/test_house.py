@@ -131,10 +131,10 @@ def test_the_contracts_cover_every_folder(tmp_path: Path) -> None:
 # The tree
 
 
-def folders_drawn(readme: str) -> set[str]:
-    """Folders in the tree of the README, by their indentation of two spaces."""
-    drawing = re.search(r"^## The house\n+```text\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
-    assert drawing is not None, "the README has no tree"
+def folders_drawn(page: str) -> set[str]:
+    """Folders in the tree of a page, by their indentation of two spaces."""
+    drawing = re.search(r"^## Folders\n+```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert drawing is not None, "the page has no tree"
     found, parent = set(), ""
     for indentation, name in re.findall(r"^((?:  )?)(\w+)/(?=\s)", drawing[1], re.MULTILINE):
         parent = parent if indentation else name
@@ -156,10 +156,10 @@ def folders_there(root: Path) -> set[str]:
     }
 
 
-def test_the_tree_in_the_readme_is_the_tree(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert folders_drawn(readme) == folders_there(ROOT)
-    assert folders_drawn(readme.replace("\n  lion/", "\n  tiger/")) != folders_there(ROOT)
+def test_the_tree_in_the_page_is_the_tree(tmp_path: Path) -> None:
+    page = (ROOT / "docs/house.md").read_text(encoding="utf-8")
+    assert folders_drawn(page) == folders_there(ROOT)
+    assert folders_drawn(page.replace("\n  lion/", "\n  tiger/")) != folders_there(ROOT)
 
     for new in ("docs", f"{PACKAGE}/new_wing", "outputs"):
         (tmp_path / new).mkdir(parents=True)

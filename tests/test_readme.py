@@ -97,7 +97,8 @@ def _broken_links(page: Path, text: str) -> list[str]:
         if "://" in link:
             continue
         file = (page.parent / target) if target else page
-        headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M) if file.is_file() else []
+        read = file.read_text("utf-8") if file.suffix == ".md" and file.is_file() else ""
+        headings = re.findall(r"^#+ (.*)$", read, re.M)
         anchors = {re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings}
         if not file.exists() or (heading and heading not in anchors):
             broken.append(link)
@@ -108,8 +109,33 @@ def test_links_between_the_pages_lead_somewhere() -> None:
     for page, text in PAGES.items():
         assert _broken_links(ROOT / page, text) == [], page
 
-    wrong = "[a](docs/nothing.md) [b](README.md#no-heading) [c](README.md#recipes) [d](docs)"
+    wrong = "[a](docs/nothing.md) [b](README.md#no-heading) [c](README.md#install) [d](docs)"
     assert _broken_links(ROOT / "README.md", wrong) == ["docs/nothing.md", "README.md#no-heading"]
+
+
+def _not_on_a_package_page(text: str) -> list[str]:
+    """Return the relative links of a README, outside of the part that says so: they lead nowhere.
+
+    There is no address of the repository that they could be made absolute with.
+    """
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+
+
+def test_the_readme_says_which_links_do_not_work_on_a_package_page() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    before, _, links = text.partition("These links lead into the repository")
+    pictures = re.findall(r"!\[[^\]]{40,}\]\(([^)\s]+)\)", before)  # with words in their place
+    assert _not_on_a_package_page(before) == pictures
+    assert len(pictures) == 2
+    assert len(_not_on_a_package_page(links)) > 10
+
+
+def test_the_readme_is_read_in_two_minutes() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) < 1000
+    bullets = re.findall(r"^- (.*(?:\n  .*)*)", text, re.MULTILINE)
+    assert max(len(bullet.split()) for bullet in bullets) <= 40
 
 
 def _shown(command: str) -> str:

@@ -15,16 +15,18 @@ OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
 
-.PHONY: help demo compare test test-oldest check wheel-test bench bench-quality constraints docs clean
+.PHONY: help demo compare test test-fast test-oldest check release wheel-test bench bench-quality constraints docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
+	@echo "make test-fast    set up, then those that take no Trainer: under two minutes, to be run while one works"
 	@echo "make test-oldest  fetch the oldest torch and Lightning that are allowed, and run tests with them, some minutes"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
 	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
 	@echo "make docs         set up, then build the documentation into build/site; no network, and a broken link fails"
+	@echo "make release      set up, then build wheel and sdist into dist/ and check them and how README renders"
 	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
 	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
 	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
@@ -41,6 +43,12 @@ compare: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# The algorithms without Lightning, the planner and the configuration: many tests in little time. Measured file by file.
+FAST_TESTS := tests/planner tests/comm tests/lion tests/diloco
+
+test-fast: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(FAST_TESTS) $(PYTEST_ARGS)
 
 # On a machine that cannot have them it says why and exits with 0.
 test-oldest: $(STAMP)
@@ -65,6 +73,15 @@ wheel-test: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "Open build/site/index.html."
+
+# Nothing is uploaded. README is rendered as a package page renders it, which knows no relative links.
+release: $(STAMP)
+	rm -rf dist
+	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
+	@mkdir -p build
+	$(PY) -m readme_renderer README.md --output build/README.html
+	@echo "make release: dist/ is to be uploaded by 'twine upload dist/*'; build/README.html is how its page will look"
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
 BENCHES := bits wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap demo

@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from docs.site.loss_over_bytes import TARGET as PLOT
+from docs.site.loss_over_bytes import draw, points
 from docs.site.messages import sentences
 from docs.site.reference import packages
 from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
@@ -111,6 +113,29 @@ def test_every_figure_is_explained() -> None:
     lion = [f"lion/{n}" for n in (*vote_shares([]), "bits_up", "bits_down", "abstentions")]
     comm = [f"comm/{name}" for name in ("bytes_per_step", "exposed_ms", "compression")]
     assert set(re.findall(r"`((?:comm|outer|lion)/\w+)`", page)) >= {*outer, *lion, *comm}
+
+
+def test_the_plot_is_that_of_the_kept_losses_and_readme_says_what_it_shows(tmp_path: Path) -> None:
+    found = points()
+    draw(tmp_path / "again.svg", found)
+    assert (tmp_path / "again.svg").read_text() == PLOT.read_text("utf-8")
+    ddp, *ours = found
+    # what the result pages say, and the ledger's formula by hand: 4-bit codes, a scale in 256
+    assert [f"{point.mean:.4f}" for point in found] == [
+        "3.3577",
+        "3.3502",
+        "3.3794",
+        "3.4085",
+        "3.4597",
+    ]
+    assert ours[0].share == pytest.approx((0.5 + 1 / 256) / 30 / 4)
+
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    above = [100 * (point.mean / ddp.mean - 1) for point in ours]
+    shares = [f"1/{1 / point.share:.0f}" for point in ours]
+    assert f"{-above[0]:.1f} % below DDP and send {shares[0]}" in readme
+    assert f"{above[1]:.1f} % above with {shares[1]}" in readme
+    assert f"{above[2]:.1f} and {above[3]:.1f} % above" in readme
 
 
 def test_the_moving_picture_is_that_of_the_schedule() -> None:

@@ -99,7 +99,6 @@ TIMED = Feature(
     ("_val_check_time_interval",),
     since="2.6.0",
 )
-SYNC_BATCHNORM = Feature("the refusal of `sync_batchnorm=True`", ("strategy._layer_sync",))
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
 
@@ -258,11 +257,6 @@ def is_compiled(module: pl.LightningModule) -> bool:
 def validation_seconds(trainer: pl.Trainer) -> float | None:
     """Return the time between validations, None where batches are counted."""
     return getattr(trainer, "_val_check_time_interval", None)
-
-
-def syncs_batchnorm(strategy: Any) -> bool:
-    """Return whether the Trainer has `sync_batchnorm=True`."""
-    return getattr(strategy, "_layer_sync", None) is not None
 
 
 def set_ddp_group(strategy: Any, group: Any | None) -> None:

@@ -72,8 +72,7 @@ class ExactResume:
         self._strategy, self._ranks, self._saving = strategy, ranks, Saving(ranks)
         self._fit: _Fit | None = None
         self._source: _Source | None = None
-        self._resumes = False  # until `go_on`
-        self._part: Part = {}  # what this rank goes on with, until all of it is in place
+        self._part: Part | None = None  # what this rank goes on with, until all of it is in place
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Watch a fit's random numbers from its first loader on; in `setup_environment`."""
@@ -130,9 +129,9 @@ class ExactResume:
             Whether this rank has something of its own back.
         """
         fit, part = self._fit, self._part
-        if fit is None or not self._resumes:
+        if fit is None or part is None:
             return False
-        self._part, self._resumes = {}, False
+        self._part = None
         if self._strategy.restore_checkpoint_after_setup:
             self._put_own_weights(fit, part)
         if "random" not in part:
@@ -146,7 +145,7 @@ class ExactResume:
 
     def _take(self, fit: _Fit, source: _Source) -> None:
         """Put in place what has to be before Lightning restores the rest."""
-        self._source, self._resumes = None, True
+        self._source = None
         part = source.mine or {}
         if reason := source.saved.why_not_exact(fit.owner, bool(part), self._strategy.world_size):
             part, said = source.saved.adopted_by(fit.owner)
@@ -214,8 +213,7 @@ class ExactResume:
 
     def end(self) -> None:
         """Forget the fit; in `teardown`."""
-        self._fit = self._source = None
-        self._part, self._resumes = {}, False
+        self._fit = self._source = self._part = None
 
 
 def _part_of(

@@ -82,23 +82,28 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
                 )
 
 
-def check_module(
-    strategy: str, trainer: pl.Trainer, module: pl.LightningModule, syncs_batchnorm: bool
-) -> None:
+def check_module(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what replicas cannot train.
 
     Args:
         strategy: its name.
         trainer: in its fit.
         module: that shall be trained.
-        syncs_batchnorm: whether the Trainer puts SyncBatchNorm in.
 
     Raises:
-        ValueError: manual optimization, SyncBatchNorm, or a time for `val_check_interval`.
+        ValueError: manual optimization, or a time for `val_check_interval`.
     """
     refuse_timed_validation(strategy, trainer)
     refuse_manual_optimization(strategy, module)
-    if syncs_batchnorm or any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+
+
+def refuse_sync_batchnorm(strategy: str, module: pl.LightningModule) -> None:
+    """Refuse statistics that are exchanged, once Lightning has put in what it was asked to.
+
+    Raises:
+        ValueError: a layer exchanges them.
+    """
+    if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
         raise ValueError(
             f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
             " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"

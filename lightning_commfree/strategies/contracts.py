@@ -46,6 +46,7 @@ class Inside(Protocol):
         Args:
             trainer: whose state says what runs; None for something that is not a Trainer's.
         """
+        return
 
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
         """Refuse what cannot be trained so, before anything is made."""

@@ -86,6 +86,12 @@ class Synced(Tiny):
         self.norm = nn.SyncBatchNorm(6)
 
 
+class Normed(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+
 class Complex(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +157,7 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
         attempt(wider if rank == 1 else Tiny(), size),
         attempt(Tiny(), size, outer_optimizer=partial(torch.optim.SGD, lr=0.4 + 0.1 * rank)),
         attempt(Tiny(), size, {"val_check_interval": "00:00:01:00"}),
+        attempt(Normed(), size, {"sync_batchnorm": True}),
         attempt(Tiny(), size),
     ]
 
@@ -158,7 +165,7 @@ def fit_disagreeing(rank: int, size: int) -> list[tuple[str, str]]:
 def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
     """Every rank gets the same error, none hangs, and the next fit on the same ranks is not
     disturbed."""
-    for settings, shapes, outer, timed, good in run_ranks(fit_disagreeing, 3, tmp_path):
+    for settings, shapes, outer, timed, synced, good in run_ranks(fit_disagreeing, 3, tmp_path):
         assert settings[0] == "ValueError"
         assert (
             "mix is 0.5 on rank 1, 0.25 on rank 0; mix is 0.5 on rank 2, 0.25 on rank 0;"
@@ -169,4 +176,6 @@ def test_disagreement_is_found_by_a_handshake(tmp_path: Path) -> None:
         assert "outer_optimizer is SGD {'lr': 0.5," in outer[1]
         assert timed[0] == "ValueError"
         assert "does not support a time as `val_check_interval` (60 s here)" in timed[1]
+        assert synced[0] == "ValueError"
+        assert "does not support SyncBatchNorm, which exchanges statistics" in synced[1]
         assert good == ("", "no error")

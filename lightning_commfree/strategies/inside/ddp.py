@@ -10,8 +10,7 @@ from typing_extensions import override
 from lightning_commfree.comm.mesh import Mesh, replica_mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
-from lightning_commfree.lightning_internals import syncs_batchnorm
-from lightning_commfree.strategies.checks import check_module
+from lightning_commfree.strategies.checks import check_module, refuse_sync_batchnorm
 from lightning_commfree.strategies.contracts import Inside
 
 
@@ -27,10 +26,6 @@ class DataParallel(Inside):
         self.size = size
         self._argument = argument
 
-    @override
-    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
-        """What is refused of a whole model needs no launch to be seen."""
-
     @property
     @override
     def uses_ddp(self) -> bool:
@@ -38,11 +33,11 @@ class DataParallel(Inside):
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        name, syncs = type(strategy).__name__, syncs_batchnorm(strategy)
-        check_module(name, trainer, strategy.module, syncs)
+        check_module(type(strategy).__name__, trainer, strategy.module)
 
     @override
     def prepare(self, strategy: Any, channels: ReplicaChannels) -> bool:
+        refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
         common_start(channels.world, strategy.module, strategy.fingerprint())
         return self.uses_ddp
 

@@ -31,12 +31,13 @@ from lightning_commfree.comm.parts import (
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start
-from lightning_commfree.lightning_internals import Processes, syncs_batchnorm
+from lightning_commfree.lightning_internals import Processes
 from lightning_commfree.strategies.checks import (
     PARTS,
     check_module,
     refuse_callbacks,
     refuse_fp16,
+    refuse_sync_batchnorm,
 )
 from lightning_commfree.strategies.contracts import Inside
 
@@ -84,13 +85,9 @@ class FullyShard(Inside):
     # -- before a fit
 
     @override
-    def check_before_launch(self, trainer: pl.Trainer | None) -> None:
-        """What is refused of a module may come in `configure_model`, on the ranks."""
-
-    @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         name, module = type(strategy).__name__, strategy.module
-        check_module(name, trainer, module, syncs_batchnorm(strategy))
+        check_module(name, trainer, module)
         refuse_fp16(name, strategy.precision_plugin)
         refuse_callbacks(trainer, name, PARTS)
         if module is not self._divided:
@@ -104,6 +101,7 @@ class FullyShard(Inside):
             False: FSDP averages the gradients.
         """
         module, device = strategy.module, strategy.root_device
+        refuse_sync_batchnorm(type(strategy).__name__, module)
         fingerprint = strategy.fingerprint()
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)

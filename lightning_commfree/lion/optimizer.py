@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_commfree.comm.parts import own as own_part
 from lightning_commfree.lion.momenta import check_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
-from lightning_commfree.lion.worker import Member
+from lightning_commfree.lion.worker import Member, fill_state, follow_values, keep_exact
 
 
 class DistributedLion(Optimizer):
@@ -56,6 +56,9 @@ class DistributedLion(Optimizer):
         betas: of direction and momentum, in [0, 1).
         weight_decay: lambda, decoupled: not part of the vote.
 
+    Attributes:
+        voting: what `join` returned, until `leave` or a change of the parameters; None without it.
+
     Raises:
         ValueError: a value outside its range.
         TypeError: a parameter that is complex or holds whole numbers.
@@ -66,6 +69,11 @@ class DistributedLion(Optimizer):
             return DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)
     """
 
+    # of the class: a copy and an unpickled one, to which torch gives its own state alone, are alone
+    voting: Voting | None = None
+    _views: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
+    _join_again = False  # parameters have come that the other workers know nothing of
+
     def __init__(
         self,
         params: Any,
@@ -73,10 +81,6 @@ class DistributedLion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        self._voting: Voting | None = None
-        self._views: dict[nn.Parameter, nn.Parameter] = {}
-        self._join_again = False  # parameters have come that the other workers know nothing of
-
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -89,7 +93,7 @@ class DistributedLion(Optimizer):
             self.param_groups.pop()
             raise
 
-        joined = self._voting is not None and self._voting.channel.size > 1
+        joined = self.voting is not None and self.voting.channel.size > 1
         self.leave()
         self._join_again = joined
 
@@ -118,32 +122,21 @@ class DistributedLion(Optimizer):
         self.leave()
         self._views = {p: nn.Parameter(own_part(p)) for _, p in parameters if is_part(p)}
         named = [(name, self._views.get(p, p)) for name, p in parameters]
-        self._voting = Voting(named, self._members, channel, settings, node, others)
-        return self._voting
-
-    @property
-    def voting(self) -> Voting | None:
-        """What `join` returned, until `leave` or a change of the parameters."""
-        return self._voting
+        self.voting = Voting(named, self._members, channel, settings, node, others)
+        return self.voting
 
     @property
     def is_voted_on(self) -> bool:
         """Whether all parameters that it has now are voted on, and no others."""
         now = {self._views.get(p, p) for group in self.param_groups for p in group["params"]}
-        return self._voting is not None and self._voting.parameters == now
+        return self.voting is not None and self.voting.parameters == now
 
     def leave(self) -> None:
         """Be plain Lion again."""
-        if self._voting is not None:
-            self._voting.close()
-            self._voting = None
+        if self.voting is not None:
+            self.voting.close()
+            self.voting = None
         self._join_again = False
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__.setdefault("_voting", None)  # of a copy or an unpickled one
-        self.__dict__.setdefault("_views", {})
-        self.__dict__.setdefault("_join_again", False)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -184,29 +177,22 @@ class DistributedLion(Optimizer):
         super().load_state_dict(state_dict)
 
         for index, parameter in zip(saved, own, strict=True):
-            for key, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][key] = own_part(value).to(parameter.device, copy=True)
+            keep_exact(self.state[parameter], state_dict["state"].get(index, {}), parameter.device)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Let weights count that somebody has written since the state was made.
 
-        A parameter in bf16 follows its master copy, which was made before: the copy takes every
-        value that the parameter does not have from it.
+        A parameter in bf16 follows its master copy, which was made before: see `follow_values`.
         """
         for group in self.param_groups:
             for p in group["params"]:
-                master = self.state[p].get("master")
-                if master is not None:
-                    now = own_part(p)
-                    same = master.to(p.dtype) == now
-                    master.copy_(torch.where(same, master, now.to(master.dtype)))
+                follow_values(self.state[p], own_part(p))
 
     def _vote(self) -> Voting:
-        if self._voting is not None and not self.is_voted_on:
+        if self.voting is not None and not self.is_voted_on:
             # somebody has written to `param_groups`, or to the lists in them
-            if self._voting.channel.size > 1:
+            if self.voting.channel.size > 1:
                 self._join_again = True
             else:
                 self.leave()
@@ -217,12 +203,11 @@ class DistributedLion(Optimizer):
                 " must change theirs too. Call `join` again on all of them, or `leave`."
             )
 
-        if self._voting is None:
+        if self.voting is None:
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
-            self.join(named, Channel([0], 0, Ledger()), LionSettings(check_drift_every=0))
-        assert self._voting is not None, "it has joined"
-        return self._voting
+            return self.join(named, Channel([0], 0, Ledger()), LionSettings(check_drift_every=0))
+        return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
         """Return parameters with state, made the first time on all workers alike, and group."""
@@ -231,19 +216,11 @@ class DistributedLion(Optimizer):
             for group in self.param_groups
             for p in group["params"]
         }
-        return [Member(p, self._state_of(held[p][0]), held[p][1]) for p in parameters]
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        exact = torch.promote_types(parameter.dtype, torch.float32)
-        held = own_part(parameter) if parameter in self._views else parameter
-        like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
-
-        if "momentum" not in state:
-            state["momentum"] = like(held)
-        if exact != parameter.dtype and "master" not in state:
-            state["master"] = like(held).copy_(held)
-        return state
+        members = []
+        for view in parameters:
+            parameter, group = held[view]
+            members.append(Member(view, fill_state(self.state[parameter], view.detach()), group))
+        return members
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -23,14 +23,15 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lion.ballot import ENDS, STOP
-from lightning_commfree.lion.ballot_exchange import DOWN_TAG, NODE_TAG, UP_TAG, VoteResult
+from lightning_commfree.lion.ballot_exchange import DOWN_TAG, NODE_TAG, UP_TAG
 from lightning_commfree.lion.bucket_vote import BallotInFlight, BucketVote
 from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
+from lightning_commfree.lion.refusals import refusal
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote_statistics import vote_shares
-from lightning_commfree.lion.worker import Member, hyperparameters
+from lightning_commfree.lion.worker import Member
 
 
 class Voting:
@@ -184,7 +185,9 @@ class Voting:
         refused = any(summary.refuses(raises) for summary in summaries)
         heard = self._heard([any(one.stop for one in summaries), refused, *ends])
         self.stop_agreed, refused, self.parted = heard[0], heard[1], sum(heard[2:]) > 1
-        self._refuse(results, refused)
+        if refused:
+            here = raises, self.channel, self.node
+            raise refusal(self.step + 1, self.buckets, results, self._members, *here)
 
         for vote, flight, result in zip(self._votes, flights, results, strict=True):
             vote.apply(self._members(vote.bucket.parameters), flight, result)
@@ -228,52 +231,3 @@ class Voting:
             return flags
         mine = torch.tensor(flags, dtype=torch.uint8, device=self._others.device)
         return self._others.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
-
-    def _refuse(self, results: Sequence[VoteResult], refused: bool) -> None:
-        """See that the results may be applied; nothing has been changed yet.
-
-        Args:
-            results: of this rank's buckets.
-            refused: some rank with a part of this worker's parameters must refuse its own.
-        """
-        for bucket, (summary, _) in zip(self.buckets, results, strict=True):
-            if summary.hyperparameters_differ:
-                here = "; ".join(hyperparameters(self._members(bucket.parameters)))
-                raise RuntimeError(
-                    "Learning rate, betas or weight decay differ between the workers before step"
-                    f" {self.step + 1}, for {bucket.names[0]!r} among others, and the same votes"
-                    f" would move their parameters apart; on this rank: {here}. No parameter was"
-                    " changed. Set them alike on all ranks: a scheduler on a metric has to watch"
-                    " one that is logged per epoch with `sync_dist=True`."
-                )
-
-            if summary.parameters_differ:
-                raise RuntimeError(
-                    f"The workers' parameters differ before step {self.step + 1}, among them"
-                    f" {', '.join(map(repr, bucket.names[:5]))}. Only votes may change them:"
-                    " look for code that writes to parameters on some ranks."
-                )
-
-            if summary.faults and self.settings.nonfinite == "raise":
-                worker, i = summary.faults[0]
-                more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
-                raise RuntimeError(
-                    f"The gradient of {bucket.names[i]!r} on {self._who(worker)} holds NaN or Inf"
-                    f"{more}, before step {self.step + 1}. All ranks stop; no parameter was"
-                    " changed. Lower the learning rate or look at that rank's batch;"
-                    " `nonfinite='abstain'` would leave such a worker out of the vote."
-                )
-
-        if refused:
-            raise RuntimeError(
-                "A rank that votes on another part of this worker's parameters has refused step"
-                f" {self.step + 1}; its own message says why. All ranks stop; no parameter was"
-                " changed."
-            )
-
-    def _who(self, worker: int) -> str:
-        rank = self.channel.ranks[worker]
-        if self.node is None:
-            return f"rank {rank}"
-        first = rank - self.node.rank
-        return f"ranks {first} to {first + self.node.size - 1}"

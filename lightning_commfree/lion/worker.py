@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits_part
+from lightning_commfree.comm.parts import own
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
@@ -35,6 +37,42 @@ class Member(NamedTuple):
     parameter: nn.Parameter
     state: State  # "momentum", and "master" where the parameter is of less than 32 bits
     group: dict[str, Any]  # "lr", "betas", "weight_decay": read when they are needed
+
+
+def fill_state(state: State, held: Tensor) -> State:
+    """Return a parameter's state, with what it lacks made.
+
+    Args:
+        state: empty before the first step.
+        held: what this rank holds of the parameter.
+    """
+    exact = torch.promote_types(held.dtype, torch.float32)
+    like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
+    if "momentum" not in state:
+        state["momentum"] = like(held)
+    if exact != held.dtype and "master" not in state:
+        state["master"] = like(held).copy_(held)
+    return state
+
+
+def keep_exact(state: State, saved: State, device: torch.device) -> None:
+    """Take a saved state's tensors as they are, in their dtypes."""
+    for key, value in saved.items():
+        if isinstance(value, Tensor):
+            state[key] = own(value).to(device, copy=True)
+
+
+def follow_values(state: State, held: Tensor) -> None:
+    """Let a master copy take every value that the parameter does not have from it.
+
+    Args:
+        state: of the parameter.
+        held: what this rank holds of it.
+    """
+    master = state.get("master")
+    if master is not None:
+        same = master.to(held.dtype) == held
+        master.copy_(torch.where(same, master, held.to(master.dtype)))
 
 
 def hyperparameters(members: list[Member]) -> list[str]:

@@ -211,16 +211,13 @@ class DistributedLion(Optimizer):
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
         """Return parameters with state, made the first time on all workers alike, and group."""
-        held = {
-            self._views.get(p, p): (p, group)
-            for group in self.param_groups
-            for p in group["params"]
-        }
-        members = []
-        for view in parameters:
-            parameter, group = held[view]
-            members.append(Member(view, fill_state(self.state[parameter], view.detach()), group))
-        return members
+        members = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                view = self._views.get(parameter, parameter)
+                members[view] = parameter, group
+        found = [(view, *members[view]) for view in parameters]
+        return [Member(v, fill_state(self.state[p], v.detach()), group) for v, p, group in found]
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ def token_loss(
     module.eval()
     mean = MeanMetric().to(module.device)
     for batch in batches:
-        mean.update(module.loss(to_device(batch, module.device)), weight=num_targets(batch))
+        loss = module.test_step(to_device(batch, module.device), 0)
+        mean.update(loss, weight=num_targets(batch))
         if advance is not None:
             advance(1)
     module.train(was_training)

@@ -170,6 +170,14 @@ class LanguageModel(pl.LightningModule):
         loss: Tensor = self.model(**batch, use_cache=False).loss
         return loss
 
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a batch.
+
+        Whoever evaluates calls this and not `loss`: FSDP gathers a model's parameters for the steps
+        that Lightning knows.
+        """
+        return self.loss(batch)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a batch; this rank's own goes to progress bar and loggers."""
         loss = self.loss(batch)

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.blocks import block_names
 from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.length import Ranks, count_ranks
@@ -106,17 +107,43 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
         size = strategy["tensor_parallel_size"] or ranks.per_node
         weights, gradients, optimizer = (part // size for part in need[:3])
         return Need(weights, gradients, optimizer, 0, on_host)
+    if strategy.get("inside") == "fsdp":
+        return _in_parts(need, module, _group_size(strategy))
     return need
+
+
+def _in_parts(need: Need, module: nn.Module, size: int) -> Need:
+    """Return what a rank holds where `size` of them hold parts of the model, by FSDP.
+
+    The largest unit is whole for a while, with its gradients: a block, or what stands in none. A
+    save puts the whole model and its optimizer state together in host memory.
+    """
+    blocks = [module.get_submodule(name) for name in block_names(module)]
+    sizes = [_num_bytes(block) for block in blocks]
+    units = [*sizes, need.weights - sum(sizes)]
+    return Need(
+        need.weights // size + max(units),
+        need.gradients // size + max(units),
+        need.optimizer // size,
+        need.strategy,
+        need.host + need.weights + need.optimizer,
+        need.saving // size,
+    )
 
 
 def _bucket_bytes(kind: type, strategy: Mapping[str, Any], ranks: Ranks, gradients: int) -> int:
     """Return what DDP's buckets hold, beside the gradients that they are copied from."""
     if issubclass(kind, DominoTPStrategy):
         return 0
-    group = strategy.get("replica_size") or strategy.get("node_size")
+    group = _group_size(strategy)
     if kind is DDPStrategy:
         group = ranks.per_node * ranks.num_nodes
-    return gradients if group is not None and group > 1 else 0
+    return gradients if group > 1 and strategy.get("inside") != "fsdp" else 0
+
+
+def _group_size(strategy: Mapping[str, Any]) -> int:
+    """Return the ranks of a replica or node, 1 where a strategy has none."""
+    return int(strategy.get("replica_size") or strategy.get("node_size") or 1)
 
 
 def free_host_bytes() -> int:
@@ -192,6 +219,9 @@ def _sentence(needed: int, free: int, where: str, need: Need, config: Mapping[st
     advice = ["take a smaller `model`", "`trainer.precision=bf16-true`", "fewer `trainer.devices`"]
     if name != DominoTPStrategy.__name__:
         advice.append("`strategy=domino_tp`, which divides the model over the ranks")
+    if "inside" in config["strategy"]:
+        size = "replica_size" if "replica_size" in config["strategy"] else "node_size"
+        advice.append(f"`strategy.inside=fsdp` with `strategy.{size}` ranks that divide the model")
     if name == StreamingDiLoCoStrategy.__name__:
         advice.append("a larger `strategy.replica_size`, or `strategy.outer_device=cpu` for GPUs")
     return (

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import VALIDATION
+from lightning_commfree.comm.parts import is_part, own
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
@@ -126,6 +127,7 @@ class RunReport(pl.Callback):
     def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
         strategy, traffic = trainer.strategy, self._recorder.meter.plan
         sizes = {name: p.numel() for name, p in module.named_parameters()}
+        held = sum(own(p).numel() for p in module.parameters())
         fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
         per_step = self._recorder.tokens_per_step(trainer)
         rows_per_step = per_step / self._data.tokens_per_row()
@@ -135,7 +137,7 @@ class RunReport(pl.Callback):
             model += f", from {shown(origin) if os.path.isdir(origin) else origin}"
         parameters, trained = self._recorder.num_parameters, self._recorder.num_trained
         count = f"{parameters:,}, of which {trained:,} are trained"
-        if (held := sum(sizes.values())) != parameters:
+        if held != parameters:
             count += f"; this rank holds {held:,}"
         rows = {
             "model": model,
@@ -151,7 +153,7 @@ class RunReport(pl.Callback):
             f" {human_bytes(self._recorder.meter.ddp_start_bytes)} before the first",
         }
         if isinstance(strategy, StreamingDiLoCoStrategy):
-            aside = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+            aside = sum(own(p).nbytes for p in module.parameters() if p.requires_grad)
             rows["a save takes"] = (
                 f"{human_bytes(aside)} more memory on each rank, as a validation does: the outer"
                 " weights stand in the model, its own beside it"
@@ -173,6 +175,9 @@ class RunReport(pl.Callback):
             self._tell(trainer, "After training", failure)
             return
         summary = self._summarize(trainer, loss)
+        if any(map(is_part, module.parameters())):  # rank 0 holds a part of them
+            assert summary.checkpoint is not None, "a fit ends with one"
+            module = LanguageModel.load_from_checkpoint(summary.checkpoint, map_location="cpu")
         with stage("exporting the model"):
             huggingface, adapter = self._export(module)
         with stage("writing a sample"):

@@ -92,10 +92,11 @@ def _forked_command(folder, *overrides) -> subprocess.CompletedProcess[str]:
 DDP = "strategy=ddp"
 DILOCO = "strategy=streaming_diloco strategy.sync_every=5"
 LION = "strategy=distributed_lion optimizer=distributed_lion"
+FSDP = f"{LION} strategy.node_size=2 strategy.inside=fsdp"  # one node of two ranks
 DOMINO = "strategy=domino_tp data.batch_size=32"  # as many tokens a step as the others
 
 
-@pytest.fixture(scope="module", params=[DDP, DILOCO, LION, DOMINO])
+@pytest.fixture(scope="module", params=[DDP, DILOCO, LION, FSDP, DOMINO])
 def finished_run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrain")
     steps = [

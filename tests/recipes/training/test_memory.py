@@ -57,6 +57,18 @@ def test_diloco_keeps_two_more(needed) -> None:
     assert (host.strategy, host.host) == (0, 4 * n + 2 * 8 * n)
 
 
+def test_fsdp_divides_all_but_its_largest_unit(needed) -> None:
+    parts = ["strategy=streaming_diloco", "strategy.replica_size=2", "strategy.inside=fsdp"]
+    n, need = needed(*parts)
+    unit = need.weights - 2 * n
+    assert 0 < unit < 4 * n, "the largest unit is whole for a while"
+    assert (need.gradients, need.optimizer) == (2 * n + unit, 4 * n)
+    assert need.strategy == 4 * n, "half of the outer state, and no buckets"
+    assert need.saving == 2 * n
+    _, whole = needed(*parts[:2])
+    assert need.host == whole.host + 4 * n + 8 * n, "a save puts the whole together on the host"
+
+
 def test_domino_divides(needed) -> None:
     n, need = needed("strategy=domino_tp")
     assert need.weights == need.gradients == 2 * n

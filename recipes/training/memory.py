@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from hydra.utils import get_class, instantiate
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
@@ -154,7 +155,7 @@ def free_host_bytes() -> int:
     return free
 
 
-def free_gpu_bytes(devices: int | str | Sequence[int]) -> int:
+def free_gpu_bytes(devices: int | str | list[int]) -> int:
     """Return the bytes that are free on the fullest of the GPUs that a run takes.
 
     Asked in a process of its own: one that has touched CUDA cannot fork ranks that use it.
@@ -166,23 +167,19 @@ def free_gpu_bytes(devices: int | str | Sequence[int]) -> int:
     code = (
         "import json, sys, torch\n"
         "devices = json.loads(sys.argv[1])\n"
-        "print(min(torch.cuda.mem_get_info(i)[0] for i in devices or range("
-        "torch.cuda.device_count())))"
+        "print(min(torch.cuda.mem_get_info(i)[0] for i in devices))"
     )
     command = [sys.executable, "-c", code, json.dumps(gpus_of(devices))]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def gpus_of(devices: int | str | Sequence[int]) -> list[int]:
-    """Return which GPUs the Trainer's `devices` names; none where it names all of them."""
-    if isinstance(devices, str):
-        if devices == "auto":
-            return []
-        numbers = [int(number) for number in devices.split(",") if number.strip()]
-        devices = numbers if "," in devices else numbers[0]
-    if isinstance(devices, int):
-        return [] if devices == -1 else list(range(devices))
-    return list(devices)
+def gpus_of(devices: int | str | list[int]) -> list[int]:
+    """Return which GPUs the Trainer's `devices` names.
+
+    Raises:
+        MisconfigurationException: there are not as many.
+    """
+    return CUDAAccelerator.parse_devices(-1 if devices == "auto" else devices) or []
 
 
 def _num_bytes(module: nn.Module) -> int:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from recipes.training import memory
@@ -15,6 +16,7 @@ from recipes.training.memory import estimate, free_host_bytes, gpus_of
 from recipes.training.pretraining import build, build_data, build_module
 from recipes.training.run import fit
 
+ALL = [0, 1, 2, 3]  # the GPUs of a made-up machine
 SMALL = ["data=synthetic", "tokenizer=bytes", "data.corpus.train_characters=5000"]
 
 
@@ -130,11 +132,14 @@ def test_a_process_that_will_fork_does_not_touch_cuda(compose_config, monkeypatc
 
 @pytest.mark.parametrize(
     ("devices", "expected"),
-    [(2, [0, 1]), (-1, []), ("auto", []), ("-1", []), ("2", [0, 1]), ([1, 3], [1, 3]),
+    [(2, [0, 1]), (-1, ALL), ("auto", ALL), ("-1", ALL), ("2", [0, 1]), ([1, 3], [1, 3]),
      ("1,3", [1, 3]), ("1,", [1])],
 )  # fmt: skip
-def test_only_the_gpus_of_the_run_are_asked(devices, expected) -> None:
+def test_only_the_gpus_of_the_run_are_asked(devices, expected, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(ALL))
     assert gpus_of(devices) == expected
+    with pytest.raises(MisconfigurationException, match=r"requested gpu: \[4\]"):
+        gpus_of([4])
 
 
 def test_a_jobs_limit_counts(monkeypatch, tmp_path) -> None:

@@ -14,8 +14,9 @@ TEST_WORKERS := 2
 OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
+NEWCOMER_ARGS :=
 
-.PHONY: help demo compare test test-fast test-oldest check release wheel-test bench bench-quality constraints docs clean
+.PHONY: help demo compare test test-fast test-oldest check release wheel-test bench bench-quality constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
@@ -27,6 +28,7 @@ help:
 	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
 	@echo "make docs         set up, then build the documentation into build/site; no network, and a broken link fails"
 	@echo "make release      set up, then build wheel and sdist into dist/ and check them and how README renders"
+	@echo "make newcomer-test  paste the pages' commands into a fresh clone: demo, two machines, fine-tuning, documentation"
 	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
 	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
 	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
@@ -69,6 +71,10 @@ check: $(STAMP)
 # Not part of .ci/run: it installs torch once more.
 wheel-test: $(STAMP)
 	$(PY) .ci/wheel
+
+# Not part of .ci/run: its clone sets up an environment of its own (NEWCOMER_ARGS='--here --short' does not).
+newcomer-test: $(STAMP)
+	$(PY) .ci/newcomer $(NEWCOMER_ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -149,3 +149,16 @@ def test_the_moving_picture_is_that_of_the_schedule() -> None:
             (SCHEDULE.offset(p), SCHEDULE.offset(p) + SCHEDULE.overlap_steps)
         ]
         assert SCHEDULE.offset(p) + SCHEDULE.overlap_steps < cycle, "it would not fit into a cycle"
+
+
+def test_a_newcomer_finds_the_commands_in_the_pages() -> None:
+    """They are run by `make newcomer-test`, which takes minutes."""
+    listed = subprocess.run(
+        [sys.executable, ROOT / ".ci/newcomer", "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    for command in ("make demo", "recipes.finetune", "NODE_RANK=1", "torchrun", "make docs"):
+        assert command in listed.stdout

@@ -7,6 +7,7 @@ takes its part of it again (`part_like`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,20 @@ from lightning_commfree.comm.materialize import Materializer
 
 # methods of a module that compute, beside `forward`
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def why_not_divided() -> str | None:
+    """Return why this release of torch cannot divide a module; None where it can.
+
+    Older ones leave the outermost unit whole after a forward, whatever they are told, and do not
+    run on CPUs.
+    """
+    if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
+        return None
+    return (
+        f"the `fully_shard` of torch {torch.__version__} is too old; 2.13 has been tried. Install a"
+        " newer torch"
+    )
 
 
 def divide(

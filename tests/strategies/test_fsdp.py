@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm.parts import own, whole
+from lightning_commfree.comm import parts
+from lightning_commfree.comm.parts import own, whole, why_not_divided
 from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
+
+WHY_NOT = why_not_divided()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21
 BATCH = 2
@@ -351,3 +356,12 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
         assert "global copies of fragment 1 differ" in found["Drifting"]
         assert "replica 0 (ranks 0 to 1) sent of fragment 0 is not finite" in found["Broken"]
     assert "half accumulated are lost" in ranks[0]["half"]
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(module: nn.Module, *, reshard_after_forward: bool = True) -> None:
+        """Cannot be told that the outermost unit shall be divided again."""
+
+    monkeypatch.setattr(parts, "fully_shard", older)
+    with pytest.raises(ValueError, match=f"torch {re.escape(torch.__version__)} is too old"):
+        StreamingDiLoCoStrategy(replica_size=2, inside="fsdp")

@@ -13,10 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
-from lightning_commfree.comm.parts import own
+from lightning_commfree.comm.parts import own, why_not_divided
 from tests.strategies.models import loader, quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven, Watch, weights
 from tests.world import run_ranks
+
+WHY_NOT = why_not_divided()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21
 BATCH = 2

@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.parts import own
+from lightning_commfree.comm.parts import own, why_not_divided
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import quiet_trainer
 from tests.strategies.test_fsdp import Watch
 from tests.world import run_ranks
+
+WHY_NOT = why_not_divided()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS, SAVED, BATCH = 9, 6, 2
 CELLS = [(kind, lion) for kind in ("gpt2", "llama") for lion in (False, True)]

@@ -28,6 +28,7 @@ from lightning_commfree.comm.parts import (
     part_like,
     refuse_wrapped,
     whole,
+    why_not_divided,
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start
@@ -54,7 +55,7 @@ class FullyShard(Inside):
         argument: what the user calls `size`.
 
     Raises:
-        ValueError: a replica of one rank has nothing to divide.
+        ValueError: a replica of one rank has nothing to divide, or torch is too old.
     """
 
     uses_ddp = False
@@ -67,6 +68,8 @@ class FullyShard(Inside):
                 f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at"
                 " 'ddp'."
             )
+        if why := why_not_divided():
+            raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
         self._strategy, self.size, self._argument = strategy, size, argument
         self._divided: nn.Module | None = None
         self._undivided: set[nn.Parameter] = set()

@@ -74,6 +74,16 @@ def test_the_image_takes_what_there_is() -> None:
     assert not names & set(ignored)
 
 
+def test_the_fast_tests_are_there_and_what_they_leave_out_too() -> None:
+    """A file that is renamed would else come back among the fast ones without a word."""
+    makefile = text_of("Makefile")
+    [folders] = re.findall(r"^FAST_TESTS := (.*)$", makefile, re.MULTILINE)
+    [left_out] = re.findall(r"^FAST_LEFT_OUT := (.*)$", makefile, re.MULTILINE)
+    names = {path.name for folder in folders.split() for path in (ROOT / folder).rglob("test_*.py")}
+    for name in left_out.split():
+        assert any(found.startswith(f"test_{name}") for found in names), name
+
+
 def test_what_contributors_are_told_to_run_can_be_run() -> None:
     told = re.findall(r"^\$ make ([a-z-]+)", text_of("CONTRIBUTING.md"), re.MULTILINE)
     assert told == ["test-fast", "check", "test", "docs"]

@@ -1,0 +1,1 @@
+"""How soon does a command say its first word?"""

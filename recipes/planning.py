@@ -35,6 +35,7 @@ Config = dict[str, Any]
 Curves = dict[str, list[float]]
 
 FIGURE = "plan.png"
+_DEVICE_GB = (24, 40, 80)  # of common GPUs
 _REQUIRED = {
     "step_time": "seconds of an optimizer step that waits for nobody",
     "bandwidth": "Gbit/s that one replica can send",
@@ -84,12 +85,35 @@ def plan(config: Config, console: Console) -> Advice:
     console.print(utilization_table(training, compared, gbit_per_s))
     console.print(bandwidth_table(training, compared, config["targets"]))
     console.print(bytes_table(compared, config["replica_size"]))
+    console.print(Text(memory_line(model, config["replica_size"])))
     console.print(Text("\n".join(choice_lines(choice))))
     console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
     path = Path(config["run_dir"]) / FIGURE
     draw_training(training, compared, gbit_per_s, path)
     console.print(Text(f"figure: {path}"), soft_wrap=True)
     return advice
+
+
+def memory_line(model: Model, replica_size: int) -> str:
+    """Return what a rank holds by layout, and from which size on a replica needs the second.
+
+    Args:
+        model: trained in fp32 by AdamW under DiLoCo; activations come on top.
+        replica_size: ranks of a replica; where it is 1, what 8 of them would hold is said.
+    """
+    ranks = replica_size if replica_size > 1 else 8
+    # weights and gradients, two numbers of AdamW's, two of the outer state, DDP's buckets
+    whole = 4 + 4 + 8 + 8 / replica_size + (4 if replica_size > 1 else 0)
+    unit = max(*model.block_params, model.rest_params)  # whole for a while, with its gradients
+    parts = (24 * model.params / ranks) + 8 * unit
+    limits = ", ".join(f"{size / whole:.2g}" for size in _DEVICE_GB)
+    sizes = ", ".join(map(str, _DEVICE_GB))
+    return (
+        f"A rank holds {human_bytes(round(whole * model.params))} with `inside=ddp` and"
+        f" replica_size={replica_size}, {human_bytes(round(parts))} with `inside=fsdp` and"
+        f" replica_size={ranks} (fp32, AdamW, DiLoCo's outer state; activations on top). With GPUs"
+        f" of {sizes} GB a replica needs fsdp from {limits} billion parameters on."
+    )
 
 
 def model_from_config(config: Config, vocab_size: int | None) -> Model:

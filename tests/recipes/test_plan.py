@@ -85,6 +85,16 @@ def test_the_tables_say_what_the_planner_says(tmp_path: Path) -> None:
     assert (tmp_path / recipe.FIGURE).read_bytes().startswith(PNG)
 
 
+def test_a_replica_needs_fsdp_from_some_size_on() -> None:
+    """21 bytes a parameter: 16 of weights, gradients and AdamW, an eighth of 8 outer ones, 4 of
+    DDP's buckets. In parts an eighth of 24, and 8 of the largest unit, here what stands in no block."""
+    model = Model((100_000_000,) * 10, 200_000_000, 1024)
+    line = recipe.memory_line(model, 8)
+    assert "25.2 GB with `inside=ddp` and replica_size=8" in line, 1.2 * 21
+    assert "5.2 GB with `inside=fsdp`" in line, 1.2 * 24 / 8 + 0.2 * 8
+    assert "1.1, 1.9, 3.8 billion parameters" in line, "24, 40 and 80 GB by 21 bytes"
+
+
 def test_one_replica_and_an_infinite_bandwidth(tmp_path: Path) -> None:
     alone = rows(planned(tmp_path, "bandwidth=0.01", "num_replicas=1"))
     assert alone["data parallel"][0][1] == "100.0%"

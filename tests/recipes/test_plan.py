@@ -87,7 +87,7 @@ def test_the_tables_say_what_the_planner_says(tmp_path: Path) -> None:
 
 def test_a_replica_needs_fsdp_from_some_size_on() -> None:
     """21 bytes a parameter: 16 of weights, gradients and AdamW, an eighth of 8 outer ones, 4 of
-    DDP's buckets. In parts an eighth of 24, and 8 of the largest unit, here what stands in no block."""
+    DDP's buckets. In parts an eighth of 24, and 8 of the largest unit: what stands in no block."""
     model = Model((100_000_000,) * 10, 200_000_000, 1024)
     line = recipe.memory_line(model, 8)
     assert "25.2 GB with `inside=ddp` and replica_size=8" in line, 1.2 * 21

@@ -8,7 +8,7 @@ and into a checkpoint, from which it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,12 +21,6 @@ from lightning_commfree.patches import Patches
 
 _KIND = getattr(callbacks, "WeightAveraging", None)
 _UPDATES = ("on_train_batch_end", "on_train_epoch_end")
-
-
-def averaging(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the Trainer's callbacks of this kind."""
-    found: Iterable[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in found if _KIND is not None and isinstance(callback, _KIND)]
 
 
 def average_outer_weights(
@@ -45,7 +39,9 @@ def average_outer_weights(
         module's own weights.
     """
     ends = []
-    for callback in averaging(trainer):
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if _KIND is None or not isinstance(callback, _KIND):
+            continue
         for name in _UPDATES:
             patches.put(callback, name, partial(_update, getattr(callback, name), swap))
         ends.append(callback.on_train_end)

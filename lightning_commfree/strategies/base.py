@@ -158,7 +158,7 @@ class ReplicaStrategy(DDPStrategy):
         between, channels = self.begin(trainer), self.channels
         traffic = Traffic.of(numel, self.world_size, *between.cycle())
         self._log = FitLog(trainer, self.ledger, traffic, between.figures, self.patches)
-        own = sigterm, self.ledger, self._log, self.ranks, self.patches
+        own = sigterm, self._log, self.ranks, self.patches
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
         self._resume.begin(trainer, between)  # the algorithm stands, and takes its state back
 

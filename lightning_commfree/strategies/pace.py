@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.ledger import VALIDATION, Ledger
+from lightning_commfree.comm.ledger import VALIDATION
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.contracts import Between
@@ -39,7 +39,6 @@ class Fit(Generic[B]):
     between: B
     channels: ReplicaChannels
     sigterm: DeferredSigterm
-    ledger: Ledger
     log: FitLog
     ranks: Ranks
     patches: Patches
@@ -101,12 +100,12 @@ class Pace(Generic[B]):
 
     def validation_begins(self) -> None:
         """Lightning's hooks have run."""
-        ledger = self._fit.ledger
+        ledger = self._fit.world.ledger
         self._phase_before, ledger.phase = ledger.phase, VALIDATION
 
     def validation_ends(self) -> None:
         """Lightning's hooks have run."""
-        self._fit.ledger.phase = self._phase_before
+        self._fit.world.ledger.phase = self._phase_before
 
     def fit_ends(self) -> None:
         """No step follows."""

@@ -25,7 +25,7 @@ from lightning_commfree.comm.weight_swap import ADVICE
 from lightning_commfree.strategies.averages import average_outer_weights
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.early_saves import EarlySaves, scores_its_saves
-from lightning_commfree.strategies.local_end import LocalEnd
+from lightning_commfree.strategies.ending import LocalEnd
 from lightning_commfree.strategies.pace import Fit, Pace
 from lightning_commfree.strategies.signals import stopped_by_hand
 from lightning_commfree.strategies.trial import let_finders_try

@@ -8,81 +8,38 @@ of the next outer gradient: replicas would drift apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.parts import is_part, own
 from lightning_commfree.diloco.fragments import Fragment
+from lightning_commfree.diloco.layout import Layout
 from lightning_commfree.diloco.settings import OuterOptimizerFactory, make_outer_optimizer
 
 REPLICA_TAG = "replica"
 
 
-class Share(NamedTuple):
-    """Some values of one tensor, behind each other."""
-
-    tensor: int  # its number
-    start: int
-    end: int
-
-
 class Shards:
-    """What of a fragment's tensors a rank exchanges, and how it lies in one flat tensor.
-
-    The ranks of a replica hold a tensor alike, or a *part* of it each (`comm.parts`). Of what they
-    hold alike a rank exchanges one shard of ceil(C / k) values, for C values and k ranks; of the
-    parts its own. Parameters come before buffers, and shards of copies before parts.
+    """What a rank exchanges of a fragment's tensors: out of them, and back.
 
     Args:
-        local: the tensors as this rank holds them, parameters before buffers.
-        are_parts: which of them are parts.
-        num_parameters: how many of them are parameters.
+        layout: how it lies in one flat tensor.
         replica: channel to the ranks of the same replica.
-
-    Attributes:
-        numel: S, the values that this rank exchanges, filled up to the size of the others' shard.
-        parameter_numel: how many of them come first and are of parameters.
     """
 
-    def __init__(
-        self,
-        local: Sequence[Tensor],
-        are_parts: Sequence[bool],
-        num_parameters: int,
-        replica: Channel,
-    ) -> None:
-        self._shapes = [tensor.shape for tensor in local]
-        self._sizes = [tensor.numel() for tensor in local]
-        self._replica = replica
-        self._copies = [i for i, is_part in enumerate(are_parts) if not is_part]
-        parts = [Share(i, 0, self._sizes[i]) for i, is_part in enumerate(are_parts) if is_part]
-
-        self._copied = sum(self._sizes[i] for i in self._copies)
-        self._shard = -(-self._copied // replica.size)
-        mine = self._cut(replica.rank * self._shard)
-        split = num_parameters
-
-        # stable: within both kinds the copies stay first
-        self._shares = sorted([*mine, *parts], key=lambda share: share.tensor >= split)
-        self._fill = self._shard - sum(share.end - share.start for share in mine)
-        lengths = [share.end - share.start for share in self._shares]
-        self.numel = sum(lengths) + self._fill
-        self.parameter_numel = self.numel
-        if num_parameters < len(local):
-            trained = zip(self._shares, lengths, strict=True)
-            self.parameter_numel = sum(n for share, n in trained if share.tensor < split)
+    def __init__(self, layout: Layout, replica: Channel) -> None:
+        self._layout, self._replica = layout, replica
 
     def own(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return what this rank exchanges of such tensors: fp32, shape (S,), new."""
-        pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._shares]
-        zeros = torch.zeros(self._fill, device=tensors[0].device)
+        shares = self._layout.shares
+        pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in shares]
+        zeros = torch.zeros(self._layout.fill, device=tensors[0].device)
         return torch.cat([*pieces, zeros])
 
     def whole(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
@@ -90,50 +47,35 @@ class Shards:
 
         Views where they can be. None: the device of `values`.
         """
-        device = device or values.device
-        flat: list[Tensor] = [values[:0]] * len(self._sizes)
+        layout, device = self._layout, device or values.device
+        flat: list[Tensor] = [values[:0]] * len(layout.sizes)
         slices = self.slices(values)
         for i, piece in slices:
             flat[i] = piece
 
-        if self._replica.size > 1 and self._copied:
-            copies = set(self._copies)
-            shard = torch.cat([piece for i, piece in slices if i in copies] + [self._zeros(values)])
+        if self._replica.size > 1 and layout.copied:
+            mine, zeros = set(layout.copies), values.new_zeros(layout.fill)
+            shard = torch.cat([piece for i, piece in slices if i in mine] + [zeros])
             shards = self._replica.all_gather(shard.to(self._replica.device), REPLICA_TAG).wait()
-            sizes = [self._sizes[i] for i in self._copies]
-            for i, piece in zip(
-                self._copies, torch.split(shards.view(-1)[: self._copied], sizes), strict=True
-            ):
+            sizes = [layout.sizes[i] for i in layout.copies]
+            copies = torch.split(shards.view(-1)[: layout.copied], sizes)
+            for i, piece in zip(layout.copies, copies, strict=True):
                 flat[i] = piece
-        return [
-            piece.to(device).view(shape) for piece, shape in zip(flat, self._shapes, strict=True)
-        ]
+        pieces = zip(flat, layout.shapes, strict=True)
+        return [piece.to(device).view(shape) for piece, shape in pieces]
 
     def slices(self, values: Tensor) -> list[tuple[int, Tensor]]:
         """Cut what a rank exchanges at the borders of the tensors: the tensor's number, a view.
 
         A replica of one rank has every tensor in its shape; else slices are flat.
         """
-        lengths = [share.end - share.start for share in self._shares]
-        pieces = torch.split(values[: sum(lengths)], lengths) if lengths else ()
-        slices = [(share.tensor, piece) for share, piece in zip(self._shares, pieces, strict=True)]
+        layout = self._layout
+        exchanged = values[: sum(layout.lengths)]
+        pieces = torch.split(exchanged, layout.lengths) if layout.lengths else ()
+        slices = [(share.tensor, one) for share, one in zip(layout.shares, pieces, strict=True)]
         if self._replica.size > 1:
             return slices
-        return [(i, piece.view(self._shapes[i])) for i, piece in slices]
-
-    def _cut(self, start: int) -> list[Share]:
-        """Return the values of the copies from `start` on that make up one shard."""
-        shares, begin = [], 0
-        for i in self._copies:
-            size = self._sizes[i]
-            low, high = max(begin, start), min(begin + size, start + self._shard)
-            if low < high or self._replica.size == 1:
-                shares.append(Share(i, low - begin, high - begin))
-            begin += size
-        return shares
-
-    def _zeros(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self._fill)
+        return [(i, piece.view(layout.shapes[i])) for i, piece in slices]
 
 
 class OuterFragment:
@@ -153,7 +95,7 @@ class OuterFragment:
     Attributes:
         fragment, replica: as above.
         global_copy: fp32, shape (S,): this rank's shard of all tensors one after the other,
-            parameters before buffers; see `Shards`. `shard_numel` is S.
+            parameters before buffers; see `Layout`. `shard_numel` is S.
         parameter_numel: how many of the S values come first and travel in the wire format; those
             behind are buffers, which travel as they are. S in a fragment without buffers.
         optimizer: the outer optimizer; `scheduler` sets its learning rate, if there is one.
@@ -176,20 +118,18 @@ class OuterFragment:
         named = [_tensor(module, name) for name in (*fragment.parameters, *fragment.buffers)]
         are_parts, split = [is_part(tensor) for tensor in named], len(fragment.parameters)
         self._own = own if any(are_parts) else Tensor.detach
-        self._shards = Shards(self.local, are_parts, split, self.replica)
-        self.shard_numel = self._shards.numel
+        layout = Layout.of(self.local, are_parts, split, self.replica.rank, self.replica.size)
+        self._shards = Shards(layout, self.replica)
+        self.shard_numel, self.parameter_numel = layout.numel, layout.parameter_numel
         start = self.local_values()
         self.global_copy = start if device is None else _moved(start, device)
 
         slices = self._shards.slices(self.global_copy)
         self._outer_parameters = [nn.Parameter(part) for i, part in slices if i < split]
         self._outer_buffers = [part for i, part in slices if i >= split]
-        self.parameter_numel = self._shards.parameter_numel
 
         # a shard may hold buffers alone, or nothing: optimizers refuse an empty list
         nothing = [nn.Parameter(self.global_copy[:0])]
-        self.optimizer: Optimizer
-        self.scheduler: LRScheduler | None
         self.optimizer, self.scheduler = make_outer_optimizer(
             outer_optimizer, self._outer_parameters or nothing
         )

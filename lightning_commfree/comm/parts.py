@@ -8,7 +8,7 @@ takes its part of it again (`part_like`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,6 +158,42 @@ def part_like(values: Tensor, like: Tensor) -> Tensor:
         values, mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
     return part
+
+
+def whole_on_host(value: Tensor, keep: bool) -> Tensor:
+    """Return all of a tensor in host memory, an empty one without `keep`; collective as `whole`."""
+    value = whole(value)
+    return value.cpu() if keep else value.new_empty(0)
+
+
+def whole_state(module: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Return a module's state as if it were not divided, in host memory.
+
+    Collective, one tensor at a time; a tied weight, which stands under several names, once.
+
+    Args:
+        module: whose it is.
+        state: as the module returned it.
+        keep: whether this rank wants it; else the result is empty.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[Any, Tensor] = {}
+    wholes = {}
+    for name, value in state.items():
+        key = parameters.get(name, name)
+        if isinstance(value, Tensor) and key not in found:
+            found[key] = whole_on_host(value, keep)
+        wholes[name] = found.get(key, value)
+    return wholes if keep else {}
+
+
+def part_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a module's state, whole or this rank's, as the module holds it."""
+    held = module.state_dict()
+    return {
+        name: part_like(value, held[name]) if name in held else value
+        for name, value in state.items()
+    }
 
 
 def mapped_state(

@@ -26,8 +26,10 @@ from lightning_commfree.comm.parts import (
     divide,
     mapped_state,
     part_like,
+    part_state,
     refuse_wrapped,
-    whole,
+    whole_on_host,
+    whole_state,
     why_not_divided,
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
@@ -146,7 +148,7 @@ class FullyShard(Inside):
             del module
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    state[name] = _on_host(whole(value), keep)
+                    state[name] = whole_on_host(value, keep)
 
         self._strategy.module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
 
@@ -182,16 +184,7 @@ class FullyShard(Inside):
             return read()
         if not self._takes_part():
             return {}
-        keep, module = self._strategy.is_global_zero, self._strategy.module
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        found: dict[Any, Tensor] = {}  # a tied weight stands under several names
-        state = {}
-        for name, value in read().items():
-            key = parameters.get(name, name)
-            if isinstance(value, Tensor) and key not in found:
-                found[key] = _on_host(whole(value), keep)
-            state[name] = found.get(key, value)
-        return state if keep else {}
+        return whole_state(self._strategy.module, read(), keep=self._strategy.is_global_zero)
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +196,7 @@ class FullyShard(Inside):
         keep = self._strategy.is_global_zero
 
         def gathered(value: Tensor, parameter: Tensor) -> Tensor:
-            return _on_host(whole(part_like(value, parameter)), keep)
+            return whole_on_host(part_like(value, parameter), keep)
 
         return mapped_state(optimizer, state, gathered)
 
@@ -211,11 +204,7 @@ class FullyShard(Inside):
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         if not self._is_divided():
             return checkpoint
-        held = self._strategy.module.state_dict()
-        parts = {
-            name: part_like(value, held[name]) if name in held else value
-            for name, value in checkpoint["state_dict"].items()
-        }
+        parts = part_state(self._strategy.module, checkpoint["state_dict"])
         return {**checkpoint, "state_dict": parts}
 
     @override
@@ -236,8 +225,3 @@ class FullyShard(Inside):
         """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
         strategy = self._strategy
         return strategy.global_rank < self.size and strategy.meets()
-
-
-def _on_host(value: Tensor, keep: bool) -> Tensor:
-    """Return a tensor in host memory; an empty one where nobody keeps it."""
-    return value.cpu() if keep else value.new_empty(0)

@@ -169,7 +169,8 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        if self.inside.prepare(self, self.channels):
+        self.inside.prepare(self, self.channels)
+        if self.inside.uses_ddp:
             set_ddp_group(self, self.channels.within.group)
             super().configure_ddp()
 

@@ -27,18 +27,15 @@ class Inside(Protocol):
 
     Attributes:
         size: ranks of a replica.
+        uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
         moves_module: Lightning moves the whole module to the device before `prepare`.
         restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
     """
 
     size: int
+    uses_ddp: bool = False
     moves_module: bool = True
     restores_after_setup: bool = False
-
-    @property
-    def uses_ddp(self) -> bool:
-        """Whether the strategy takes DDP's arguments."""
-        ...
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         """Refuse, in the process that will launch the ranks, what cannot be trained.
@@ -52,13 +49,10 @@ class Inside(Protocol):
         """Refuse what cannot be trained so, before anything is made."""
         ...
 
-    def prepare(self, strategy: Any, channels: ReplicaChannels) -> bool:
+    def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:
         """Start all ranks from the same weights, and prepare the model for what holds it.
 
         Collective; the optimizer is made after it.
-
-        Returns:
-            Whether Lightning's DDP averages the gradients of a replica's ranks.
 
         Raises:
             ValueError: the ranks do not agree on settings or module; on all ranks.

@@ -23,23 +23,17 @@ class DataParallel(Inside):
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
-        self.size = size
+        self.size, self.uses_ddp = size, size > 1
         self._argument = argument
-
-    @property
-    @override
-    def uses_ddp(self) -> bool:
-        return self.size > 1
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
         check_module(type(strategy).__name__, trainer, strategy.module)
 
     @override
-    def prepare(self, strategy: Any, channels: ReplicaChannels) -> bool:
+    def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:
         refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
         common_start(channels.world, strategy.module, strategy.fingerprint())
-        return self.uses_ddp
 
     @override
     def mesh(self, world_size: int) -> Mesh:

@@ -56,7 +56,6 @@ class TensorParallel(Inside):
         sharded: the divided model, from `prepare` to `release`.
     """
 
-    uses_ddp = False
     moves_module = False  # `prepare` moves this rank's part
 
     def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
@@ -107,11 +106,10 @@ class TensorParallel(Inside):
             refuse_callbacks(trainer, name, PARTS)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> bool:
+    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
         """Divide the model, and put this rank's part on its device, which need not hold the whole.
 
-        Returns:
-            False: gradients are averaged as they come.
+        Gradients are averaged as they come.
         """
         module, world = strategy.module, channels.world
         self._was_on_meta = self.on_meta
@@ -127,7 +125,6 @@ class TensorParallel(Inside):
         for model in self.sharded.models:
             model.fell_back = cache(rank_zero_warn)  # of each text once
         module.to(strategy.root_device)
-        return False
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:

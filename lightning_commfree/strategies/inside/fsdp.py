@@ -60,7 +60,6 @@ class FullyShard(Inside):
         ValueError: a replica of one rank has nothing to divide, or torch is too old.
     """
 
-    uses_ddp = False
     moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
 
     def __init__(self, strategy: ReplicaStrategy, size: int, argument: str) -> None:
@@ -99,12 +98,8 @@ class FullyShard(Inside):
             refuse_wrapped(name, module)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> bool:
-        """Divide the model, unit by unit, on this rank's device.
-
-        Returns:
-            False: FSDP averages the gradients.
-        """
+    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
+        """Divide the model, unit by unit, on this rank's device; FSDP averages the gradients."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         fingerprint = strategy.fingerprint()
@@ -123,7 +118,6 @@ class FullyShard(Inside):
             divide(module, replicas, strategy.global_rank, device, fill)
             self._divided = module
         module.to(device)
-        return False
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:

@@ -217,7 +217,8 @@ class Channel:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
         # first, so that a peer whose connection breaks now finds that this rank has left
         self._watch.close()
-        for group in (self._group, self._downward):
+        # none is kept: a forked process that frees one, a loader's worker say, waits for its threads
+        for group in (vars(self).pop("_group", None), vars(self).pop("_downward", None)):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 

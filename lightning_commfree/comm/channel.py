@@ -217,7 +217,7 @@ class Channel:
         """Give the process group back. Wait for every `Pending` first, or give up on its result."""
         # first, so that a peer whose connection breaks now finds that this rank has left
         self._watch.close()
-        # none is kept: a forked process that frees one, a loader's worker say, waits for its threads
+        # none is kept: a process forked later, a loader's worker say, could not free it
         for group in (vars(self).pop("_group", None), vars(self).pop("_downward", None)):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

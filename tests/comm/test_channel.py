@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,11 @@ def talk_along_two_axes(rank: int, size: int) -> dict[str, Any]:
     }
     replicas.close()
     results["after one is closed"] = data.all_reduce(mine.clone(), DATA).wait().tolist()
+    freed: list[bool] = []
+    assert data.group is not None
+    weakref.finalize(data.group, freed.append, True)
     data.close()
+    results["freed"] = freed
     return results
 
 
@@ -243,6 +248,7 @@ def test_two_axes_of_four_ranks(tmp_path: Path) -> None:
             "last": [rows[1]],
             "bytes": {REPLICA: 4, DATA: 4 + 2},
             "after one is closed": [sum(rows)],
+            "freed": [True],  # though the channel is there: see `Channel.close`
         }
 
 

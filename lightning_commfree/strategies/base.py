@@ -34,11 +34,7 @@ from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.lightning_internals import probe, set_ddp_group
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.exact import ExactResume
-from lightning_commfree.strategies.checks import (
-    check_ddp_kwargs,
-    needing_one_optimizer,
-    present,
-)
+from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_log import FitLog
 from lightning_commfree.strategies.launching import Starter

@@ -107,6 +107,16 @@ def test_messages_in_troubleshooting_are_messages_of_the_package() -> None:
     assert not said_by_the_package("The ranks do not reach one another")
 
 
+def test_what_is_said_to_a_user_is_told_from_what_is_not() -> None:
+    source = '''
+def check(x):
+    """What a docstring says in so many words is not said."""
+    assert x, "neither is what only a mistake of ours would print"
+    raise ValueError(f"`x={x}` is what a user reads, with what it was.")
+'''
+    assert list(sentences(source)) == ["`x=…` is what a user reads, with what it was."]
+
+
 def test_every_figure_is_explained() -> None:
     page = (DOCS / "figures.md").read_text("utf-8")
     outer = [f"outer/{name}_p" for name in Landing(*[0] * len(Landing._fields)).figures()]

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("lightning_commfree", "commfree_planner")
+PACKAGE = "lightning_commfree"
 SHORTEST = 40  # characters; what is shorter is a part of a sentence
 OPENING = """# Every message
 
@@ -21,7 +21,7 @@ TITLES = {
     "diloco": "Streaming DiLoCo",
     "domino": "Domino",
     "lion": "Distributed Lion",
-    "commfree_planner": "Planner",
+    "lightning_internals": "Lightning's own release",
     "resume": "Exact resume",
     "strategies": "All strategies",
 }
@@ -30,9 +30,8 @@ TITLES = {
 def messages_page(root: Path) -> str:
     """Return the page as Markdown."""
     by_folder: dict[str, list[str]] = {}
-    for path in sorted(p for package in PACKAGES for p in (root / package).rglob("*.py")):
-        package, folder = path.relative_to(root).parts[:2]
-        folder = package if package == PACKAGES[1] else folder.removesuffix(".py")
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        folder = path.relative_to(root / PACKAGE).parts[0].removesuffix(".py")
         found = dict.fromkeys(sentences(path.read_text("utf-8")))
         by_folder.setdefault(folder, []).extend(found)
     parts = [
@@ -49,7 +48,7 @@ def quoted(sentence: str) -> str:
 
 
 def sentences(source: str) -> Iterator[str]:
-    """Yield the texts of a module that are said to a user: no docstrings, no keys."""
+    """Yield the texts of a module that are said to a user: no docstrings, no assertions."""
     tree = ast.parse(source)
     skipped = set()
     for node in ast.walk(tree):
@@ -57,6 +56,8 @@ def sentences(source: str) -> Iterator[str]:
             skipped |= {id(value) for value in node.values}
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             skipped.add(id(node.value))
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            skipped.add(id(node.msg))
     for node in ast.walk(tree):
         if id(node) not in skipped:
             text = _text(node)

@@ -55,7 +55,7 @@ def public_in(module: griffe.Module) -> list[str]:
     return [m.name for m in own if m.name[0] != "_" and m.kind in kinds]
 
 
-def page(package: str, module: griffe.Module, names: list[str]) -> str:
+def page(package: str, module: griffe.Object | griffe.Alias, names: list[str]) -> str:
     """Return a page: what the module says of itself, as it is laid out, then its names."""
     said = module.docstring.value if module.docstring else ""
     title = f"# `{package}`\n\n"

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import hydra
@@ -21,6 +22,7 @@ from recipes.stages import stage
 
 Task = Callable[[DictConfig], Any]
 
+_LIBRARIES = ("torch", "lightning.pytorch", "transformers")  # of all tasks: seconds, told as such
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: "1" asks for tracebacks
 HINT = f"Set the environment variable {FULL_ERROR}=1 for a complete stack trace."
 
@@ -49,6 +51,8 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
             with _loading():
                 check_keys(cfg, config_name)
                 check_values(cfg, config_name)
+                for library in _LIBRARIES:
+                    import_module(library)
             return task(cfg)
 
         @functools.wraps(task)

@@ -27,14 +27,7 @@ NO_DOOR = (  # modules that Lightning does not document
 )
 # private names of others than Lightning, and why there is no other way
 OTHERS = {
-    "_asdict": "of a NamedTuple, documented by Python",
-    "_fields": "of a NamedTuple, documented by Python",
-    "_replace": "of a NamedTuple, documented by Python",
-    "_buffers": "of a torch module, which has no method that replaces a buffer and keeps its kind",
-    "_compiled_call_impl": "of a torch module, which says nowhere else that it is compiled",
     "_iterator": "of a torch loader, whose workers persist in it",
-    "_pytree": "of torch.utils, which transformers and Lightning use too",
-    "_strip_protocol": "of a file system of fsspec, which documents it for those who derive",
     "_fork": "an ending of our strategies' names",
     "_spawn": "an ending of our strategies' names",
 }

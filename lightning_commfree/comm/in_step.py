@@ -11,6 +11,7 @@ them in a collective of another kind. So where ranks may part, each tells the ot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -97,6 +98,25 @@ class InStep:
                 " ranks equally many batches, and let all of them skip or stop at the same batch."
             )
         return [Word.decode(row[-1]) for row in rows]
+
+
+def refuse_half_steps(words: Sequence[Word], step: int) -> None:
+    """See that all ranks take an optimizer step now, or none of them.
+
+    Args:
+        words: of all ranks, by rank.
+        step: optimizer steps done.
+
+    Raises:
+        RuntimeError: some would step and others accumulate; on all ranks alike.
+    """
+    stepping = [rank for rank, said in enumerate(words) if said.steps]
+    if 0 < len(stepping) < len(words):
+        raise RuntimeError(
+            f"The data of the ranks {stepping} ended with a batch in the middle of accumulated"
+            f" ones, after step {step}, and the other ranks would have gone on. Give all ranks"
+            " equally many batches, as with `limit_train_batches`."
+        )
 
 
 def _named(ranks: list[int]) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -237,3 +238,30 @@ class WeightSwap:
 
     def _hashes(self) -> list[Tensor]:
         return [digest(tensor.contiguous()) for tensor in self.in_module]
+
+
+class OuterView:
+    """A module, but for its tensors, which are the outer ones where these are exchanged.
+
+    Args:
+        module: that is seen.
+        swap: has its outer weights, which are asked for once.
+    """
+
+    def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
+        self._module, self._swap = module, swap
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield what stands for the module's parameters; not to be written to."""
+        return (self._values.get(name, own) for name, own in self._module.named_parameters())
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield what stands for the module's buffers; not to be written to."""
+        return (self._values.get(name, own) for name, own in self._module.named_buffers())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @cached_property
+    def _values(self) -> dict[str, Tensor]:
+        return self._swap.outer_tensors()

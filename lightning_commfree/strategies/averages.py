@@ -8,15 +8,14 @@ and into a checkpoint, from which it goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
-from torch import Tensor
 
-from lightning_commfree.comm.weight_swap import WeightSwap
+from lightning_commfree.comm.weight_swap import OuterView, WeightSwap
 from lightning_commfree.patches import Patches
 
 _KIND = getattr(callbacks, "WeightAveraging", None)
@@ -61,24 +60,4 @@ def _update(
     module: pl.LightningModule,
     *args: Any,
 ) -> None:
-    hook(trainer, _Outer(module, swap), *args)
-
-
-class _Outer:
-    """The module, but for its tensors, which are the outer ones where these are exchanged."""
-
-    def __init__(self, module: pl.LightningModule, swap: WeightSwap) -> None:
-        self._module, self._swap = module, swap
-
-    def parameters(self) -> Iterator[Tensor]:
-        return (self._values.get(name, own) for name, own in self._module.named_parameters())
-
-    def buffers(self) -> Iterator[Tensor]:
-        return (self._values.get(name, own) for name, own in self._module.named_buffers())
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-    @cached_property
-    def _values(self) -> dict[str, Tensor]:
-        return self._swap.outer_tensors()
+    hook(trainer, OuterView(module, swap), *args)

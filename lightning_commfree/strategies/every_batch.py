@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commfree.comm.in_step import InStep, Place, Where, Word
+from lightning_commfree.comm.in_step import InStep, Place, Where, Word, refuse_half_steps
 from lightning_commfree.comm.sharing import share_random_state
 from lightning_commfree.domino import GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.strategies.every_step import LockstepEnd
@@ -70,14 +70,7 @@ class MeetEveryBatch(Pace[GradientMean]):
         sigterm, why = self._fit.sigterm, self._end.why() if steps else 0
         word = Word(not finite, steps, sigterm.requested, int(why))
         words = self._tell(Where.BACKWARD, word)
-        stepping = [rank for rank, said in enumerate(words) if said.steps]
-        if 0 < len(stepping) < len(words):
-            raise RuntimeError(
-                f"The data of the ranks {stepping} ended with a batch in the middle of accumulated"
-                f" ones, after step {self._fit.trainer.global_step}, and the other ranks would have"
-                " gone on. Give all ranks equally many batches, as with `limit_train_batches`."
-            )
-
+        refuse_half_steps(words, self._fit.trainer.global_step)
         if steps and any(said.stop for said in words):  # not in the middle of a step
             sigterm.agree()
         if len({said.why for said in words}) > 1:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_commfree.checkpoint.rank_state import REPLICA, Adopted, Saved
 from lightning_commfree.comm.averaging import averaged_buffers
@@ -167,3 +168,43 @@ class JoinedLion:
                 f" `node_size={self._settings.node_size}` their gradients are not averaged over a"
                 " node. Make them trainable before `fit`, or use `node_size=1`."
             )
+
+
+def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
+    """Return a training's one optimizer.
+
+    Args:
+        strategy: for the message.
+        optimizers: of the training; one.
+
+    Raises:
+        TypeError: it is another one.
+    """
+    (optimizer,) = optimizers
+    if not isinstance(optimizer, DistributedLion):
+        raise TypeError(
+            f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
+            f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer. Return"
+            " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)`,"
+            " with a learning rate 3 to 10 times smaller and a weight decay as much larger than"
+            " AdamW's, or use the strategy `ddp`."
+        )
+    return optimizer
+
+
+def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
+    """See that what was loaded is a state of this optimizer's.
+
+    Args:
+        lion: has loaded it.
+        step: after which it was saved.
+
+    Raises:
+        ValueError: there are no momenta.
+    """
+    if step and not any("momentum" in own for own in lion.state.values()):
+        raise ValueError(
+            f"The checkpoint was saved after {step} steps and its optimizer state has no momentum,"
+            " so it is not one of `DistributedLion`. Resume with the optimizer of the save, or load"
+            " the weights alone: `fit` without `ckpt_path`, after `load_from_checkpoint`."
+        )

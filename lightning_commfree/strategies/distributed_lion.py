@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
-from lightning_commfree.lion import DistributedLion, JoinedLion, LionSettings
+from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
@@ -97,15 +97,7 @@ class DistributedLionStrategy(ReplicaStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, DistributedLion):
-                raise TypeError(
-                    f"`{type(self).__name__}` needs `DistributedLion`, but `configure_optimizers`"
-                    f" returned `{type(optimizer).__name__}`: a vote has no meaning for another"
-                    " optimizer. Return `lightning_commfree.DistributedLion(self.parameters(),"
-                    " lr=1e-4, weight_decay=1.0)`, with a learning rate 3 to 10 times smaller and a"
-                    " weight decay as much larger than AdamW's, or use the strategy `ddp`."
-                )
+        self._lion = only_lion(type(self).__name__, self.optimizers)
 
     @override
     def fingerprint(self) -> dict[str, str]:
@@ -134,17 +126,4 @@ class DistributedLionStrategy(ReplicaStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        step = checkpoint.get("global_step", 0)
-        if step and not any("momentum" in own for own in self._lion.state.values()):
-            raise ValueError(
-                f"The checkpoint was saved after {step} steps and its optimizer state has no"
-                " momentum, so it is not one of `DistributedLion`. Resume with the optimizer of"
-                " the save, or load the weights alone: `fit` without `ckpt_path`, after"
-                " `load_from_checkpoint`."
-            )
-
-    @property
-    def _lion(self) -> DistributedLion:
-        (optimizer,) = self.optimizers
-        assert isinstance(optimizer, DistributedLion), "`setup_optimizers` has looked"
-        return optimizer
+        refuse_without_momenta(self._lion, checkpoint.get("global_step", 0))

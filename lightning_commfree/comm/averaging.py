@@ -1,4 +1,4 @@
-"""The mean of a module's buffers over the ranks of a channel."""
+"""The mean of a module's buffers over the ranks of a channel; layers that exchange theirs are refused."""
 
 from __future__ import annotations
 
@@ -40,3 +40,17 @@ def averaged_buffers(
 
     for buffer, mean in zip(buffers, means, strict=True):
         yield buffer, mean.view(buffer.shape)
+
+
+def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
+    """Refuse layers that exchange their statistics: replicas train apart, and average them.
+
+    Raises:
+        ValueError: a layer exchanges them.
+    """
+    if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        raise ValueError(
+            f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
+            " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
+            " ordinary BatchNorm layers when it needs them."
+        )

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.lightning_internals import is_compiled, validation_seconds
@@ -95,20 +94,6 @@ def check_module(strategy: str, trainer: pl.Trainer, module: pl.LightningModule)
     """
     refuse_timed_validation(strategy, trainer)
     refuse_manual_optimization(strategy, module)
-
-
-def refuse_sync_batchnorm(strategy: str, module: pl.LightningModule) -> None:
-    """Refuse statistics that are exchanged, once Lightning has put in what it was asked to.
-
-    Raises:
-        ValueError: a layer exchanges them.
-    """
-    if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
-        raise ValueError(
-            f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
-            " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
-            " ordinary BatchNorm layers when it needs them."
-        )
 
 
 def refuse_manual_optimization(strategy: str, module: pl.LightningModule) -> None:

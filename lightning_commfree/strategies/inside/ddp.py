@@ -7,10 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_commfree.comm.averaging import refuse_sync_batchnorm
 from lightning_commfree.comm.mesh import Mesh, replica_mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
-from lightning_commfree.strategies.checks import check_module, refuse_sync_batchnorm
+from lightning_commfree.strategies.checks import check_module
 from lightning_commfree.strategies.contracts import Inside
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.averaging import refuse_sync_batchnorm
 from lightning_commfree.comm.materialize import Materializer, on_meta
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
 from lightning_commfree.comm.parts import (
@@ -40,7 +41,6 @@ from lightning_commfree.strategies.checks import (
     check_module,
     refuse_callbacks,
     refuse_fp16,
-    refuse_sync_batchnorm,
 )
 from lightning_commfree.strategies.contracts import Inside
 

@@ -1,4 +1,4 @@
-"""The mean of a module's buffers over the ranks of a channel; layers that exchange theirs are refused."""
+"""The mean of a module's buffers over ranks; layers that exchange their own are refused."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def tokenize(
     def build(path: Path) -> None:
         size = corpus.num_bytes(split) if isinstance(corpus, TextFiles) else None
         with path.open("wb") as file, stage(f"tokenizing the {split} split", size) as advance:
-            documents = _told(corpus.documents(split), advance)
-            for tokens in _token_rows(documents, tokenizer):
+            for tokens in _token_rows(corpus.documents(split), tokenizer, advance):
                 file.write(np.asarray(tokens, width.newbyteorder("<")).tobytes())
 
     return build_once(Path(cache_dir) / f"tokens-{key}-{split}.{width.name}", build)
@@ -134,15 +133,8 @@ def count_tokens(
     return counts_V
 
 
-def _told(documents: Iterable[str], advance: Advance) -> Iterator[str]:
-    """Yield the documents; one counts as done when the next is asked for."""
-    for document in documents:
-        yield document
-        advance(len(document.encode()))
-
-
 def _token_rows(
-    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, advance: Advance
 ) -> Iterator[list[int]]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     iterator = iter(documents)
@@ -150,6 +142,7 @@ def _token_rows(
         # special tokens would be put into every document; `verbose` warns of documents longer than
         # a model's context
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        advance(sum(len(document.encode()) for document in batch))
         yield from (row + end for row in encoded)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from recipes.data import token_blocks
 from recipes.data.token_blocks import TokenBlocks, tokenize
 from recipes.data.tokenizer import byte_tokenizer, train_bpe
 
@@ -108,3 +109,18 @@ def test_there_is_no_block_past_the_end(tmp_path) -> None:
         blocks[2]
     with pytest.raises(IndexError):
         blocks[-1]
+
+
+def test_what_is_told_as_done_has_been_tokenized() -> None:
+    """Documents are read ahead of the tokenizer: one large file would count as done at once."""
+    done, told_before = [], []
+
+    def tokenizer(batch, **_):
+        told_before.append(sum(done))
+        return {"input_ids": [[1] for _ in batch]}
+
+    tokenizer.eos_token_id = None
+    documents = ["äb"] * (token_blocks._DOCUMENTS_PER_CALL + 1)
+    assert len(list(token_blocks._token_rows(documents, tokenizer, done.append))) == len(documents)
+    assert told_before == [0, 3 * token_blocks._DOCUMENTS_PER_CALL]
+    assert sum(done) == 3 * len(documents)

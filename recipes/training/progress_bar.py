@@ -108,6 +108,7 @@ class StepProgressBar(ProgressBar):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)  # disables it on all ranks but the first
         save = trainer.save_checkpoint
 
         def save_and_say(filepath: Any, *args: Any, **kwargs: Any) -> None:

@@ -181,6 +181,7 @@ def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> N
         global_step=0,
         progress_bar_metrics={},
         num_val_batches=[7],
+        is_global_zero=True,
         save_checkpoint=lambda path: saved.append(path),
     )
     bar.setup(trainer, None, "fit")
@@ -195,6 +196,13 @@ def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> N
     plain = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().out)
     assert "validating, 5 of 7" in plain
     assert "saving last.ckpt" in plain
+
+
+def test_other_ranks_have_no_bar(clock, capsys) -> None:
+    bar = StepProgressBar()
+    bar.setup(SimpleNamespace(is_global_zero=False, save_checkpoint=None), None, "fit")
+    _play(bar, clock)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_bar_that_is_disabled_says_nothing(clock, capsys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -10,7 +11,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from typing_extensions import override
 
 
@@ -49,7 +50,7 @@ class Module(pl.LightningModule):
     """The model with nothing that is logged.
 
     Args:
-        model: what is trained.
+        model: what is trained; None where a subclass makes it in `configure_model`.
         optimizer: makes the optimizer of the parameters.
         zeros: leave the last position without a target, as transformers' own loss does: nothing
             depends on its embedding, whose gradient is then exactly zero. Else it gets the first
@@ -58,12 +59,12 @@ class Module(pl.LightningModule):
 
     def __init__(
         self,
-        model: GPT2LMHeadModel,
+        model: PreTrainedModel | None,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         zeros: bool = False,
     ) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self._optimizer, self._zeros = optimizer, zeros
 
     @override
@@ -80,12 +81,18 @@ class Module(pl.LightningModule):
 
 
 def quiet_trainer(
-    strategy: Strategy, nodes: int, max_steps: int, callbacks: Sequence[pl.Callback]
+    strategy: Strategy,
+    nodes: int,
+    max_steps: int,
+    callbacks: Sequence[pl.Callback],
+    devices: int = 1,
+    precision: Any = "32-true",
 ) -> pl.Trainer:
-    """Return a Trainer of one CPU process a node that writes and prints nothing."""
+    """Return a Trainer of so many CPU processes a node that writes and prints nothing."""
     return pl.Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
+        precision=precision,
         num_nodes=nodes,
         strategy=strategy,
         max_steps=max_steps,

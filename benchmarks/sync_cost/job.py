@@ -122,7 +122,7 @@ def measure_memory(job: MemoryJob, replica: Channel | None = None) -> dict[str, 
     before = _resident_bytes()
     diloco = _landed(module, job, replica)
     found = {"host": 0.0, "gpu": 0.0, "resident": (_settled_bytes() - before) / job.numel}
-    storages = {t.data_ptr(): t for t in map(Tensor.untyped_storage, _outer_state(diloco))}
+    storages = {t.data_ptr(): t for t in map(Tensor.untyped_storage, outer_state(diloco))}
     for storage in storages.values():
         where = "host" if storage.device.type == "cpu" else "gpu"
         found[where] += storage.nbytes() / job.numel
@@ -217,7 +217,8 @@ def _landed(module: nn.Module, job: MemoryJob, replica: Channel | None) -> Strea
     return diloco
 
 
-def _outer_state(diloco: StreamingDiLoCo) -> list[Tensor]:
+def outer_state(diloco: StreamingDiLoCo) -> list[Tensor]:
+    """Return the tensors of the outer state that this rank holds."""
     tensors = [fragment.global_copy for fragment in diloco.fragments]
     for fragment in diloco.fragments:
         for state in fragment.optimizer.state.values():

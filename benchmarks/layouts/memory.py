@@ -161,4 +161,4 @@ MB by which a process's resident memory rose above what it was (`VmHWM`, set bac
 model's making in `configure_model` to `configure_optimizers`, where it is divided, or wrapped for
 DDP with its buckets. *Checkpoint*: while `trainer.save_checkpoint` runs after the last step. Rank
 0 puts the whole weights and AdamW's two whole moments together in host memory before it writes
-them, three times the model. Every rank copies the outer state that it keeps in its own file."""
+them, three times the model. What else rises on every rank was not traced to its tensors."""

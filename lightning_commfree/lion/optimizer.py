@@ -177,7 +177,8 @@ class DistributedLion(Optimizer):
         super().load_state_dict(state_dict)
 
         for index, parameter in zip(saved, own, strict=True):
-            keep_exact(self.state[parameter], state_dict["state"].get(index, {}), parameter.device)
+            if index in state_dict["state"]:  # else it stays without state
+                keep_exact(self.state[parameter], state_dict["state"][index], parameter.device)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:

@@ -43,6 +43,16 @@ class Adopted(NamedTuple):
     said: str  # what is kept, behind "Every rank starts from the checkpoint's weights, "
 
 
+class Stateful(Protocol):
+    """Something with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it: tensors and plain values, which need not be copies."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+
+
 class RankState(Protocol):
     """What a strategy's algorithm knows on this rank; it answers from `begin` to `end`.
 

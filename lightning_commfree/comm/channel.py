@@ -161,7 +161,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Sum `tensor` (any shape, same on all ranks) over the ranks, in place."""
-        if self._group is None:
+        if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
         with self._watch.launching(tag):
@@ -170,7 +170,7 @@ class Channel:
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Collect every rank's `tensor` (shape S, same on all ranks) as one of shape (size, *S)."""
-        if self._group is None:
+        if self._is_alone():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
         # Not `dist.all_gather`: when a peer dies in the middle of it, gloo's version frees the
@@ -183,14 +183,14 @@ class Channel:
         assert tensor.shape[0] == self.size, (
             f"all_to_all wants {self.size} rows, got {tuple(tensor.shape)}"
         )
-        if self._group is None:
+        if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, all_to_all_bytes(tensor.nbytes, self.size))
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
         """Overwrite `tensor` with that of the channel's rank `source`."""
-        if self._group is None:
+        if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
         with self._watch.launching(tag):
@@ -221,10 +221,19 @@ class Channel:
         for group in (vars(self).pop("_group", None), vars(self).pop("_downward", None)):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+        # Not later: where the collector finds a group in a data loader's forked worker, its end
+        # waits for threads that are not there, and the rank for its worker.
+        self._group = self._downward = None
+
+    def _is_alone(self) -> bool:
+        """Return whether there are no other ranks to send to."""
+        if self.size > 1 and self._group is None:
+            raise RuntimeError("This channel is closed: the fit that had opened it is over.")
+        return self.size == 1
 
     def _meet(self, timeout: timedelta, wider: Unwatched | None, liveness: bool) -> None:
         """Let the ranks learn where each of them answers; zeros say nowhere."""
-        if self._group is None:
+        if self._is_alone():
             return
         watch = PeerWatch(self.ranks[self.rank], timeout, wider) if liveness else None
         mine = bytes(ADDRESS_BYTES) if watch is None else watch.address

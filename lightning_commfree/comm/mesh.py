@@ -60,11 +60,19 @@ def replica_mesh(world_size: int, replica_size: int, name: str = "replica_size")
     return Mesh(axes=(REPLICA, DATA), sizes=(world_size // replica_size, replica_size))
 
 
-def tensor_mesh(world_size: int, tensor_parallel_size: int) -> Mesh:
-    """Lay `world_size` ranks out as tensor groups of `tensor_parallel_size` consecutive ranks.
+def tensor_mesh(
+    world_size: int, size: int, name: str = "tensor_parallel_size", outside: str = DATA
+) -> Mesh:
+    """Lay `world_size` ranks out as tensor groups of `size` consecutive ranks.
+
+    Args:
+        world_size: ranks of the job.
+        size: ranks of a tensor group.
+        name: what the user calls `size`.
+        outside: the axis between groups.
 
     Raises:
-        ValueError: `tensor_parallel_size` is not a positive divisor of `world_size`.
+        ValueError: `size` is not a positive divisor of `world_size`.
     """
-    whole = replica_mesh(world_size, tensor_parallel_size, "tensor_parallel_size")
-    return Mesh(axes=(DATA, TENSOR), sizes=whole.sizes)
+    whole = replica_mesh(world_size, size, name)
+    return Mesh(axes=(outside, TENSOR), sizes=whole.sizes)

@@ -1,4 +1,7 @@
-"""Tensors of which each rank of a replica holds a part: FSDP2's `DTensor`s, divided by rows.
+"""Tensors of which each rank of a replica holds a part.
+
+FSDP2's are `DTensor`s, divided by rows, and most of this file is about them. Tensor parallelism has
+plain tensors, which say so themselves (`mark_part`).
 
 `divide` makes them of a module's parameters. Whoever exchanges, saves or compares tensors works on
 the rank's own memory (`own`). What others read, a checkpoint say, is whole (`whole`), and a rank
@@ -116,9 +119,14 @@ def own(tensor: Tensor) -> Tensor:
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
+def mark_part(parameter: nn.Parameter, is_part: bool) -> None:
+    """Let a parameter say whether the other ranks of the replica hold other parts of it."""
+    parameter.is_part_of_replica = is_part  # type: ignore[attr-defined]
+
+
 def is_part(tensor: Tensor) -> bool:
     """Return whether the other ranks of the replica hold other parts of the tensor."""
-    return isinstance(tensor, DTensor)
+    return isinstance(tensor, DTensor) or getattr(tensor, "is_part_of_replica", False)
 
 
 def whole(tensor: Tensor) -> Tensor:

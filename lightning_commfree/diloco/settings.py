@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +70,7 @@ class DiLoCoSettings:
     wire_dtype: str
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
-    inside: str = "ddp"
+    inside: Any = "ddp"  # a name, or Domino's settings, which this wing does not know
     nonfinite: str = "raise"
     evaluate: str = "outer"
     check_drift_every: int = 1

@@ -105,7 +105,9 @@ class OptimizerParts:
             spec, _ = self._parts.get(parameter, (None, None))
             own = dict(state["state"].get(index, {}))
             for key, value in own.items():
-                if spec is not None and isinstance(value, Tensor) and value.dim() > spec.dim:
+                if spec is None or not isinstance(value, Tensor) or value.dim() <= spec.dim:
+                    continue
+                if value.shape != parameter.shape:  # else it is this rank's already
                     own[key] = spec.part(value, rank)
             if own:
                 parts[index] = own

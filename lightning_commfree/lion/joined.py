@@ -20,6 +20,7 @@ from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 
 BUFFERS_TAG = "buffers"
+_WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momenta
 
 
 class JoinedLion:
@@ -124,12 +125,13 @@ class JoinedLion:
     def adopt(self, saved: Saved) -> Adopted | None:
         """Give every worker its momentum where it was there, a new one the mean of all."""
         was = saved.entry["fingerprint"]
-        size, divided = int(was["node_size"]), was.get("inside") == repr("fsdp")
-        if divided and (size, "fsdp") != (self._settings.node_size, self._settings.inside):
+        size, divided = int(was["node_size"]), was.get("inside", _WHOLE) != _WHOLE
+        now = self._settings.fingerprint()
+        if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold other parts
         place = self._channels.within.rank if divided else 0
-        workers, now = saved.entry["ranks"] // size, self._channels.between
-        wanted = [now.rank] if now.rank < workers else range(workers)
+        workers, between = saved.entry["ranks"] // size, self._channels.between
+        wanted = [between.rank] if between.rank < workers else range(workers)
 
         parts = saved.load_all(worker * size + place for worker in wanted)
         if not parts:
@@ -139,7 +141,7 @@ class JoinedLion:
             own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]
 
         said = "every worker takes up the momentum that it had"
-        if now.size > workers:
+        if between.size > workers:
             said += f", workers from {workers} on the mean of all"
         return Adopted(own, said)
 
@@ -151,7 +153,7 @@ class JoinedLion:
 
     def _join(self) -> Voting:
         named = agree_on_parameters(self._channels.world, self._module, self._lion.param_groups)
-        within, divided = self._channels.within, self._settings.inside == "fsdp"
+        within, divided = self._channels.within, self._settings.inside != "ddp"
         node, others = (None, within) if divided else (within, None)
         if self._settings.node_size == 1:
             node = None

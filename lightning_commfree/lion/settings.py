@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 _CHOICES = {
     "vote": ("majority", "average"),
@@ -25,7 +26,7 @@ class LionSettings:
     momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
-    inside: str = "ddp"
+    inside: Any = "ddp"  # a name, or Domino's settings, which this wing does not know
     check_drift_every: int = 100
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_commfree.checkpoint.own_tensors import OwnTensors
 from lightning_commfree.checkpoint.rank_files import SavedParts
 from lightning_commfree.checkpoint.rank_parts import copied, plain
-from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, Saved
+from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, Saved, Stateful
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.parts import is_part
@@ -47,6 +47,7 @@ class _Fit:
 
     trainer: pl.Trainer
     owner: RankState
+    inside: Stateful
     tensors: OwnTensors
 
 
@@ -107,7 +108,7 @@ class ExactResume:
         if self._fit is not None:
             self._take(self._fit, self._source)
 
-    def begin(self, trainer: pl.Trainer, owner: RankState) -> None:
+    def begin(self, trainer: pl.Trainer, owner: RankState, inside: Stateful) -> None:
         """Begin a fit, and put this rank's own weights and tensors in place if it resumes.
 
         Collective; in `setup`, when module, optimizers and algorithm stand. A checkpoint that is
@@ -116,9 +117,10 @@ class ExactResume:
         Args:
             trainer: of the fit.
             owner: the algorithm.
+            inside: what else of this rank has a state.
         """
         tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
-        self._fit = _Fit(trainer, owner, tensors)
+        self._fit = _Fit(trainer, owner, inside, tensors)
         if self._source is not None:
             self._take(self._fit, self._source)
 
@@ -171,6 +173,8 @@ class ExactResume:
         fit.tensors.load(part.get("tensors", {}))
         if "algorithm" in part:
             fit.owner.load_state_dict(part["algorithm"])
+        if "inside" in part:
+            fit.inside.load_state_dict(part["inside"])
 
     # -- saving
 
@@ -222,6 +226,7 @@ def _part_of(
     """Return what only this rank knows; no copies."""
     part: Part = {
         "algorithm": fit.owner.state_dict(),
+        "inside": fit.inside.state_dict(),
         "gradients": half_accumulated(fit.trainer),
         "schedulers": plain(checkpoint.get("lr_schedulers")),
         **data_state(fit.trainer, checkpoint, begin),

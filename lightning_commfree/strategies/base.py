@@ -24,6 +24,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -111,6 +112,12 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
         return {} if self._log is None else self._log.figures()
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        size = self.inside.size if self.inside.same_batch else 1
+        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
+
     # -- the life of a fit, in the order in which the Trainer calls it
 
     @property
@@ -156,7 +163,9 @@ class ReplicaStrategy(DDPStrategy):
         self._log = FitLog(trainer, self.ledger, traffic, between.figures, self.patches)
         own = sigterm, self._log, self.ranks, self.patches
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
-        self._resume.begin(trainer, between)  # the algorithm stands, and takes its state back
+        self._resume.begin(
+            trainer, between, self.inside
+        )  # the algorithm stands, and takes its state back
 
     @override
     def model_to_device(self) -> None:
@@ -173,11 +182,14 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.now.begin(resumed=self._resume.go_on())  # what hooks drew until now does not count
+        resumed = self._resume.go_on()  # what hooks drew until now does not count
+        self.inside.train_begins()
+        self.now.begin(resumed)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.phase = STEPS
+        self.inside.check_first("train", (args, kwargs))
         with self.now.training():
             return super().training_step(*args, **kwargs)
 
@@ -186,6 +198,16 @@ class ReplicaStrategy(DDPStrategy):
         """In the body gradients accumulate on this rank; Lightning's word for it."""
         with self.inside.accumulating() or super().block_backward_sync():
             yield
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.inside.check_first("validate", (args, kwargs))
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.inside.after_backward()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,9 +232,9 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        self.inside.release()
         fit, self.now = self.now, OutsideOfFit()
         fit.end()
+        self.inside.release()
         self._resume.end()
         self._starter.restore_callbacks()
         super().teardown()

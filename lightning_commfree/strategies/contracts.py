@@ -28,6 +28,7 @@ class Inside(Protocol):
     Attributes:
         size: ranks of a replica.
         uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
+        same_batch: the ranks of a replica must see the same batch.
         moves_module: Lightning moves the whole module to the device before `prepare`.
         restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
     """
@@ -35,6 +36,7 @@ class Inside(Protocol):
     size: int
     uses_ddp: bool = False
     moves_module: bool = True
+    same_batch: bool = False
     restores_after_setup: bool = False
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
@@ -78,6 +80,34 @@ class Inside(Protocol):
     def accumulating(self) -> AbstractContextManager[None] | None:
         """Keep gradients to this rank in the body: no step follows; None: as Lightning does."""
         return None
+
+    def train_begins(self) -> None:
+        """Training begins; what a resumed fit goes on with is in place."""
+        return
+
+    def check_first(self, verb: str, batch: Any) -> None:
+        """See that what must be the same batch is, where something is done for the first time.
+
+        Args:
+            verb: what is done with it.
+            batch: tensors in whatever.
+
+        Raises:
+            ValueError: it is not; on all ranks of the replica.
+        """
+        del verb, batch
+
+    def after_backward(self) -> None:
+        """Make the gradients of a batch the replica's; collective within it."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of this rank an exact resume needs besides weights and optimizers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        del state
 
     def release(self) -> None:
         """Let go of the model; the fit is over, or has failed."""

@@ -9,11 +9,12 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import chosen
+from lightning_commfree.strategies.inside import TensorParallel, chosen
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -45,7 +46,8 @@ class DistributedLionStrategy(ReplicaStrategy):
             one worker; each carries 1/k of the vote.
         inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
             gradients and momentum, in units of a transformer block (FSDP2); each rank votes on its
-            part, and its figures are of that part.
+            part, and its figures are of that part. "domino", or a `DominoSettings`: a part of every
+            layer of a transformers model; they see the same batch.
         overlap: start a bucket's vote during backward, when its last gradient is there. Switched
             off, with a message, where gradients are changed after backward: clipping, fp16 scaling,
             `node_size` above 1, hooks between backward and step.
@@ -78,7 +80,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         momentum_sync_every: int = 0,
         nonfinite: str = "raise",
         node_size: int = 1,
-        inside: str = "ddp",
+        inside: str | DominoSettings = "ddp",
         overlap: bool = True,
         check_drift_every: int = 100,
         **ddp_kwargs: Any,
@@ -87,6 +89,12 @@ class DistributedLionStrategy(ReplicaStrategy):
         self.settings = LionSettings(
             vote, ties, momentum_sync_every, nonfinite, node_size, inside, check_drift_every
         )
+        if ties == "random" and isinstance(self.inside, TensorParallel):
+            raise ValueError(
+                "`ties='random'` does not go with `inside='domino'`: ranks of a tensor group would"
+                " draw other ties for what all of them hold. Leave `ties` at 'zero', or take"
+                " `inside='fsdp'`."
+            )
         if not isinstance(overlap, bool):
             raise TypeError(f"`overlap={overlap!r}` must be True or False.")
         self.overlap = overlap

@@ -93,12 +93,6 @@ class DominoTPStrategy(ReplicaStrategy):
         """Ranks that share one model."""
         return self.inside.size
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        size = self.inside.size
-        return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
-
     @override
     def traffic(self, tokens_per_step: int) -> Traffic:  # type: ignore[override]
         """Return what this rank will send in training steps; available from `on_fit_start` on.
@@ -138,16 +132,6 @@ class DominoTPStrategy(ReplicaStrategy):
         if batch_idx == 0:
             self.now.first_batch()
         super().on_train_batch_start(batch, batch_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.inside.check_first("train", (args, kwargs))
-        return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.inside.check_first("validate", (args, kwargs))
-        return super().validation_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -12,10 +12,8 @@ per batch:
 from __future__ import annotations
 
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_commfree.comm.in_step import InStep, Place, Where, Word, refuse_half_steps
-from lightning_commfree.comm.sharing import share_random_state
 from lightning_commfree.domino import GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.strategies.every_step import LockstepEnd
 from lightning_commfree.strategies.pace import Fit, Pace
@@ -32,12 +30,6 @@ class MeetEveryBatch(Pace[GradientMean]):
         super().__init__(fit)
         self._in_step = InStep(fit.world)
         self._end = LockstepEnd(fit, lambda: self._tell(Where.EPOCH, Word()))
-
-    @override
-    def begin(self, resumed: bool) -> None:
-        # from here on the ranks of a tensor group draw the same numbers; in a resumed fit they have
-        # those that came after the save
-        share_random_state(self._fit.channels.within, self._fit.module.device)
 
     def first_batch(self) -> None:
         """See that all ranks have got a batch of this epoch.

@@ -96,6 +96,9 @@ def _count_shares(cfg: DictConfig) -> int:
     keys = OmegaConf.masked_copy(cfg.trainer, ["accelerator", "devices", "num_nodes"])
     ranks = count_ranks(cast(dict[str, Any], OmegaConf.to_container(keys)))
     world = ranks.per_node * ranks.num_nodes
-    if not issubclass(get_class(cfg.strategy._target_), DominoTPStrategy):
-        return world
-    return max(world // (cfg.strategy.tensor_parallel_size or ranks.per_node), 1)
+    strategy = cfg.strategy
+    if issubclass(get_class(strategy._target_), DominoTPStrategy):
+        return max(world // (strategy.tensor_parallel_size or ranks.per_node), 1)
+    if strategy.get("inside") == "domino":
+        return max(world // (strategy.get("replica_size") or strategy.get("node_size")), 1)
+    return world

@@ -110,6 +110,10 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
         return Need(weights, gradients, optimizer, 0, on_host)
     if strategy.get("inside") == "fsdp":
         return _in_parts(need, module, _group_size(strategy))
+    if strategy.get("inside") == "domino":
+        size = _group_size(strategy)
+        weights, gradients, optimizer = (part // size for part in need[:3])
+        return Need(weights, gradients, optimizer, kept, on_host, aside // size)
     return need
 
 
@@ -139,7 +143,7 @@ def _bucket_bytes(kind: type, strategy: Mapping[str, Any], ranks: Ranks, gradien
     group = _group_size(strategy)
     if kind is DDPStrategy:
         group = ranks.per_node * ranks.num_nodes
-    return gradients if group > 1 and strategy.get("inside") != "fsdp" else 0
+    return gradients if group > 1 and strategy.get("inside", "ddp") == "ddp" else 0
 
 
 def _group_size(strategy: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from pathlib import Path
@@ -283,3 +284,24 @@ def test_misuse_of_a_channel_is_an_error_of_ours() -> None:
         Channel([0, 1], 0, Ledger())
     with pytest.raises(AssertionError, match=r"all_to_all wants 1 rows, got \(2, 3\)"):
         Channel([0], 0, Ledger()).all_to_all(torch.ones(2, 3), "t")
+
+
+def close(rank: int, size: int) -> tuple[bool, str]:
+    channel = world_channel(rank, size)
+    assert channel.group is not None
+    channel.all_reduce(torch.ones(1), "t").wait()
+    gc.disable()  # where it runs is no place for the end of a process group
+    there = weakref.ref(channel.group)
+    channel.close()
+    try:
+        channel.all_reduce(torch.ones(1), "t")
+    except RuntimeError as error:
+        return there() is not None, str(error)
+    return there() is not None, "no error"
+
+
+def test_a_closed_channel_leaves_no_process_group_to_the_collector(tmp_path: Path) -> None:
+    """In a forked child of a data loader its end would wait for threads that are not there."""
+    for is_there, error in run_ranks(close, 2, tmp_path):
+        assert not is_there
+        assert "This channel is closed" in error

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.ddp import DataParallel
+from lightning_commfree.strategies.inside.domino import TensorParallel
 from lightning_commfree.strategies.inside.fsdp import FullyShard
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
-__all__ = ["DataParallel", "FullyShard", "chosen"]
+__all__ = ["DataParallel", "FullyShard", "TensorParallel", "chosen"]
 
 
-def chosen(strategy: ReplicaStrategy, inside: str, size: int, argument: str) -> Inside:
+def chosen(
+    strategy: ReplicaStrategy, inside: str | DominoSettings, size: int, argument: str
+) -> Inside:
     """Return what the user has chosen.
 
     Args:
         strategy: whose ranks.
-        inside: its name.
+        inside: its name, or Domino's settings.
         size: ranks of a replica.
         argument: what the user calls `size`.
 
@@ -28,9 +33,21 @@ def chosen(strategy: ReplicaStrategy, inside: str, size: int, argument: str) -> 
     """
     if inside == "ddp":
         return DataParallel(size, argument)
+    parts = inside in ("fsdp", "domino") or isinstance(inside, DominoSettings)
+    if parts and size < 2:
+        raise ValueError(
+            f"`inside={inside!r}` divides a replica among its ranks, and with `{argument}={size}`"
+            f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at 'ddp'."
+        )
     if inside == "fsdp":
         return FullyShard(strategy, size, argument)
+    if inside == "domino":
+        inside = DominoSettings()
+    if isinstance(inside, DominoSettings):
+        settings = replace(inside, tensor_parallel_size=size)
+        return TensorParallel(strategy, settings, argument)
     raise ValueError(
         f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
-        " model, or 'fsdp', each holds a part of it."
+        " model, 'fsdp', each holds a part of it, or 'domino' (or `DominoSettings`), each computes"
+        " a part of every layer."
     )

@@ -53,22 +53,16 @@ class FullyShard(Inside):
 
     Args:
         strategy: whose ranks.
-        size: ranks of a replica.
+        size: ranks of a replica, 2 or more.
         argument: what the user calls `size`.
 
     Raises:
-        ValueError: a replica of one rank has nothing to divide, or torch is too old.
+        ValueError: torch is too old.
     """
 
     moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
 
     def __init__(self, strategy: ReplicaStrategy, size: int, argument: str) -> None:
-        if size < 2:
-            raise ValueError(
-                f"`inside='fsdp'` divides a replica among its ranks, and with `{argument}={size}`"
-                f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at"
-                " 'ddp'."
-            )
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
         self._strategy, self.size, self._argument = strategy, size, argument

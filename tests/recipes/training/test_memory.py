@@ -71,6 +71,13 @@ def test_fsdp_divides_all_but_its_largest_unit(needed) -> None:
     assert need.host == whole.host + 4 * n + 8 * n, "a save puts the whole together on the host"
 
 
+def test_domino_inside_divides(needed) -> None:
+    words = ["strategy=streaming_diloco", "strategy.replica_size=2", "strategy.inside=domino"]
+    n, need = needed(*words)
+    assert need.weights == need.gradients == need.saving == 2 * n
+    assert (need.optimizer, need.strategy) == (4 * n, 4 * n)
+
+
 def test_domino_divides(needed) -> None:
     n, need = needed("strategy=domino_tp")
     assert need.weights == need.gradients == 2 * n

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -37,17 +38,24 @@ class _Left(NamedTuple):
     by_sigterm: bool
 
 
+def _check_and_launch(
+    check: Check,
+    launch: Callable[..., Any],
+    function: Any,
+    *args: Any,
+    trainer: pl.Trainer | None = None,
+    **kwargs: Any,
+) -> Any:
+    check(trainer)
+    return launch(function, *args, trainer=trainer, **kwargs)
+
+
 def checked(launcher: Any, check: Check) -> Any:
-    """Return a launcher of Lightning's, which first lets the strategy look at what will be run."""
-    launch = launcher.launch
+    """Return a launcher of Lightning's, which first lets the strategy look at what will be run.
 
-    def check_and_launch(
-        function: Any, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any
-    ) -> Any:
-        check(trainer)
-        return launch(function, *args, trainer=trainer, **kwargs)
-
-    launcher.launch = check_and_launch
+    It pickles, as a module that has its Trainer does.
+    """
+    launcher.launch = partial(_check_and_launch, check, launcher.launch)
     return launcher
 
 

@@ -65,6 +65,15 @@ def test_a_strategy_pickles_as_spawned_ranks_need_it(kind: Any) -> None:
     assert vars(pickle.loads(pickle.dumps(kind()))).keys() == vars(kind()).keys()
 
 
+def test_a_trainer_pickles_before_its_ranks_are_there(tmp_path: Path) -> None:
+    """With its strategy and the launcher, as Lightning's own does."""
+    trainer = quiet_trainer(strategy="streaming_diloco", devices=2)
+    assert trainer.strategy.launcher is not None
+    torch.save(trainer, tmp_path / "trainer.pt")
+    loaded = torch.load(tmp_path / "trainer.pt", weights_only=False)
+    assert loaded.strategy.launcher is not None
+
+
 @pytest.mark.parametrize("name", ["streaming_diloco", "distributed_lion_fork", "domino_tp_spawn"])
 def test_fabric_is_told_whose_strategies_these_are(name: str) -> None:
     with pytest.raises(TypeError, match=rf"Use `lightning.pytorch.Trainer\(strategy='{name}'\)`"):

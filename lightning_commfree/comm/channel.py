@@ -98,9 +98,7 @@ class Channel:
         self._group, self._downward = group, downward
         self._watch = Unwatched(self.size)  # from `open` on one that asks
         self._sockets = Unshared()  # what forked children close
-        assert (group is None) == (self.size == 1), (
-            "a channel of several ranks needs a process group"
-        )
+        assert (group is None) == (self.size == 1), "several ranks need a process group"
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -221,13 +219,11 @@ class Channel:
         for group in (vars(self).pop("_group", None), vars(self).pop("_downward", None)):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        # Not later: where the collector finds a group in a data loader's forked worker, its end
-        # waits for threads that are not there, and the rank for its worker.
+        # a collector that ends it later, in a worker forked off, would wait for threads for ever
         self._group = self._downward = None
 
     def _is_alone(self) -> bool:
-        """Return whether there are no other ranks to send to."""
-        if self.size > 1 and self._group is None:
+        if self._group is None and self.size > 1:
             raise RuntimeError("This channel is closed: the fit that had opened it is over.")
         return self.size == 1
 

@@ -163,9 +163,7 @@ class ReplicaStrategy(DDPStrategy):
         self._log = FitLog(trainer, self.ledger, traffic, between.figures, self.patches)
         own = sigterm, self._log, self.ranks, self.patches
         self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
-        self._resume.begin(
-            trainer, between, self.inside
-        )  # the algorithm stands, and takes its state back
+        self._resume.begin(trainer, between, self.inside)  # they stand, and take states back
 
     @override
     def model_to_device(self) -> None:
@@ -280,9 +278,8 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        return self.inside.whole_optimizer(optimizer, super().optimizer_state(optimizer))
+        raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.inside.whole_optimizer(raw, super().optimizer_state(raw))
 
     @property
     @override

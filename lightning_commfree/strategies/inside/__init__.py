@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.ddp import DataParallel
-from lightning_commfree.strategies.inside.domino import TensorParallel
 from lightning_commfree.strategies.inside.fsdp import FullyShard
+from lightning_commfree.strategies.inside.tensor_replica import TensorReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
-__all__ = ["DataParallel", "FullyShard", "TensorParallel", "chosen"]
+__all__ = ["DataParallel", "FullyShard", "TensorReplica", "chosen"]
 
 
 def chosen(
@@ -45,7 +45,7 @@ def chosen(
         inside = DominoSettings()
     if isinstance(inside, DominoSettings):
         settings = replace(inside, tensor_parallel_size=size)
-        return TensorParallel(strategy, settings, argument)
+        return TensorReplica(strategy, settings, argument)
     raise ValueError(
         f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
         " model, 'fsdp', each holds a part of it, or 'domino' (or `DominoSettings`), each computes"

@@ -6,8 +6,7 @@ checkpoints hold whole states, put together one tensor at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.mesh import REPLICA, Mesh, tensor_mesh
-from lightning_commfree.comm.parts import check_optimizers, mark_part
+from lightning_commfree.comm.mesh import Mesh, tensor_mesh
+from lightning_commfree.comm.parts import check_optimizers
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start, share_random_state
 from lightning_commfree.domino import (
@@ -29,7 +28,6 @@ from lightning_commfree.domino import (
     OptimizerParts,
     ShardedModule,
     check_module,
-    check_states,
     on_meta,
     refuse_nonfinite_weights,
 )
@@ -53,9 +51,6 @@ class TensorParallel(Inside):
     Args:
         strategy: whose ranks.
         settings: of Domino.
-        argument: what the user calls a replica's size where the group is one, and an algorithm that
-            knows nothing of Domino stands between replicas; None where gradients are averaged
-            between the groups (`GradientMean`), in every step.
 
     Attributes:
         sharded: the divided model, from `prepare` to `release`.
@@ -64,11 +59,8 @@ class TensorParallel(Inside):
     same_batch = True
     moves_module = False  # `prepare` moves this rank's part
 
-    def __init__(
-        self, strategy: ReplicaStrategy, settings: DominoSettings, argument: str | None = None
-    ) -> None:
-        self._strategy, self._settings, self._argument = strategy, settings, argument
-        self._accumulates = self._seen = False
+    def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
+        self._strategy, self._settings = strategy, settings
         self.sharded: ShardedModule | None = None
         self._left: OptimizerParts | None = None  # by the latest fit
         self._undivided: set[nn.Parameter] = set()
@@ -92,9 +84,7 @@ class TensorParallel(Inside):
 
     @override
     def mesh(self, world_size: int) -> Mesh:
-        if self._argument is None:
-            return tensor_mesh(world_size, self.size)
-        return tensor_mesh(world_size, self.size, self._argument, REPLICA)
+        return tensor_mesh(world_size, self.size)
 
     # -- before and after a fit
 
@@ -135,8 +125,6 @@ class TensorParallel(Inside):
         )
         for model in self.sharded.models:
             model.fell_back = cache(rank_zero_warn)  # of each text once
-        if self._argument is not None:
-            self._mark(self.sharded)
         module.to(strategy.root_device)
 
     @override
@@ -158,28 +146,10 @@ class TensorParallel(Inside):
         if self.sharded is not None:
             self._left = None
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
-                for held in self.sharded.held():
-                    mark_part(held.tensor, False)
                 self.sharded.join()
                 self._left = self.sharded.optimizer_parts
             self.sharded = None
         self._was_on_meta = False
-
-    def _mark(self, sharded: ShardedModule) -> None:
-        """Let parameters say which of them are parts; an algorithm asks them (`comm.parts`).
-
-        Raises:
-            ValueError: some ranks hold the same part, and others another one.
-        """
-        for name, parameter, _, spec in sharded.held():
-            held = set(() if spec is None else spec.ranges)
-            if spec is not None and 1 < len(held) < len(spec.ranges):
-                raise ValueError(
-                    f"{name!r} is divided into {len(held)} parts among {self.size} ranks: several"
-                    " of them hold the same one, as key heads that are fewer than ranks. With"
-                    f" `inside='domino'` choose `{self._argument}` up to {len(held)}."
-                )
-            mark_part(parameter, len(held) > 1)
 
     # -- in a fit
 
@@ -189,44 +159,6 @@ class TensorParallel(Inside):
         # those that came after the save
         strategy = self._strategy
         share_random_state(strategy.channels.within, strategy.module.device)
-
-    @override
-    def accumulating(self) -> AbstractContextManager[None] | None:
-        return None if self._argument is None else self._accumulating()
-
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
-
-    @override
-    def after_backward(self) -> None:
-        """Add up gradients of what several ranks use in part, where nobody between replicas does.
-
-        Raises:
-            ValueError: an optimizer keeps something else than numbers for single elements.
-        """
-        if self._argument is None or self.sharded is None or self._accumulates:
-            return
-        self.sharded.sum_shared_gradients()
-        if not self._seen and any(one.state for one in self._strategy.optimizers):
-            self._seen = True
-            check_states(self._strategy.optimizers, self.sharded.specs.keys())
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._argument is None or self.sharded is None:
-            return {}  # `GradientMean` has it
-        return {"random": [model.group.own_state() for model in self.sharded.models]}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.sharded is not None:
-            for model, own in zip(self.sharded.models, state.get("random", ()), strict=False):
-                model.group.load_own_state(own)
 
     @override
     def check_first(self, verb: str, batch: Any) -> None:

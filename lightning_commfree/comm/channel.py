@@ -1,9 +1,8 @@
 """A group of ranks and what is in flight between them.
 
-The only module of the package that calls `torch.distributed`. Every collective starts when its
-method is called and returns a `Pending`; `.wait()` at once is the blocking form. A channel of one
-rank takes the same path and sends nothing. Bytes and waits go to the `Ledger` under the caller's
-tag.
+The only module of the package that calls collectives of `torch.distributed`; FSDP has its own. Each
+starts when its method is called and returns a `Pending`; `.wait()` at once is the blocking form. A
+channel of one rank takes the same path and sends nothing. Bytes and waits go to the `Ledger`.
 
 Collectives of one channel must be launched in the same order on all of its ranks, from one thread;
 that order is a function of the training step alone. Pendings may be waited for in any order. What
@@ -212,7 +211,7 @@ class Channel:
         return Meeting(self._watch, unit)
 
     def close(self) -> None:
-        """Give the process group back. Wait for every `Pending` first, or give up on its result."""
+        """Give the process group back, after every `Pending` or in place of its result."""
         # first, so that a peer whose connection breaks now finds that this rank has left
         self._watch.close()
         # none is kept: a process forked later, a loader's worker say, could not free it
@@ -236,9 +235,8 @@ class Channel:
         row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
         addresses = self.all_gather(row, PEERS_TAG).wait().cpu()
         if watch is not None:
-            watch.meet(
-                {r: bytes(row.tolist()) for r, row in zip(self.ranks, addresses, strict=True)}
-            )
+            found = zip(self.ranks, addresses, strict=True)
+            watch.meet({rank: bytes(row.tolist()) for rank, row in found})
             self._watch = watch
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
@@ -249,8 +247,7 @@ class Channel:
             if self._downward is None:
                 works = [_all_to_all(received, rows, self._group)]
             else:
-                # how many rows travel, by rank: its own does not
-                below = [int(rank < place) for rank in range(self.size)]
+                below = [int(rank < place) for rank in range(self.size)]  # rows that travel
                 above = [int(rank > place) for rank in range(self.size)]
                 lower, higher = slice(None, place), slice(place + 1, None)
                 up, down = self._group, self._downward

@@ -214,8 +214,7 @@ class Channel:
         """Give the process group back, after every `Pending` or in place of its result."""
         # first, so that a peer whose connection breaks now finds that this rank has left
         self._watch.close()
-        # none is kept: a process forked later, a loader's worker say, could not free it
-        for group in (vars(self).pop("_group", None), vars(self).pop("_downward", None)):
+        for group in (self._group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # a collector that ends it later, in a worker forked off, would wait for threads for ever

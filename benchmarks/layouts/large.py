@@ -155,4 +155,5 @@ exchanged after the second step and the others after the third; the fit's last r
 inner optimizer of DiLoCo is SGD without momentum, which holds nothing. Success is a fit that comes
 to its end. Sizes are tried from the largest. One that would hold more than is free, but for
 {spared:.0f} GiB, is not begun, and ranks that leave less are ended. Foretold: `needed_bytes` in
-`benchmarks/layouts/large.py`. Peak: the sum of what each rank's resident memory rose by."""
+`benchmarks/layouts/large.py`. Peak: the sum of what each rank's resident memory rose by.
+Seconds say that it comes to an end, and no more: other work may share the machine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -114,4 +113,3 @@ class Network:
         if self._channels is not None:
             self._channels.close()
             self._channels = None
-            gc.collect()  # what still holds a process group; see `Channel.close`

@@ -187,7 +187,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.phase = STEPS
-        self.inside.check_first("train", (args, kwargs))
+        if self.inside.same_batch:
+            self.inside.check_first("train", (args, kwargs))
         with self.now.training():
             return super().training_step(*args, **kwargs)
 
@@ -199,13 +200,15 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.inside.check_first("validate", (args, kwargs))
+        if self.inside.same_batch:
+            self.inside.check_first("validate", (args, kwargs))
         return super().validation_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self.inside.after_backward()
+        if self.inside.same_batch:
+            self.inside.after_backward()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -80,6 +81,8 @@ class Job:
         # a shell may have left it ignored for its background jobs, and tests may be one
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # as in a process of its own: an earlier test's library may have let the root logger speak
+        logging.getLogger().setLevel(logging.WARNING)
         with self.log.open("a", buffering=1) as sys.stdout:
             sys.stderr = sys.stdout
             fit(config, build)

@@ -106,7 +106,7 @@ def page_lines(seconds: Seconds) -> list[str]:
             rounds = seconds[nodes, "one", num_bytes]
             ideal = 8e3 * num_bytes * (nodes - 1) / (MEGABITS * 1e6)
             lines.append(
-                f"| {nodes} | {num_bytes / 1e6:g} | {ideal:.0f} | {one:.0f} | {two:.0f}"
+                f"| {nodes} | {num_bytes / 1e6:g} | {ideal:.1f} | {one:.1f} | {two:.1f}"
                 f" | {two / one:.2f} | {len(rounds)} |"
             )
     return ["## The gathers", "", *HOW_TO_READ.splitlines(), "", *lines]

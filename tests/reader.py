@@ -61,7 +61,7 @@ _LAUNCHED = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "SLURM_NTASKS", "NODE_
 STOPPED = "outputs/pretrain/stopped"  # a run of the reader's, and its copy
 COPY = "copy_of_stopped"
 STEPS, MORE_STEPS = 2, 3  # of a run, and of one that goes on
-SILENT = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+SILENT = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # "disabled" ends all loggers
 
 
 class Ranks(NamedTuple):

@@ -32,7 +32,7 @@ COMMANDS = {
     "pretrain": pretrain.main,
 }
 GOLDEN = Path(__file__).parent / "golden"  # what commands print; look at a change and copy it
-SILENT = ["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]
+SILENT = ["hydra/job_logging=none", "hydra/hydra_logging=none"]  # "disabled" ends all loggers
 Told = Callable[..., str]
 
 

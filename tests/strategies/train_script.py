@@ -1,6 +1,7 @@
-"""A user's script, run by the launch tests: `python train_script.py STRATEGY OUTPUT_FOLDER`.
+"""A user's script, run by the launch tests: `python train_script.py STRATEGY[,...] OUTPUT_FOLDER`.
 
-With DIES_ONCE in the environment rank 1 kills itself in the middle of torchrun's first attempt.
+With DIES_ONCE in the environment rank 1 kills itself in the middle of the last of its fits, in
+torchrun's first attempt.
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ class Voter(Tiny):
         return DistributedLion(self.parameters(), lr=0.02)
 
 
-if __name__ == "__main__":
-    name, folder = sys.argv[1], Path(sys.argv[2])
+def fit(name: str, folder: Path, dies: bool) -> None:
     strategy = StreamingDiLoCoStrategy(start_method="spawn") if name == "instance" else name
     trainer = quiet_trainer(strategy=strategy, devices=2, max_epochs=1)
-    if "DIES_ONCE" in os.environ:
+    if dies:
         trainer.callbacks.append(DieOnce())
     module = {"distributed_lion": Voter, "domino_tp": causal_lm.CausalLM}.get(name, Tiny)()
     rows = loader(10 * 2 * 2), loader(4)
@@ -52,3 +52,10 @@ if __name__ == "__main__":
         "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
     }
     (folder / f"{name}_{trainer.global_rank}.json").write_text(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    names, folder = sys.argv[1].split(","), Path(sys.argv[2])
+    for name in names:
+        torch.manual_seed(0)
+        fit(name, folder, dies="DIES_ONCE" in os.environ and name == names[-1])

@@ -71,18 +71,20 @@ class Begun(pl.Callback):
         )
 
 
-def fit(folder: Path, size: int, module: Tiny | None = None, **kwargs: Any) -> Any:
-    """A shuffling loader: Lightning puts its own DistributedSampler in."""
+def fit(folder: Path | None, size: int, module: Tiny | None = None, **kwargs: Any) -> Any:
+    """A shuffling loader: Lightning puts its own DistributedSampler in. Without a folder nothing is
+    saved."""
     recorder = Recorder()
     settings = {**SETTINGS, **kwargs.pop("settings", {})}
     save = ModelCheckpoint(
         folder, "{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
     )
+    callbacks: list[pl.Callback] = [recorder, save] if folder else [recorder]
     trainer = quiet_trainer(
         strategy=StreamingDiLoCoStrategy(**settings),
         devices=size,
-        enable_checkpointing=True,
-        callbacks=[recorder, save],
+        enable_checkpointing=folder is not None,
+        callbacks=callbacks,
         max_epochs=2,
         **kwargs,
     )
@@ -97,7 +99,7 @@ def straight_and_resumed(rank: int, size: int, folder: Path) -> Any:
     resumed = {}
     for step in range(1, STEPS):
         torch.manual_seed(step)  # what else happened in the new process must not matter
-        again, module, recorder, data = fit(folder / f"resumed_{step}", size)
+        again, module, recorder, data = fit(None, size)
         again.fit(module, data, ckpt_path=folder / "straight" / f"step={step}.ckpt")
         resumed[step] = recorder.local, recorder.outer
     return straight.local, straight.outer, resumed

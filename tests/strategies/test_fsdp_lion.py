@@ -77,7 +77,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def compare(rank: int, size: int, folder: Path) -> Any:
     played = {
-        (inside, name): fit(rank, size, folder / inside / name, inside=inside, **changes)
+        (inside, name): fit(
+            rank,
+            size,
+            folder / inside / name if name == "majority" else None,
+            inside=inside,
+            **changes,
+        )
         for name, changes in VARIANTS.items()
         for inside in ("ddp", "fsdp")
     }

@@ -40,8 +40,8 @@ def fit(
         strategy=strategy,
         devices=size,
         max_epochs=EPOCHS,
-        callbacks=[*callbacks, recorder, keep],
-        enable_checkpointing=True,
+        callbacks=[*callbacks, recorder, *([keep] if resume is None else [])],
+        enable_checkpointing=resume is None,
     )
     data = rank_loader(EPOCH_STEPS * 2 * size, 2, rank, size)
     trainer.fit(module, data, ckpt_path=None if resume is None else folder / resume)

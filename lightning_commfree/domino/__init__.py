@@ -12,17 +12,20 @@ B1, B2     `split="weight"`              outputs of a row    --           sectio
                                          linear                           B
 --         `split="token"`               tokens              --           not in the paper: for a
                                                                           batch of one
+--         `split="auto"`                --                  its choice   not in the paper: the
+                                                                          fastest, by measuring
 --         `num_micro_batches`           parts               2            section 3
 A, M       `Sublayer`                    sublayers           2 a layer    attention, MLP
 =========  ============================  ==================  ===========  ==========================
 
 Read in this order: `layers` (the sharded modules), `sublayers` (what lies between two all-reduces),
 `micro_sublayer` (one of them, for one part of a batch), `splits` and `choose_split` (how a batch is
-split), `schedule` (who computes while whose sum flies), `shard_spec` and `sharding` (how a
-transformers model is divided), `families` (what each architecture says of itself), `plan` (one that
-has a plan in its config), `materialize` (one that has no values yet), `loss` (cross entropy without
-whole logits), `finite` (NaN and Inf end a fit), `forecast` (what a step sends), `parallel` (all of
-it put into the model), `sharded_module` (what others ask of a divided model).
+split), `auto_split` (which split is fastest), `schedule` (who computes while whose sum flies),
+`shard_spec` and `sharding` (how a transformers model is divided), `families` (what each
+architecture says of itself), `plan` (one that has a plan in its config), `materialize` (one that
+has no values yet), `loss` (cross entropy without whole logits), `finite` (NaN and Inf end a fit),
+`forecast` (what a step sends), `parallel` (all of it put into the model), `sharded_module` (what
+others ask of a divided model).
 
 Departures from the paper:
 

@@ -6,10 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_commfree.domino.settings import DominoSettings
-from lightning_commfree.domino.splits import BatchSplit, NoSplit, Split, TokenSplit, WeightSplit
+from lightning_commfree.domino.splits import (
+    BatchSplit,
+    NoSplit,
+    Split,
+    TokenSplit,
+    WeightSplit,
+    takes_cache,
+)
 
 
 def choose_split(
@@ -22,7 +29,7 @@ def choose_split(
     """Return the split of one batch.
 
     Args:
-        settings: what was asked for.
+        settings: what was asked for, or chosen by `auto_split`.
         hidden: of the batch, shape (B, T, H).
         arguments: what transformers passes to a block besides it.
         config: of attention; None if there is none.
@@ -39,7 +46,7 @@ def choose_split(
     if split == "batch":
         return BatchSplit(min(parts, rows))
 
-    flash = "flash" in str(getattr(config, "_attn_implementation", ""))
+    flash = _is_flash(config)
     if split == "token" and flash and is_packed(arguments):
         split = "none"
         fell_back(
@@ -49,6 +56,29 @@ def choose_split(
     if split == "token" and tokens >= 2:
         return TokenSplit(min(parts, tokens), flash)
     return WeightSplit(parts) if split == "weight" else NoSplit()
+
+
+def legal_splits(
+    hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
+) -> list[str]:
+    """Return the ways in which a batch may be split so that its sums are hidden, and "none".
+
+    Args:
+        hidden: of the batch, shape (B, T, H).
+        arguments: what transformers passes to a block besides it.
+        attention: of a block; None if there is none.
+    """
+    rows, tokens = hidden.shape[:2]
+    config = getattr(attention, "config", None)
+    packed_for_flash = _is_flash(config) and is_packed(arguments)
+    by_token = (
+        tokens >= 2
+        and (attention is None or takes_cache(type(attention)))
+        and not packed_for_flash
+        and is_causal(arguments, config)
+    )
+    by_row = ["batch"] if rows >= 2 else []
+    return ["none", *by_row, *(["token"] if by_token else [])]
 
 
 def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
@@ -73,3 +103,7 @@ def is_packed(arguments: Mapping[str, Any]) -> bool:
         return True
     positions = arguments.get("position_ids")
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
+
+
+def _is_flash(config: Any) -> bool:
+    return "flash" in str(getattr(config, "_attn_implementation", ""))

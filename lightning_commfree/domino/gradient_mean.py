@@ -125,13 +125,12 @@ class GradientMean:
         return {"tensor_parallel_size": str(size), **split}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators that differ from rank to rank."""
-        return {"random": [model.group.own_state() for model in self.models]}
+        """Return what each rank keeps for itself."""
+        return self._sharded.own_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        for model, own in zip(self.models, state["random"], strict=True):
-            model.group.load_own_state(own)
+        self._sharded.load_own_state(state)
 
     def adopt(self, saved: Saved) -> Adopted | None:
         """Go on in the data, with all random numbers or with those that a tensor group shares."""

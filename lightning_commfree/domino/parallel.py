@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 from types import MethodType
 from typing import Any
 
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.materialize import Materializer
-from lightning_commfree.domino.choose_split import choose_split
+from lightning_commfree.domino.auto_split import Size, SplitTrial, TimedRun
+from lightning_commfree.domino.choose_split import choose_split, legal_splits
 from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
 from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
 from lightning_commfree.domino.schedule import Done, ScheduleRun
-from lightning_commfree.domino.settings import DominoSettings
+from lightning_commfree.domino.settings import AUTO, DominoSettings
 from lightning_commfree.domino.sharding import Sharding
 from lightning_commfree.domino.stack import run_schedule
 
@@ -71,6 +74,7 @@ class ParallelModel:
         scheduled: the schedule runs its blocks; else they do their own all-reduces.
         divides_loss: its own loss is computed of this rank's logits.
         fell_back: told why a batch was split in another way than asked for.
+        trial: finds the split of each size of batches, if that is "auto".
 
     Raises:
         ValueError: the model cannot be divided, or not among so many ranks; it is unchanged.
@@ -91,6 +95,7 @@ class ParallelModel:
         self.trace: Trace | None = None
         self.done: Done | None = None
         self.fell_back: Callable[[str], None] = lambda _: None
+        self.trial = SplitTrial(channel)
         self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
 
@@ -170,19 +175,31 @@ class ParallelModel:
 
         return stack
 
-    def _run(self, hidden: Tensor, arguments: dict[str, Any], checkpoint: bool) -> ScheduleRun:
+    def _run(
+        self, hidden: Tensor, arguments: dict[str, Any], checkpoint: bool
+    ) -> ScheduleRun | TimedRun:
         unsummed, self.group.unsummed = self.group.unsummed, None
         assert unsummed is None or hidden is unsummed, (
             "the model has changed its embedding before the first block"
         )
 
         sublayers = self.sharding.sublayers
-        config = getattr(sublayers[0].attention, "config", None)
-        split = choose_split(self.settings, hidden, arguments, config, self.fell_back)
+        attention, settings, timed = sublayers[0].attention, self.settings, False
+        if settings.split == AUTO:
+            legal = cache(partial(legal_splits, hidden, arguments, attention))
+            name, timed = self.trial.choose(Size.of(hidden), legal)
+            # another mask than that of the batches before, or another number of rows
+            if (name == "token" or len(hidden) < 2) and name not in legal():
+                name = legal()[-1]
+            settings = replace(settings, split=name)
+
+        config = getattr(attention, "config", None)
+        split = choose_split(settings, hidden, arguments, config, self.fell_back)
         embedding_flows = unsummed is not None
-        return ScheduleRun(
+        run = ScheduleRun(
             sublayers, self.group, split, checkpoint, self.trace, self.done, embedding_flows
         )
+        return self.trial.timed(run, name, hidden) if timed else run
 
     # -- hooks around a forward
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-SPLITS = ("batch", "token", "weight", "none")
+AUTO = "auto"
+SPLITS = (AUTO, "batch", "token", "weight", "none")
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class DominoSettings:
     """
 
     tensor_parallel_size: int | None = None
-    split: str = "batch"
+    split: str = AUTO
     num_micro_batches: int = 2
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ Several ranks hold one model together. An algorithm around it asks for:
 `held`                   the tensors of this rank, and which of them are whole, parts or copies
 `whole_state_dict`       the module's state as if it were not divided, one tensor at a time
 `part_state_dict`        this rank's parts of such a state
+`own_state`              what is each rank's own: random numbers, and what splits have taken
 `optimizer_parts`        the same of optimizers
 `sum_shared_gradients`   make the gradients of copies what they are of the whole
 `clip_gradients`         by the norm of the whole model's gradient
@@ -227,6 +228,19 @@ class ShardedModule:
             name: specs[own[name]].part(value, rank) if own.get(name) in specs else value
             for name, value in state.items()
         }
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what is each rank's own: random numbers, and what `auto_split` has measured."""
+        return {
+            "random": [model.group.own_state() for model in self.models],
+            "splits": [model.trial.state_dict() for model in self.models],
+        }
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `own_state` returned."""
+        for model, random, split in zip(self.models, state["random"], state["splits"], strict=True):
+            model.group.load_own_state(random)
+            model.trial.load_state_dict(split)
 
     def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""

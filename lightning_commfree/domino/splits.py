@@ -207,6 +207,14 @@ class TokenSplit:
         return mask[:, :stop] if mask.dim() == 2 else mask[..., start:stop, :stop]
 
 
+_CACHES = ("past_key_values", "past_key_value")  # the latter in older transformers
+
+
+def takes_cache(attention: type[nn.Module]) -> bool:
+    """Return whether an attention's class takes a cache; see `cache_argument`."""
+    return not inspect.signature(attention.forward).parameters.keys().isdisjoint(_CACHES)
+
+
 def cache_argument(attention: type[nn.Module]) -> str:
     """Return the name of a cache among the arguments of an attention's class.
 
@@ -215,9 +223,8 @@ def cache_argument(attention: type[nn.Module]) -> str:
     Raises:
         ValueError: there is none.
     """
-    names = inspect.signature(attention.forward).parameters
-    for name in ("past_key_values", "past_key_value"):  # the latter in older transformers
-        if name in names:
+    for name in _CACHES:
+        if name in inspect.signature(attention.forward).parameters:
             return name
     raise ValueError(
         f"`{attention.__name__}` takes no cache of keys and values, by which the chunks of a"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_commfree.domino.auto_split import TimedRun
 from lightning_commfree.domino.micro_sublayer import Arguments
 from lightning_commfree.domino.schedule import ScheduleRun
 
@@ -16,7 +17,9 @@ class _Stack(torch.autograd.Function):
     """The whole stack as one node; a `ScheduleRun` computes its inside."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, run: ScheduleRun, arguments: Arguments) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, run: ScheduleRun | TimedRun, arguments: Arguments
+    ) -> Tensor:
         ctx.run = run
         return run.forward(hidden, arguments)
 
@@ -33,7 +36,7 @@ class _Stack(torch.autograd.Function):
         return ctx.run.backward(gradients[0]), None, None
 
 
-def run_schedule(run: ScheduleRun, hidden: Tensor, arguments: Arguments) -> Tensor:
+def run_schedule(run: ScheduleRun | TimedRun, hidden: Tensor, arguments: Arguments) -> Tensor:
     """Run `hidden`, shape (B, T, H), through the stack.
 
     Args:

@@ -27,7 +27,7 @@ def divided(model: nn.Module, ranks: int) -> ParallelModel:
         (
             {"split": "rows"},
             ValueError,
-            r"`split='rows'` is unknown\. Choose one of 'batch', 'token', 'weight', 'none'\.",
+            r"`split='rows'` is unknown\. Choose one of 'auto', 'batch',.",
         ),
         ({"num_micro_batches": 1}, ValueError, r"`num_micro_batches=1` must be at least 2\."),
         ({"tensor_parallel_size": 0}, ValueError, r"`tensor_parallel_size=0` must be at least 1\."),
@@ -47,7 +47,7 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
 
 
 def test_settings_that_are_fine() -> None:
-    assert DominoSettings() == DominoSettings(None, "batch", 2)
+    assert DominoSettings() == DominoSettings(None, "auto", 2)
     assert DominoSettings(4, "token", 3).fingerprint() == {
         "tensor_parallel_size": "4",
         "split": "'token'",

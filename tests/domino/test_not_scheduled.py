@@ -61,7 +61,7 @@ def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
 
 def divided(channel: Any) -> Any:
     model = make("gpt2").double()
-    parallel = ParallelModel(model, channel, DominoSettings(None))
+    parallel = ParallelModel(model, channel, DominoSettings(None, "batch"))
     said: list[str] = []
     parallel.fell_back = said.append
     found = logits_of(model, words(3).tensors[0])

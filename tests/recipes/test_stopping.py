@@ -45,7 +45,7 @@ DDP = ["strategy=ddp"]
 DILOCO = ["strategy=streaming_diloco", "strategy.sync_every=5"]
 FORETOLD = re.compile(r"all stop after step (\d+) at the latest")
 LION = ["strategy=distributed_lion", "optimizer=distributed_lion"]
-DOMINO = ["strategy=domino_tp"]
+DOMINO = ["strategy=domino_tp", "strategy.split=batch"]  # "auto" may choose another way
 
 
 class Slow(pl.Callback):

@@ -33,7 +33,7 @@ def make_strategy(kind: str, size: int) -> Any:
         return StreamingDiLoCoStrategy(sync_every=2, num_fragments=2, timeout=TIMEOUT)
     if kind == "lion":
         return DistributedLionStrategy(timeout=TIMEOUT)
-    return DominoTPStrategy(size, timeout=TIMEOUT)
+    return DominoTPStrategy(size, "batch", timeout=TIMEOUT)  # "auto" may differ by run
 
 
 def fit(

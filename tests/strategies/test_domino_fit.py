@@ -25,7 +25,7 @@ BATCH = 4
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"split": "rows"}, ValueError, "`split='rows'` is unknown. Choose one of 'batch',"),
+        ({"split": "rows"}, ValueError, "`split='rows'` is unknown. Choose one of 'auto',"),
         ({"num_micro_batches": 1}, ValueError, "`num_micro_batches=1` must be at least 2."),
         ({"num_micro_batches": 2.0}, TypeError, "`num_micro_batches=2.0` must be a whole number"),
         ({"tensor_parallel_size": 0}, ValueError, "`tensor_parallel_size=0` must be at least 1."),
@@ -156,7 +156,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(tmp_path: Path) -> None:
 
 
 def fit(rank: int, size: int, module: Any, **kwargs: Any) -> dict[str, Any]:
-    settings = kwargs.pop("settings", {})
+    settings = {"split": "batch", **kwargs.pop("settings", {})}
     apart = kwargs.pop("apart", False)  # every rank its own data
     rows = kwargs.pop("batch", BATCH)
     strategy = DominoTPStrategy(**settings)

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -125,6 +125,7 @@ class TensorParallel(Inside):
         )
         for model in self.sharded.models:
             model.fell_back = cache(rank_zero_warn)  # of each text once
+            model.trial.chosen = rank_zero_info
         module.to(strategy.root_device)
 
     @override

@@ -93,13 +93,10 @@ class TensorReplica(TensorParallel):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators that differ from rank to rank."""
-        if self.sharded is None:
-            return {}
-        return {"random": [model.group.own_state() for model in self.sharded.models]}
+        """Return what each rank of the group keeps for itself."""
+        return {} if self.sharded is None else self.sharded.own_state()
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.sharded is not None:
-            for model, own in zip(self.sharded.models, state["random"], strict=True):
-                model.group.load_own_state(own)
+            self.sharded.load_own_state(state)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.domino.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from lightning_commfree.domino.loss import LOSS_TAG
 from lightning_commfree.domino.parallel import ParallelModel
+from lightning_commfree.domino.plan_layers import GatheredLinear, SplitRowLinear
 
 
 def bytes_per_token(model: ParallelModel, autocast: torch.dtype | None = None) -> Counter[str]:
@@ -58,6 +60,26 @@ def bytes_per_token(model: ParallelModel, autocast: torch.dtype | None = None) -
             add(BACKWARD_TAG, module.weight.shape[1], module.weight.itemsize)
             if model.divides_loss:
                 found[LOSS_TAG] += all_gather_bytes(3 * max(module.weight.itemsize, 4), size)
+
+    return found + _bytes_of_plans(model, autocast)
+
+
+def _bytes_of_plans(model: ParallelModel, autocast: torch.dtype | None) -> Counter[str]:
+    """Return what else a model sends for a token that is divided by its plan."""
+    sharding, size, found = model.sharding, model.group.size, Counter[str]()
+    for module in sharding.model.modules():
+        if isinstance(module, GatheredLinear | SplitRowLinear):
+            forward = isinstance(module, GatheredLinear)
+            width = module.weight.shape[0 if forward else 1]
+            num_bytes = width * (autocast or module.weight.dtype).itemsize
+            found[FORWARD_TAG if forward else BACKWARD_TAG] += all_gather_bytes(num_bytes, size)
+
+    config: Any = sharding.model.config
+    for experts in sharding.experts:
+        weight: Any = experts.down_proj
+        hidden, chosen = weight.shape[1], config.num_experts_per_tok
+        for tag, width in ((FORWARD_TAG, hidden), (BACKWARD_TAG, hidden), (BACKWARD_TAG, chosen)):
+            found[tag] += ring_all_reduce_bytes(width * weight.itemsize, size)
     return found
 
 

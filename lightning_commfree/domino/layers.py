@@ -106,6 +106,12 @@ def summed(x: Tensor, group: TensorGroup) -> Tensor:
     return total
 
 
+def gathered(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return the last dimension of all ranks' `x` together; each takes its part of the gradient."""
+    whole: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return whole
+
+
 class _Linear(nn.Module):
     """A linear layer with the weight of `nn.Linear`, (out, in), or of GPT-2's `Conv1D`, (in, out).
 
@@ -266,5 +272,4 @@ class VocabHead(nn.Module):
         if self.group.local_logits:
             return local
 
-        whole: Tensor = _Gather.apply(local, self.group)  # type: ignore[no-untyped-call]
-        return whole[..., : self.words]
+        return gathered(local, self.group)[..., : self.words]

@@ -6,7 +6,10 @@ A plan of transformers gives names, with `*` for any part of one, a style:
 style                              what is done
 =================================  =================================================
 `colwise`, of a linear             each rank holds some outputs
+`colwise_gather_output`            the same, and its outputs are put together
 `rowwise`, of a linear             each rank holds some inputs
+`rowwise_split_input`              the same, of an input that is whole on every rank
+`moe_tp_experts`                   each rank holds a part of every expert's hidden layer
 `replicated_with_grad_allreduce`   whole on every rank, gradients added up
 any, of an embedding               whole on every rank
 =================================  =================================================
@@ -21,10 +24,23 @@ from typing import Any
 from torch import nn
 
 from lightning_commfree.domino.divisible import check_heads
+from lightning_commfree.domino.layers import ColumnLinear, RowLinear
+from lightning_commfree.domino.plan_layers import GatheredLinear, SplitRowLinear
 from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharding import Sharding, column, row, shared_by_heads
+from lightning_commfree.domino.sharding import Sharding, column, experts, row, shared_by_heads
 
-_LINEAR_STYLES = ("colwise", "rowwise")
+_COLUMNS = {
+    "colwise": ColumnLinear,
+    "colwise_gather_output": GatheredLinear,
+    "colwise_rep": GatheredLinear,  # its older name
+}
+_ROWS = {
+    "rowwise": RowLinear,
+    "rowwise_split_input": SplitRowLinear,
+    "rowwise_rep": SplitRowLinear,
+}
+_WHOLE_OUTSIDE = (GatheredLinear, SplitRowLinear)
+_EXPERTS_STYLE = "moe_tp_experts"
 _SHARED_STYLE = "replicated_with_grad_allreduce"
 
 
@@ -45,21 +61,42 @@ def check_plan(model: Any, ranks: int) -> None:
     Raises:
         ValueError: it has a style that is not known here, or heads do not fit the ranks.
     """
-    name = type(model).__name__
+    name, divides_heads = type(model).__name__, False
     for path, style, module in _styled(model):
         if isinstance(module, nn.Embedding) or style == _SHARED_STYLE:
             continue
-        if style not in _LINEAR_STYLES or not isinstance(module, nn.Linear):
+        if style == _EXPERTS_STYLE and (width := _experts_width(module)):
+            _check_even(name, path, width, ranks)
+        elif isinstance(module, nn.Linear) and style in (*_COLUMNS, *_ROWS):
+            kind = _COLUMNS.get(style) or _ROWS[style]
+            if kind in _WHOLE_OUTSIDE:
+                width = module.out_features if style in _COLUMNS else module.in_features
+                _check_even(name, path, width, ranks)
+            elif "att" in path:
+                divides_heads = True
+        else:
+            known = ", ".join(map(repr, (*_COLUMNS, *_ROWS)))
             raise ValueError(
                 f"The tensor-parallel plan of `{name}` divides '{path}', a"
-                f" `{type(module).__name__}`, as {style!r}, which is not supported: 'colwise' and"
-                " 'rowwise' are, of linear layers. Nothing was changed; train it with another"
-                " strategy."
+                f" `{type(module).__name__}`, as {style!r}, which is not supported: {known} are, of"
+                f" linear layers, and {_EXPERTS_STYLE!r}, of `gate_up_proj` and `down_proj`."
+                " Nothing was changed; train it with another strategy."
             )
+    if divides_heads:
+        _check_heads(model, name, ranks)
 
-    config = model.config
-    heads = config.num_attention_heads
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
+
+def _check_even(name: str, path: str, width: int, ranks: int) -> None:
+    if width % ranks:
+        raise ValueError(
+            f"{name} has a width of {width} at '{path}', which {ranks} tensor-parallel ranks cannot"
+            f" share equally. Choose a `tensor_parallel_size` that divides {width}."
+        )
+
+
+def _check_heads(model: Any, name: str, ranks: int) -> None:
+    heads = model.config.num_attention_heads
+    key_heads = getattr(model.config, "num_key_value_heads", None) or heads
     check_heads(name, heads, key_heads, ranks)
 
     if key_heads % ranks:
@@ -80,14 +117,30 @@ def apply_plan(sharding: Sharding) -> None:
             assert isinstance(module, nn.Module), "a style of single parameters is refused"
             shared_by_heads(sharding, module)
             continue
+        if style == _EXPERTS_STYLE:
+            experts(sharding, module)
+            continue
 
         parent_path, _, child = path.rpartition(".")
         parent = base.get_submodule(parent_path)
         assert isinstance(module, nn.Linear), "another one is refused"
-        if style == "colwise":
-            column(sharding, parent, child, ShardSpec.even(0, module.weight.shape[0], ranks))
+        if style in _COLUMNS:
+            spec = ShardSpec.even(0, module.weight.shape[0], ranks)
+            column(sharding, parent, child, spec, _COLUMNS[style])
         else:
-            row(sharding, parent, child)
+            row(sharding, parent, child, _ROWS[style])
+
+
+def _experts_width(module: nn.Module | nn.Parameter) -> int:
+    """Return the width of experts as `sharding.experts` divides them; 0 for anything else."""
+    if not isinstance(module, nn.Module):
+        return 0
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    down = shapes.get("down_proj", ())
+    if shapes.keys() != {"gate_up_proj", "down_proj"} or len(down) != 3:
+        return 0
+    number, hidden, width = down
+    return width if shapes["gate_up_proj"] == (number, 2 * width, hidden) else 0
 
 
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
@@ -97,10 +150,14 @@ def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]
     """
     base, plan = _base(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []
+    experts_paths: set[str] = set()
     for path, owner in [*base.named_modules(), *base.named_parameters()]:
         style = next((style for pattern, style in plan.items() if fnmatch(path, pattern)), None)
-        if style is not None:
-            found.append((path, style, owner))
+        if style is None or path.rpartition(".")[0] in experts_paths:  # these are done at once
+            continue
+        if style == _EXPERTS_STYLE:
+            experts_paths.add(path)
+        found.append((path, style, owner))
     return found
 
 

@@ -21,6 +21,8 @@ from lightning_commfree.domino.layers import (
     RowLinear,
     VocabEmbedding,
     VocabHead,
+    spread,
+    summed,
 )
 from lightning_commfree.domino.shard_spec import ShardSpec
 from lightning_commfree.domino.sublayers import Sublayer
@@ -37,6 +39,7 @@ class Sharding:
         specs: of the parameters that are divided; the others are whole on every rank.
         blocks: of the stack, in order; empty if no schedule is known for the model.
         sublayers: of the blocks.
+        experts: modules whose parameters are experts, divided.
         embedding_is_stream: the first block gets the embedding as it is.
         restore: puts the original modules back, for parameters that are whole again.
     """
@@ -47,6 +50,7 @@ class Sharding:
     specs: dict[nn.Parameter, ShardSpec] = field(default_factory=dict)
     blocks: nn.ModuleList = field(default_factory=nn.ModuleList)
     sublayers: list[Sublayer] = field(default_factory=list)
+    experts: list[nn.Module] = field(default_factory=list)
     embedding_is_stream: bool = False
     restore: list[Callable[[], None]] = field(default_factory=list)
 
@@ -81,7 +85,13 @@ def _put_back(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> N
     setattr(parent, name, old)
 
 
-def column(sharding: Sharding, parent: nn.Module, name: str, spec: ShardSpec) -> None:
+def column(
+    sharding: Sharding,
+    parent: nn.Module,
+    name: str,
+    spec: ShardSpec,
+    kind: type[ColumnLinear] = ColumnLinear,
+) -> None:
     """Divide a linear layer's outputs; `spec` is of the output dimension."""
     old = getattr(parent, name)
     weight = sharding.part(old.weight, spec)
@@ -91,18 +101,20 @@ def column(sharding: Sharding, parent: nn.Module, name: str, spec: ShardSpec) ->
         flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
         bias = sharding.part(old.bias, flat)
 
-    new = ColumnLinear(weight, bias, sharding.group, transposed=not isinstance(old, nn.Linear))
+    new = kind(weight, bias, sharding.group, transposed=not isinstance(old, nn.Linear))
     sharding.replace(parent, name, new)
 
 
-def row(sharding: Sharding, parent: nn.Module, name: str) -> None:
+def row(
+    sharding: Sharding, parent: nn.Module, name: str, kind: type[RowLinear] = RowLinear
+) -> None:
     """Divide a linear layer's inputs; the bias stays whole."""
     old = getattr(parent, name)
     transposed = not isinstance(old, nn.Linear)
     dim = 0 if transposed else 1
     spec = ShardSpec.even(dim, old.weight.shape[dim], sharding.group.size)
 
-    new = RowLinear(sharding.part(old.weight, spec), old.bias, sharding.group, transposed)
+    new = kind(sharding.part(old.weight, spec), old.bias, sharding.group, transposed)
     sharding.replace(parent, name, new)
 
 
@@ -140,6 +152,32 @@ def vocabulary(
     head_weight = weight if tied else sharding.part(old_head.weight, spec)
     bias = None if old_head.bias is None else sharding.part(old_head.bias, spec)
     sharding.replace(*head, VocabHead(head_weight, bias, words, group))
+
+
+def experts(sharding: Sharding, module: Any) -> None:
+    """Divide every expert's hidden layer; each rank computes its part of all experts.
+
+    Args:
+        sharding: of the model.
+        module: with `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, (experts, H, I). It
+            is called with hidden states, indices and weights of the chosen experts.
+    """
+    group, width = sharding.group, module.down_proj.shape[2]
+    gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
+    module.gate_up_proj = sharding.part(module.gate_up_proj, gate_up)
+    down = ShardSpec.even(2, width, group.size)
+    module.down_proj = sharding.part(module.down_proj, down)
+
+    def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, indices, weights, *rest = given
+        return spread(hidden, group), indices, spread(weights, group), *rest
+
+    def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
+        return summed(partial, group)
+
+    handles = module.register_forward_pre_hook(before), module.register_forward_hook(after)
+    sharding.restore += [handle.remove for handle in handles]
+    sharding.experts.append(module)
 
 
 def shared_by_heads(sharding: Sharding, module: nn.Module) -> None:

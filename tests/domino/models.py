@@ -17,18 +17,28 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     OlmoConfig,
     OlmoForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 WORDS = 37  # odd: no number of ranks divides it
@@ -57,6 +67,7 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),
     "gpt2 untied": (GPT2LMHeadModel, GPT2Config, {**GPT2, "tie_word_embeddings": False}),
@@ -77,6 +88,15 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gemma": (GemmaForCausalLM, GemmaConfig, {**LLAMA, "head_dim": 8}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**LLAMA, "head_dim": 4}),
     "olmo": (OlmoForCausalLM, OlmoConfig, LLAMA),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {**LLAMA, "num_key_value_heads": 1}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {**LLAMA, "pad_token_id": 0}),
+    "glm4": (Glm4ForCausalLM, Glm4Config, {**LLAMA, "head_dim": 4, "pad_token_id": 0}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {**LLAMA, "num_local_experts": 3}),
+    "qwen3 moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**LLAMA, **MOE, "head_dim": 4, "mlp_only_layers": [1]},
+    ),
 }
 
 
@@ -134,6 +154,7 @@ def make(
     model_class, config_class, settings = KINDS[kind]
     config = config_class(**{**settings, **more})
     config._attn_implementation = attention
+    config._experts_implementation = "eager"  # grouped products know no float64
     torch.manual_seed(seed)
     model = model_class(config)
     with torch.no_grad():

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import OPTConfig, OPTForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from lightning_commfree.domino import FAMILIES, DominoSettings, ParallelModel
-from tests.domino.models import LLAMA, make
+from tests.domino.models import make
 
 
 def divided(model: nn.Module, ranks: int) -> ParallelModel:
@@ -107,14 +107,36 @@ def test_a_module_that_is_no_model_of_transformers() -> None:
 
 
 def test_a_plan_with_a_style_that_is_not_supported() -> None:
-    model = Phi3ForCausalLM(Phi3Config(**{**LLAMA, "pad_token_id": 0}))
+    model = make("phi3")
+    model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "sequence_parallel"}
     text = (
-        r"The tensor-parallel plan of `Phi3ForCausalLM` divides 'layers\.0\.self_attn\.o_proj', a"
-        r" `Linear`, as 'rowwise_split_input', which is not supported: 'colwise' and 'rowwise' are,"
-        r" of linear layers\."
+        r"The tensor-parallel plan of `Phi3ForCausalLM` divides 'layers\.0\.mlp\.down_proj', a"
+        r" `Linear`, as 'sequence_parallel', which is not supported: 'colwise', .* are, of linear"
+        r" layers, and 'moe_tp_experts', of `gate_up_proj` and `down_proj`\."
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 2)
+
+
+def test_heads_that_a_plan_divides_must_be_shared_equally() -> None:
+    """Nine on two ranks; where a plan gathers them first, they need not."""
+    nine = {"num_attention_heads": 9, "num_key_value_heads": 9, "hidden_size": 36}
+    with pytest.raises(ValueError, match="OlmoForCausalLM has 9 attention heads, which 2"):
+        divided(make("olmo", **nine), 2)
+    divided(make("olmo2", **nine), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "path"),
+    [
+        ("glm4", {"intermediate_size": 25}, "layers.0.mlp.down_proj"),
+        ("mixtral", {"intermediate_size": 25}, "layers.0.mlp.experts"),
+    ],
+)
+def test_widths_that_a_plan_cannot_divide(kind: str, sizes: dict[str, int], path: str) -> None:
+    text = f"has a width of 25 at '{path}', which 2 tensor-parallel ranks cannot share"
+    with pytest.raises(ValueError, match=text):
+        divided(make(kind, **sizes), 2)
 
 
 def test_a_plan_for_single_parameters_is_not_supported() -> None:

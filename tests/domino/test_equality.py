@@ -50,7 +50,7 @@ MATRIX += [  # parts of one shape, whose positions could be taken for each other
 ]
 PLAN_ONLY = [  # divided by the plan in their config, no schedule; two key heads
     Case(kind, 3, padding=padding, checkpoint=checkpoint, loss=loss)
-    for kind in ("gemma", "gemma3", "olmo")
+    for kind in ("gemma", "gemma3", "olmo", "olmo2", "phi3", "glm4", "mixtral", "qwen3 moe")
     for padding, checkpoint, loss in (("none", False, "own"), ("right", True, "gathered"))
 ]
 SINGLE = [

@@ -28,7 +28,7 @@ from lightning_commfree.domino.micro_sublayer import Arguments
 from lightning_commfree.domino.schedule import ScheduleRun
 
 WARM_UP = 1  # the first pass of a split allocates
-ROUNDS = 5
+ROUNDS = 9
 MOST_SIZES = 8  # tried; what else comes does as the nearest one
 
 

@@ -1,0 +1,1 @@
+"""Does Domino choose its split well? `python -m benchmarks.auto_split`."""

@@ -1,0 +1,44 @@
+"""The bench of Domino's own choice: its arithmetic, and a true run at toy size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.auto_split import __main__ as auto_split
+from benchmarks.lab import why_unavailable
+
+
+def node(slower: float) -> list[tuple[int, str, float | str]]:
+    lines: list[tuple[int, str, float | str]] = [(4, "chosen", "token")]
+    for name, seconds in (("none", 3.0), ("batch", 2.0), ("token", 2.1), ("auto", 2.05)):
+        lines += [(4, name, seconds * slower), (4, name, seconds), (4, name, seconds / 2)]
+    return lines
+
+
+def test_the_slower_node_counts_and_the_best_fixed_split() -> None:
+    cells = auto_split.cells_of([node(1.0), node(1.5)])
+    assert cells[4].ms["none"] == 3000
+    assert (cells[4].best, cells[4].chosen, cells[4].rounds) == ("batch", "token", 3)
+    assert cells[4].ratio == pytest.approx(1.025)
+    said = " ".join(auto_split.opening({("1gbit", 4): cells[4]}))
+    assert "in 0 of 1 cells (missed); at worst 1.025 (4 x 128 tokens at 1gbit)" in said
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
+def test_a_toy_run_writes_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    few = ["--rates", "1gbit", "--rows", "1", "--most-rounds", "1", "--page", str(page)]
+    assert auto_split.main(few) == 0
+    (row,) = (line for line in page.read_text().splitlines() if line.startswith("| 1gbit | 1 |"))
+    assert row.endswith(" | 1 |")
+
+
+def test_without_a_laboratory_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.lab.netlab.why_unavailable", lambda: "It needs root.")
+    assert auto_split.main(["--page", str(tmp_path / "page")]) == 2
+    assert capsys.readouterr().err == "It needs root.\n"
+    assert not (tmp_path / "page").exists()

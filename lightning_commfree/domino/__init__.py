@@ -23,9 +23,9 @@ Read in this order: `layers` (the sharded modules), `sublayers` (what lies betwe
 split), `auto_split` (which split is fastest), `schedule` (who computes while whose sum flies),
 `shard_spec` and `sharding` (how a transformers model is divided), `families` (what each
 architecture says of itself), `plan` and `plan_layers` (one that has a plan in its config),
-`materialize` (one that has no values yet), `loss` (cross entropy without whole logits), `finite`
-(NaN and Inf end a fit), `forecast` (what a step sends), `parallel` (all of it put into the model),
-`sharded_module` (what others ask of a divided model).
+`adapters` (LoRA beside divided linears), `materialize` (one that has no values yet), `loss` (cross
+entropy without whole logits), `finite` (NaN and Inf end a fit), `forecast` (what a step sends),
+`parallel` (all of it put into the model), `sharded_module` (what others ask of a divided model).
 
 Departures from the paper:
 

@@ -75,11 +75,15 @@ class SplitTrial:
         """
         if self._channel.size == 1:  # no sums, nothing to hide
             return "none", False
-        if size in self._best:
-            return self._best[size], False
-        if size not in self._seconds and len(self._seconds) >= MOST_SIZES:
+        best = self._best.get(size)
+        if best is None and size not in self._seconds and len(self._seconds) >= MOST_SIZES:
             nearest = min(self._best, key=lambda known: _apart(known, size), default=None)
-            return ("none" if nearest is None else self._best[nearest]), False
+            best = "none" if nearest is None else self._best[nearest]
+        if best == "token" or (best == "batch" and size.rows < 2):
+            # another mask than that of the batches before, or another number of rows
+            return (best if best in legal() else legal()[-1]), False
+        if best is not None:
+            return best, False
 
         names = legal()
         if len(names) == 1:

@@ -40,12 +40,10 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
         ranks: of a tensor group.
 
     Raises:
-        ValueError: there is nothing, it is compiled, wrapped, has adapters, is without values that
-            nobody can give it, or does not fit the ranks.
+        ValueError: there is nothing, it is compiled, wrapped, is without values that nobody can
+            give it, does not fit the ranks, or has adapters that cannot be divided.
     """
     refuse_wrapped(strategy, module)
-    for name, child in module.named_modules():
-        _refuse_adapter(strategy, name, child)
 
     models = find_models(module)
     if not models:
@@ -124,15 +122,6 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
             f" differ: ranks {list(channel.ranks)}. Let Lightning put its own sampler in, or give"
             " your sampler `num_replicas` and `rank` of `trainer.distributed_sampler_kwargs`."
         ) from error
-
-
-def _refuse_adapter(strategy: str, name: str, child: nn.Module) -> None:
-    if hasattr(child, "base_layer"):  # peft's name for what an adapter stands beside
-        raise ValueError(
-            f"'{name}' is a `{type(child).__name__}`, an adapter around a layer, and"
-            f" `{strategy}` divides plain layers only. Train adapters with another strategy:"
-            " few bytes are sent for them; or merge them into the model first."
-        )
 
 
 def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module]) -> None:

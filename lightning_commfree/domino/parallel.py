@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.materialize import Materializer
+from lightning_commfree.domino.adapters import check_adapters, has_adapters
 from lightning_commfree.domino.auto_split import Size, SplitTrial, TimedRun
 from lightning_commfree.domino.choose_split import choose_split, legal_splits
 from lightning_commfree.domino.families import FAMILIES, family_of
@@ -44,6 +45,7 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     """
     family = family_of(model)
     if family is not None:
+        check_adapters(model, family.vocabulary(model))
         family.check(model, ranks)
     elif plan_of(model):
         check_plan(model, ranks)
@@ -89,6 +91,11 @@ class ParallelModel:
         init_seed: int = 0,
     ) -> None:
         check_divisible(model, channel.size)
+        if settings.split == "weight" and has_adapters(model):
+            raise ValueError(
+                "`split='weight'` sends slices before an adapter has added its own: choose another"
+                " `split` for a model with LoRA."
+            )
         self.settings = settings
         self.group = TensorGroup(channel, seed)
         self.sharding = Sharding(model, self.group, Materializer(model, init_seed))
@@ -98,7 +105,6 @@ class ParallelModel:
         self.trial = SplitTrial(channel)
         self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
-
         family = family_of(model)
         if family is not None:
             family.shard(self.sharding)
@@ -140,7 +146,8 @@ class ParallelModel:
         ]
 
     def _divide_loss(self, model: Any) -> None:
-        if model.loss_function.__name__ != "ForCausalLMLoss":  # the user's own
+        # the user's own; or adapters around the model call its `forward`, past all hooks
+        if model.loss_function.__name__ != "ForCausalLMLoss" or has_adapters(model):
             return
 
         self.divides_loss = True
@@ -188,9 +195,6 @@ class ParallelModel:
         if settings.split == AUTO:
             legal = cache(partial(legal_splits, hidden, arguments, attention))
             name, timed = self.trial.choose(Size.of(hidden), legal)
-            # another mask than that of the batches before, or another number of rows
-            if (name == "token" or len(hidden) < 2) and name not in legal():
-                name = legal()[-1]
             settings = replace(settings, split=name)
 
         config = getattr(attention, "config", None)

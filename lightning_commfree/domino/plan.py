@@ -23,11 +23,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_commfree.domino.adapters import has_adapters
 from lightning_commfree.domino.divisible import check_heads
 from lightning_commfree.domino.layers import ColumnLinear, RowLinear
 from lightning_commfree.domino.plan_layers import GatheredLinear, SplitRowLinear
 from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharding import Sharding, column, experts, row, shared_by_heads
+from lightning_commfree.domino.sharding import Sharding, column, experts, row
 
 _COLUMNS = {
     "colwise": ColumnLinear,
@@ -52,7 +53,8 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
 def has_plan(model: nn.Module) -> bool:
     """Return whether this is a model of transformers whose config has a plan."""
-    return bool(plan_of(model)) and hasattr(model, "base_model_prefix")
+    # of its class: an adapter around it would hand both on
+    return bool(plan_of(model)) and hasattr(type(model), "base_model_prefix")
 
 
 def check_plan(model: Any, ranks: int) -> None:
@@ -62,6 +64,11 @@ def check_plan(model: Any, ranks: int) -> None:
         ValueError: it has a style that is not known here, or heads do not fit the ranks.
     """
     name, divides_heads = type(model).__name__, False
+    if has_adapters(model):
+        raise ValueError(
+            f"`{name}` has adapters, and is divided by the tensor-parallel plan in its config,"
+            " which knows none. Nothing was changed; train it with another strategy."
+        )
     for path, style, module in _styled(model):
         if isinstance(module, nn.Embedding) or style == _SHARED_STYLE:
             continue
@@ -115,7 +122,7 @@ def apply_plan(sharding: Sharding) -> None:
             continue
         if style == _SHARED_STYLE:
             assert isinstance(module, nn.Module), "a style of single parameters is refused"
-            shared_by_heads(sharding, module)
+            sharding.share(module)  # it sees the rank's heads only
             continue
         if style == _EXPERTS_STYLE:
             experts(sharding, module)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.materialize import Materializer
+from lightning_commfree.domino.adapters import divide_column, divide_row, is_adapted
 from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.layers import (
     ColumnLinear,
@@ -77,6 +78,15 @@ class Sharding:
         self.specs[mine] = spec
         return mine
 
+    def share(self, module: nn.Module) -> None:
+        """Mark a module that is whole on every rank, whose gradients are partial.
+
+        They add up over the group, like those of a key head that several ranks hold.
+        """
+        for parameter in module.parameters():
+            size = parameter.shape[0]
+            self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
+
 
 def _put_back(parent: nn.Module, name: str, old: nn.Module, new: nn.Module) -> None:
     for key, parameter in new.named_parameters(recurse=False):
@@ -93,13 +103,14 @@ def column(
     kind: type[ColumnLinear] = ColumnLinear,
 ) -> None:
     """Divide a linear layer's outputs; `spec` is of the output dimension."""
-    old = getattr(parent, name)
-    weight = sharding.part(old.weight, spec)
+    old: Any = getattr(parent, name)
+    flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
+    if is_adapted(old):
+        divide_column(sharding, old, flat)
+        parent, name, old = old, "base_layer", old.base_layer
 
-    bias = None
-    if old.bias is not None:
-        flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
-        bias = sharding.part(old.bias, flat)
+    weight = sharding.part(old.weight, spec)
+    bias = None if old.bias is None else sharding.part(old.bias, flat)
 
     new = kind(weight, bias, sharding.group, transposed=not isinstance(old, nn.Linear))
     sharding.replace(parent, name, new)
@@ -109,7 +120,11 @@ def row(
     sharding: Sharding, parent: nn.Module, name: str, kind: type[RowLinear] = RowLinear
 ) -> None:
     """Divide a linear layer's inputs; the bias stays whole."""
-    old = getattr(parent, name)
+    old: Any = getattr(parent, name)
+    if is_adapted(old):
+        divide_row(sharding, old)
+        parent, name, old = old, "base_layer", old.base_layer
+
     transposed = not isinstance(old, nn.Linear)
     dim = 0 if transposed else 1
     spec = ShardSpec.even(dim, old.weight.shape[dim], sharding.group.size)
@@ -178,17 +193,6 @@ def experts(sharding: Sharding, module: Any) -> None:
     handles = module.register_forward_pre_hook(before), module.register_forward_hook(after)
     sharding.restore += [handle.remove for handle in handles]
     sharding.experts.append(module)
-
-
-def shared_by_heads(sharding: Sharding, module: nn.Module) -> None:
-    """Mark a module that is whole on every rank but sees only the rank's heads.
-
-    Its gradients are partial. They add up over the group, like those of a key head that several
-    ranks hold.
-    """
-    for parameter in module.parameters():
-        size = parameter.shape[0]
-        sharding.specs[parameter] = ShardSpec(0, ((0, size),) * sharding.group.size, size)
 
 
 def whole_tensor(part: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> Tensor:

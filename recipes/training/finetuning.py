@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from transformers import PretrainedConfig
 
-from lightning_commfree import DominoTPStrategy
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
 from recipes.training.forked import without_beginning_cuda
@@ -75,11 +74,4 @@ def _check_parts(config: Config) -> None:
             f"model._target_={config['model']['_target_']} describes a new model, without weights"
             " that could be tuned. Use `model=pretrained model.name_or_path=...`, or pretrain it"
             " (`python -m recipes.pretrain`)."
-        )
-    strategy = get_object(config["strategy"]["_target_"])
-    if config["lora"] is not None and issubclass(strategy, DominoTPStrategy):
-        raise ValueError(
-            "LoRA does not go with strategy=domino_tp, which divides the linear layers that peft"
-            " has wrapped and would leave out the adapters. Use `lora=none` or another strategy:"
-            " adapters are small, and so is what the others send for them."
         )

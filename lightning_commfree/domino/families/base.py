@@ -52,6 +52,10 @@ class Family(ABC):
             block: divided.
         """
 
+    def vocabulary(self, model: Any) -> tuple[nn.Module, nn.Module]:
+        """Return embedding and head."""
+        return getattr(*self.embedding(model)), model.lm_head
+
     def shard(self, sharding: Sharding) -> None:
         """Divide a model, block by block."""
         model = sharding.model

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from lightning_commfree.domino.adapters import base_of
 from lightning_commfree.domino.divisible import check_heads, check_width
 from lightning_commfree.domino.families.base import Family
 from lightning_commfree.domino.shard_spec import ShardSpec
@@ -63,7 +64,7 @@ class GPT2(Family):
                 f"{name} attention",
                 norm=block.ln_1,
                 body=attention_body(attention),
-                row=attention.c_proj,
+                row=base_of(attention.c_proj),
                 dropout=attention.resid_dropout,
                 attention=attention,
                 modules=(block.ln_1, attention),
@@ -73,7 +74,7 @@ class GPT2(Family):
                 f"{name} mlp",
                 norm=block.ln_2,
                 body=mlp_body(mlp),
-                row=mlp.c_proj,
+                row=base_of(mlp.c_proj),
                 dropout=mlp.dropout,
                 modules=(block.ln_2, mlp),
             ),

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from typing_extensions import override
 
+from lightning_commfree.domino.adapters import base_of
 from lightning_commfree.domino.divisible import check_heads, check_width
 from lightning_commfree.domino.families.base import Family
 from lightning_commfree.domino.shard_spec import ShardSpec
@@ -72,7 +73,7 @@ class Llama(Family):
                 f"{name} attention",
                 norm=block.input_layernorm,
                 body=attention_body(attention),
-                row=attention.o_proj,
+                row=base_of(attention.o_proj),
                 attention=attention,
                 modules=(block.input_layernorm, attention),
                 draws_own=lambda: attention.training and attention.attention_dropout > 0,
@@ -81,7 +82,7 @@ class Llama(Family):
                 f"{name} mlp",
                 norm=block.post_attention_layernorm,
                 body=mlp_body(mlp),
-                row=mlp.down_proj,
+                row=base_of(mlp.down_proj),
                 modules=(block.post_attention_layernorm, mlp),
             ),
         )

@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_commfree.domino.families.llama import Llama
-from lightning_commfree.domino.sharding import Sharding, shared_by_heads
+from lightning_commfree.domino.sharding import Sharding
 
 
 class Qwen3(Llama):
@@ -19,4 +19,4 @@ class Qwen3(Llama):
     def shard_attention(self, sharding: Sharding, attention: Any) -> None:
         super().shard_attention(sharding, attention)
         for norm in (attention.q_norm, attention.k_norm):
-            shared_by_heads(sharding, norm)
+            sharding.share(norm)

@@ -1,0 +1,1 @@
+"""Which architectures does Domino divide? `python -m benchmarks.architectures`."""

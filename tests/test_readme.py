@@ -206,11 +206,11 @@ def test_every_strategy_is_shown_with_its_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", ["", "split='batch'", "split='token', num_micro_batches=2", "2", "timeout=3"]
+    "settings", ["", "split='auto'", "split='token', num_micro_batches=2", "2", "timeout=3"]
 )
 def test_another_signature_is_found(settings: str) -> None:
     whole = ast.parse(
-        "DominoTPStrategy(tensor_parallel_size=None, split='batch', num_micro_batches=2)"
+        "DominoTPStrategy(tensor_parallel_size=None, split='auto', num_micro_batches=2)"
     )
     _assert_shows_the_signature(whole.body[0].value)
     [call] = _calls_shown(f"DominoTPStrategy({settings})")

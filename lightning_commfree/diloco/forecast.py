@@ -13,6 +13,11 @@ ONE_FRAGMENT = (
     " `fragment_pattern='balanced'` cuts it into several of equal bytes, which leave one"
     " after the other."
 )
+ALONE = (
+    "There is one replica, so nothing is exchanged: the outer optimizer makes of the inner one a"
+    " look-ahead optimizer. If more replicas were meant, ask the Trainer for more ranks"
+    " (`devices=`, `num_nodes=`) than `replica_size` has."
+)
 _ENOUGH = 5  # exchanges of a fragment
 
 
@@ -23,16 +28,13 @@ class Forecast(NamedTuple):
     warns: bool
 
 
-def forecast_exchanges(
-    settings: DiLoCoSettings, schedule: Schedule, last_step: int, num_replicas: int
-) -> Forecast:
+def forecast_exchanges(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Forecast:
     """Return how often a fragment leaves in a fit, and where that is rare what to change.
 
     Args:
         settings: of the fit.
         schedule: of its fragments.
         last_step: the inner step after which the fit ends, counted from its first start.
-        num_replicas: M. One replica alone has nobody to be apart from.
     """
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
@@ -41,7 +43,7 @@ def forecast_exchanges(
         f" {often} times (`sync_every={settings.sync_every}`), and all of them once more when the"
         " fit ends"
     )
-    if min(counts) >= _ENOUGH or num_replicas == 1:
+    if min(counts) >= _ENOUGH:
         return Forecast(f"{said}.", warns=False)
 
     advised = last_step // (_ENOUGH + 1)

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_commfree.diloco import StreamingDiLoCo, cuts_whole
-from lightning_commfree.diloco.forecast import ONE_FRAGMENT, forecast_exchanges
+from lightning_commfree.diloco.forecast import ALONE, ONE_FRAGMENT, forecast_exchanges
 
 
 def foretell(trainer: pl.Trainer, diloco: StreamingDiLoCo) -> None:
@@ -18,15 +18,18 @@ def foretell(trainer: pl.Trainer, diloco: StreamingDiLoCo) -> None:
         trainer: in `Strategy.on_train_start`; its loaders are there.
         diloco: as it begins, or goes on.
     """
+    if diloco.num_replicas == 1:
+        rank_zero_info(ALONE)
+        return
+
     assert trainer.lightning_module is not None, "a fit has one"
     if cuts_whole(trainer.lightning_module, diloco.settings):
         rank_zero_info(ONE_FRAGMENT)
 
     steps = _steps_to_come(trainer)
     if steps is not None:
-        text, warns = forecast_exchanges(
-            diloco.settings, diloco.schedule, diloco.step + steps, diloco.num_replicas
-        )
+        last_step = diloco.step + steps
+        text, warns = forecast_exchanges(diloco.settings, diloco.schedule, last_step)
         rank_zero_warn(text) if warns else rank_zero_info(text)
 
 

@@ -34,7 +34,8 @@ def what_is_said(**changes: Any) -> tuple[list[str], list[str]]:
     data = changes.pop("data", None)
     steps = changes.pop("max_steps", 20)
     trained = {"max_steps": steps, "max_epochs": changes.pop("max_epochs", None)}
-    trainer = quiet_trainer(strategy=StreamingDiLoCoStrategy(**changes), devices=2, **trained)
+    strategy = StreamingDiLoCoStrategy(**changes)
+    trainer = quiet_trainer(strategy=strategy, devices=2, **trained)
     with pytest.MonkeyPatch.context() as patch:
         place = "lightning_commfree.strategies.foretell.rank_zero_"
         patch.setattr(place + "info", said[0].append)
@@ -51,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "epochs": {"sync_every": 4, "max_epochs": 1, "max_steps": -1},
     "endless data": {"max_epochs": 1, "max_steps": -1},
     "no blocks": {"sync_every": 4, "module": Convolutions},
+    "one replica": {"sync_every": 4, "replica_size": 2},
     "balanced": {"sync_every": 4, "module": Convolutions, "fragment_pattern": "balanced"},
 }
 
@@ -91,6 +93,12 @@ def test_few_exchanges_bring_the_advice(said: Any) -> None:
     assert said["none"][1][0].endswith("Take `sync_every=3`.")
     assert "is exchanged 0 times" in said["none"][1][0]
     assert said["too short"][1][0].endswith("The fit is too short for more.")
+
+
+def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
+    (text,), warnings = said["one replica"]
+    assert text.startswith("There is one replica, so nothing is exchanged: the outer optimizer")
+    assert warnings == []
 
 
 def test_what_nobody_knows_is_not_said(said: Any) -> None:

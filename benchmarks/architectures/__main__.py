@@ -79,8 +79,8 @@ Models with 2 blocks of width 16 are trained for {STEPS} steps of SGD on batches
 (`precision="64-true"`). *Loss* and *weights* are the largest differences from a plain Trainer, of
 all steps, and of all weights after the last one. transformers computes norms, softmax and the loss
 in float32, whatever the model is in: there a sum in another order is off by about 1e-7. *Held* is
-the share of the weights that rank 0 holds; embedding and head of a model that is divided by its
-plan stay whole."""
+the share of the weights that rank 0 holds; Gemma's embedding, which scales what it finds, and its
+head stay whole."""
 
 
 class Row(NamedTuple):

@@ -60,6 +60,9 @@ def bytes_per_token(model: ParallelModel, autocast: torch.dtype | None = None) -
             add(BACKWARD_TAG, module.weight.shape[1], module.weight.itemsize)
             if model.divides_loss:
                 found[LOSS_TAG] += all_gather_bytes(3 * max(module.weight.itemsize, 4), size)
+            else:
+                logits = len(module.weight) * (autocast or module.weight.dtype).itemsize
+                found[FORWARD_TAG] += all_gather_bytes(logits, size)
 
     return found + _bytes_of_plans(model, autocast)
 

@@ -11,7 +11,7 @@ style                              what is done
 `rowwise_split_input`              the same, of an input that is whole on every rank
 `moe_tp_experts`                   each rank holds a part of every expert's hidden layer
 `replicated_with_grad_allreduce`   whole on every rank, gradients added up
-any, of an embedding               whole on every rank
+any, of an embedding               divided by words with the head, if both are plain
 =================================  =================================================
 """
 
@@ -28,7 +28,7 @@ from lightning_commfree.domino.divisible import check_heads
 from lightning_commfree.domino.layers import ColumnLinear, RowLinear
 from lightning_commfree.domino.plan_layers import GatheredLinear, SplitRowLinear
 from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharding import Sharding, column, experts, row
+from lightning_commfree.domino.sharding import Sharding, column, experts, row, vocabulary
 
 _COLUMNS = {
     "colwise": ColumnLinear,
@@ -136,6 +136,31 @@ def apply_plan(sharding: Sharding) -> None:
             column(sharding, parent, child, spec, _COLUMNS[style])
         else:
             row(sharding, parent, child, _ROWS[style])
+    _divide_vocabulary(sharding)
+
+
+def _divide_vocabulary(sharding: Sharding) -> None:
+    """Divide embedding and head by words, where each is plain and used in one place.
+
+    Else they stay whole: a subclass may scale what it finds, or read its weight elsewhere.
+    """
+    model: Any = sharding.model
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = type(embedding) is nn.Embedding and type(head) is nn.Linear
+    if not plain or embedding.weight.shape != head.weight.shape or embedding.max_norm is not None:
+        return
+
+    places = [
+        [
+            (owner, name)
+            for owner in model.modules()
+            for name, m in owner.named_children()
+            if m is known
+        ]
+        for known in (embedding, head)
+    ]
+    if all(len(found) == 1 for found in places):
+        vocabulary(sharding, *(found[0] for found in places))
 
 
 def _experts_width(module: nn.Module | nn.Parameter) -> int:

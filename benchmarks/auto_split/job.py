@@ -21,10 +21,10 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.domino import DominoSettings, ParallelModel
 from lightning_commfree.domino.auto_split import ROUNDS, WARM_UP
 
-SPLITS = ("none", "batch", "token", "auto")
+SPLITS = ("none", "batch", "token", "weight", "hybrid", "auto")
 TOKENS, VOCABULARY, WIDTH, LAYERS = 128, 512, 256, 4
 TRIAL = 3 * (WARM_UP + ROUNDS) + 1  # passes until "auto" has chosen
-SECONDS, LEAST, MOST = 4.0, 11, 61  # of a split's passes together, and how many they may be
+SECONDS, LEAST, MOST = 3.0, 9, 41  # of a split's passes together, and how many they may be
 
 
 def divided(split: str, channel: Channel) -> tuple[Any, ParallelModel]:
@@ -79,7 +79,7 @@ def main() -> None:
             best = models["auto"][1].trial.state_dict()["best"][-1][-1]
             file.write(json.dumps([rows, "chosen", best]) + "\n")
             for round_ in range(rounds):
-                turns = SPLITS[round_ % 4 :] + SPLITS[: round_ % 4]
+                turns = SPLITS[round_ % len(SPLITS) :] + SPLITS[: round_ % len(SPLITS)]
                 for split in turns:
                     seconds = pass_s(models[split][0], words)
                     file.write(json.dumps([rows, split, seconds]) + "\n")

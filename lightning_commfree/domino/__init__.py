@@ -10,6 +10,7 @@ t          `tensor_parallel_size`        ranks               a node's     sectio
 X1, X2     `split="batch"`               rows of the batch   2 parts      section 3: row split of X
 B1, B2     `split="weight"`              outputs of a row    --           section 3: column split of
                                          linear                           B
+X, B       `split="hybrid"`              both                --           section 3: both
 --         `split="token"`               tokens              --           not in the paper: for a
                                                                           batch of one
 --         `split="auto"`                --                  its choice   not in the paper: the

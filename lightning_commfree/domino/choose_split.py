@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.splits import (
     BatchSplit,
+    HybridSplit,
     NoSplit,
     Split,
     TokenSplit,
@@ -37,6 +38,14 @@ def choose_split(
     """
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split
+    if split == "hybrid":
+        if rows >= 2:
+            return HybridSplit(min(parts, rows))
+        split = "weight"
+        fell_back(
+            f"A batch of {rows} cannot be split by rows (`split='hybrid'`); only the outputs of row"
+            " linears are."
+        )
     if split == "batch" and rows < 2:
         split = "token" if tokens >= 2 and is_causal(arguments, config) else "none"
         fell_back(

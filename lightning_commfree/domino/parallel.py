@@ -91,10 +91,10 @@ class ParallelModel:
         init_seed: int = 0,
     ) -> None:
         check_divisible(model, channel.size)
-        if settings.split == "weight" and has_adapters(model):
+        if settings.split in ("weight", "hybrid") and has_adapters(model):
             raise ValueError(
-                "`split='weight'` sends slices before an adapter has added its own: choose another"
-                " `split` for a model with LoRA."
+                f"`split={settings.split!r}` sends slices before an adapter has added its own:"
+                " choose another `split` for a model with LoRA."
             )
         self.settings = settings
         self.group = TensorGroup(channel, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 AUTO = "auto"
-SPLITS = (AUTO, "batch", "token", "weight", "none")
+SPLITS = (AUTO, "batch", "token", "weight", "hybrid", "none")
 
 
 @dataclass(frozen=True)

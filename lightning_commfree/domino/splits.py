@@ -8,6 +8,7 @@ token      chunks of the sequence  a later chunk attends to the keys and values 
                                    ones, which therefore go through attention's backward after it
 weight     one                     each slice of a row linear's outputs has a sum of its own, which
                                    flies while the next slice is computed, within a sublayer only
+hybrid     rows of the batch       as batch, and each one's sums are sliced as under weight
 none       one                     --
 =========  ======================  ================================================================
 """
@@ -139,6 +140,26 @@ class WeightSplit(NoSplit):
         """See `Split`."""
         sizes = [output.shape[-1] for output in micro.outputs]
         return list(torch.split(d_total, sizes, -1))
+
+
+class HybridSplit(BatchSplit):
+    """Rows of the batch, and of each part slices of the outputs of every row linear.
+
+    Args:
+        num_parts: of the rows, and slices of the outputs.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__(num_parts)
+        self._slices = WeightSplit(num_parts)
+
+    def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
+        """See `Split`."""
+        self._slices.run(micro, earlier, launch)
+
+    def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
+        """See `Split`."""
+        return self._slices.gradients(micro, d_total)
 
 
 class TokenSplit:

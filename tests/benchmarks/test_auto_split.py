@@ -9,10 +9,12 @@ import pytest
 from benchmarks.auto_split import __main__ as auto_split
 from benchmarks.lab import why_unavailable
 
+TIMES = {"none": 3.0, "batch": 2.0, "token": 2.1, "weight": 1.0, "hybrid": 4.0, "auto": 2.05}
+
 
 def node(slower: float) -> list[tuple[int, str, float | str]]:
     lines: list[tuple[int, str, float | str]] = [(4, "chosen", "token")]
-    for name, seconds in (("none", 3.0), ("batch", 2.0), ("token", 2.1), ("auto", 2.05)):
+    for name, seconds in TIMES.items():
         lines += [(4, name, seconds * slower), (4, name, seconds), (4, name, seconds / 2)]
     return lines
 

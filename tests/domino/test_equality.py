@@ -31,7 +31,7 @@ FACTORS: dict[str, list[Any]] = {
         "qwen2",
         "qwen3",
     ],
-    "split": ["batch", "token", "weight", "none"],
+    "split": ["batch", "token", "weight", "hybrid", "none"],
     "rows": [1, 2, 3, 5],
     "parts": [2, 3],
     "padding": ["none", "left", "right"],

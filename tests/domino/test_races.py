@@ -15,7 +15,7 @@ from tests.world import run_ranks
 
 CASES = [
     Case(kind, 3, split, 2, checkpoint, padding, loss=loss, seed=seed)
-    for split in ("batch", "token", "weight", "none")
+    for split in ("batch", "token", "weight", "hybrid", "none")
     for seed, kind, checkpoint, padding, loss in (
         (0, "gpt2", False, "none", "own"),
         (1, "llama one key head", True, "right", "own"),

@@ -21,7 +21,10 @@ SUBLAYERS = [f"layer {i} {name}" for i in range(LAYERS) for name in ("attention"
 CASES = [
     Case(kind, 3, split, parts, checkpoint)
     for kind in ("gpt2", "llama")
-    for split, parts in (("batch", 2), ("batch", 3), ("token", 2), ("weight", 3), ("none", 2))
+    for split, parts in (
+        *(("batch", 2), ("batch", 3), ("token", 2)),
+        *(("weight", 3), ("hybrid", 2), ("none", 2)),
+    )
     for checkpoint in (False, True)
 ]
 
@@ -50,13 +53,13 @@ def found(
 
 
 def micro_batches(case: Case) -> int:
-    return case.parts if case.split in ("batch", "token") else 1
+    return case.parts if case.split in ("batch", "token", "hybrid") else 1
 
 
 def expected_order(case: Case) -> list[Event]:
     """The docstring of `schedule`, line by line."""
     parts = micro_batches(case)
-    slices = case.parts if case.split == "weight" else 1
+    slices = case.parts if case.split in ("weight", "hybrid") else 1
     events: list[Event] = []
     before = None
     if case.kind != "gpt2":  # which adds positions to the embedding
@@ -111,7 +114,7 @@ def test_two_sums_each_way_per_layer_and_micro_batch(found: Found, case: Case) -
     linear under `weight` each slice is a sum; its dx is one.
     """
     backward = 2 * LAYERS * micro_batches(case)
-    forward = backward * (case.parts if case.split == "weight" else 1)
+    forward = backward * (case.parts if case.split in ("weight", "hybrid") else 1)
     forward += 1 if case.kind == "gpt2" else micro_batches(case)
     for _, counts in found[case]:
         assert counts == {FORWARD_TAG: forward, BACKWARD_TAG: backward + 1, LOSS_TAG: 1}

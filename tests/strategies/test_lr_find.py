@@ -88,7 +88,8 @@ STRATEGIES: dict[str, Any] = {
     "diloco": (Normed, lambda: StreamingDiLoCoStrategy(sync_every=6, overlap_steps=4)),
     "eager": (Normed, lambda: StreamingDiLoCoStrategy(sync_every=6, overlap_steps="eager")),
     "lion": (Voter, DistributedLionStrategy),
-    "domino": (CausalLM, DominoTPStrategy),
+    # "auto" goes on with what it has measured in a search
+    "domino": (CausalLM, lambda: DominoTPStrategy(split="batch")),
 }
 # in the second of three epochs a fragment is in flight, and every replica has an optimizer state
 CASES = [*((name, None) for name in STRATEGIES), ("diloco", 1), ("eager", 1)]

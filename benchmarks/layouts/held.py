@@ -180,4 +180,5 @@ def _fit(row: str, ranks: int, model: dict[str, int], folder: Path) -> dict[str,
         units = list(unit_bytes(module))
         found |= {"fill": filled[-1], "save": save.growth, "model": sum(units)}
         found["largest_unit"] = max(units)
+        found["largest_tensor"] = max(p.numel() * p.element_size() for p in module.parameters())
     return found

@@ -82,6 +82,12 @@ def fill_of_bound(nodes: Nodes) -> float:
     return float(max(rank["fill"] for rank in nodes) / bound)
 
 
+def save_of_tensor(nodes: Nodes) -> float:
+    """Return by how much a save takes rank 0 more than the others, in largest tensors."""
+    first, *others = (rank["save"] for rank in nodes)
+    return float((first - max(others)) / nodes[0]["largest_tensor"])
+
+
 def opening(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what was found, for the top of the page."""
     counts, peaks = found(records, COUNTS), found(records, PEAKS)
@@ -121,6 +127,10 @@ def page_lines(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
     fill = fill_of_bound(peaks[PEAK_RANKS, f"{FSDP} {META}"])
     text = f"on meta: fill / (model / {PEAK_RANKS} + two units), at most {1 + WITHIN}"
     lines.append(target(text, fill, fill <= 1 + WITHIN))
+    for how in (BUILT, META):
+        beside = save_of_tensor(peaks[PEAK_RANKS, f"{FSDP} {how}"])
+        text = f"{how}, checkpoint: (rank 0's rise - the other's) / the largest tensor, at most 1"
+        lines.append(target(text, beside, beside <= 1))
     head = [*KINDS, "together", "x ranks / one rank's", "largest unit"]
     lines += ["", f"| ranks, inside | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
     for (k, layout), nodes in counts.items():
@@ -160,5 +170,6 @@ MB by which a process's resident memory rose above what it was (`VmHWM`, set bac
 {layers} blocks, {width} wide, after a first fit of a small one. *Fill*: from ahead of the
 model's making in `configure_model` to `configure_optimizers`, where it is divided, or wrapped for
 DDP with its buckets. *Checkpoint*: while `trainer.save_checkpoint` runs after the last step. Rank
-0 puts the whole weights and AdamW's two whole moments together in host memory before it writes
-them, three times the model. What else rises on every rank was not traced to its tensors."""
+0 writes whole weights and AdamW's two whole moments, three times the model, and puts one tensor
+together at a time. What rises on every rank is a second copy of its own weights, for a checkpoint
+holds the outer ones; and what a gathered tensor takes beside itself."""

@@ -43,8 +43,11 @@ class Adopted(NamedTuple):
     said: str  # what is kept, behind "Every rank starts from the checkpoint's weights, "
 
 
-class Stateful(Protocol):
-    """Something with a state."""
+class ReplicaState(Protocol):
+    """What holds a replica's model, which several ranks may do together."""
+
+    def writing(self) -> AbstractContextManager[None]:
+        """In the body rank 0 writes a checkpoint, of which its replica's ranks may hold parts."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return it: tensors and plain values, which need not be copies."""

@@ -25,6 +25,8 @@ import fsspec  # type: ignore[import-untyped]
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
+from lightning_commfree.checkpoint.archive import has_stand_ins, write_archive
+
 FilePath = str | Path
 
 _WRITING = ".writing"  # ends the hidden name
@@ -35,7 +37,8 @@ def write_whole(state: Any, path: FilePath) -> None:
     """Write what `torch.save` writes; folders are made.
 
     Args:
-        state: of tensors and other values; they must not change meanwhile.
+        state: of tensors and other values; they must not change meanwhile. Stand-ins
+            (`comm.wholes`) are fetched one after another where the file is on a disk.
         path: of the file. On another kind of file system than a disk, that one's transaction has to
             keep it whole.
 
@@ -68,10 +71,11 @@ def write_whole(state: Any, path: FilePath) -> None:
 
 
 class _Sink:
-    """A file, for `torch.save`.
+    """A file, for `torch.save` and `write_archive`.
 
     After an error it writes nothing more and counts on: torch, which would come down over a half
-    file with an error of its own, ends as usual, and how much there is to write is known then.
+    file with an error of its own, ends as usual, and how much there is to write is known then. So
+    do ranks that hold parts of what is written.
     """
 
     def __init__(self) -> None:
@@ -86,7 +90,11 @@ class _Sink:
             OSError: the first one that came.
         """
         self._write = file.write
-        torch.save(state, cast("IO[bytes]", self))  # two methods of it are called
+        target = cast("IO[bytes]", self)  # three methods of it are called
+        if has_stand_ins(state):
+            write_archive(state, target)
+        else:
+            torch.save(state, target)
         if self._error is not None:
             raise self._error
         file.flush()
@@ -101,6 +109,9 @@ class _Sink:
             except OSError as error:
                 self._error = error
         return size
+
+    def tell(self) -> int:
+        return self.needed
 
     def flush(self) -> None:
         """The file is flushed at the end."""

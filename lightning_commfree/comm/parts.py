@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.blocks import block_names
 from lightning_commfree.comm.materialize import Materializer
+from lightning_commfree.comm.wholes import Wholes
 
 # methods of a module that compute, beside `forward`
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -168,13 +170,14 @@ def part_like(values: Tensor, like: Tensor) -> Tensor:
     return part
 
 
-def whole_on_host(value: Tensor, keep: bool) -> Tensor:
-    """Return all of a tensor in host memory, an empty one without `keep`; collective as `whole`."""
-    value = whole(value)
-    return value.cpu() if keep else value.new_empty(0)
+def whole_on_host(value: Tensor, wholes: Wholes) -> Tensor:
+    """Return all of a tensor, as `wholes` puts it together; collective as `whole`."""
+    if isinstance(value, DTensor):
+        return wholes(value.shape, value.dtype, partial(whole, value))
+    return value.cpu() if wholes.keep else value.new_empty(0)
 
 
-def whole_state(module: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+def whole_state(module: nn.Module, state: Mapping[str, Any], wholes: Wholes) -> dict[str, Any]:
     """Return a module's state as if it were not divided, in host memory.
 
     Collective, one tensor at a time; a tied weight, which stands under several names, once.
@@ -182,17 +185,17 @@ def whole_state(module: nn.Module, state: Mapping[str, Any], keep: bool) -> dict
     Args:
         module: whose it is.
         state: as the module returned it.
-        keep: whether this rank wants it; else the result is empty.
+        wholes: puts tensors together. Where this rank does not keep them the result is empty.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     found: dict[Any, Tensor] = {}
-    wholes = {}
+    result = {}
     for name, value in state.items():
         key = parameters.get(name, name)
         if isinstance(value, Tensor) and key not in found:
-            found[key] = whole_on_host(value, keep)
-        wholes[name] = found.get(key, value)
-    return wholes if keep else {}
+            found[key] = whole_on_host(value, wholes)
+        result[name] = found.get(key, value)
+    return result if wholes.keep else {}
 
 
 def part_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ Several ranks hold one model together. An algorithm around it asks for:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.domino.checks import check_batch, find_models
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
@@ -70,7 +72,7 @@ class OptimizerParts:
         self._parts = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def whole_state_dict(
-        self, optimizer: Optimizer, channel: Channel, keep: bool
+        self, optimizer: Optimizer, channel: Channel, wholes: Wholes
     ) -> dict[str, Any]:
         """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
 
@@ -79,17 +81,16 @@ class OptimizerParts:
         Args:
             optimizer: of the fit.
             channel: to the tensor group.
-            keep: whether this rank wants it; else the result is empty.
+            wholes: puts tensors together. Where this rank does not keep them the result is empty.
         """
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(_parameters(optimizer)):
             for key, value in saved["state"].get(index, {}).items():
-                whole = self._whole(parameter, value, channel)
-                if keep:
-                    on_cpu = whole.cpu() if isinstance(whole, Tensor) else whole
-                    result.setdefault(index, {})[key] = on_cpu
-        return {**saved, "state": result} if keep else {}
+                whole = self._whole(parameter, value, channel, wholes)
+                if wholes.keep:
+                    result.setdefault(index, {})[key] = whole
+        return {**saved, "state": result} if wholes.keep else {}
 
     def part_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
@@ -114,11 +115,13 @@ class OptimizerParts:
                 parts[index] = own
         return {**state, "state": parts}
 
-    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel) -> Any:
+    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, wholes: Wholes) -> Any:
         spec, part_shape = self._parts.get(parameter, (None, None))
-        if spec is None or not isinstance(value, Tensor) or value.shape != part_shape:
+        if not isinstance(value, Tensor):
             return value
-        return whole_tensor(value, spec, channel, STATE_TAG)
+        if spec is None or value.shape != part_shape:
+            return value.cpu() if wholes.keep else value
+        return _whole(value, spec, channel, wholes)
 
 
 class ShardedModule:
@@ -199,13 +202,13 @@ class ShardedModule:
 
     # -- states
 
-    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+    def whole_state_dict(self, wholes: Wholes) -> dict[str, Any]:
         """Return the module's whole state, tensors of divided parameters in CPU memory.
 
         Collective, one tensor at a time.
 
         Args:
-            keep: whether this rank wants it; else the result is empty.
+            wholes: puts tensors together. Where this rank does not keep them the result is empty.
         """
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         known: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -215,10 +218,9 @@ class ShardedModule:
             if isinstance(value, Tensor) and value.data_ptr() in specs:
                 place = value.data_ptr()
                 if place not in known:
-                    whole = whole_tensor(value, specs[place], self._channel, STATE_TAG)
-                    known[place] = whole.cpu() if keep else whole.new_empty(0)
+                    known[place] = _whole(value, specs[place], self._channel, wholes)
                 state[name] = known[place]
-        return state if keep else {}
+        return state if wholes.keep else {}
 
     def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a whole module's state."""
@@ -242,9 +244,9 @@ class ShardedModule:
             model.group.load_own_state(random)
             model.trial.load_state_dict(split)
 
-    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    def whole_optimizer_state(self, optimizer: Optimizer, wholes: Wholes) -> dict[str, Any]:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
-        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, keep)
+        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, wholes)
 
     def part_optimizer_states(
         self, optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
@@ -288,6 +290,12 @@ class ShardedModule:
                 # to CPU memory, where Lightning puts a module after a fit: it may be too big
                 wholes[parameter] = whole.cpu()
             model.join(wholes)
+
+
+def _whole(part: Tensor, spec: ShardSpec, channel: Channel, wholes: Wholes) -> Tensor:
+    shape = list(part.shape)
+    shape[spec.dim] = spec.size
+    return wholes(shape, part.dtype, partial(whole_tensor, part, spec, channel, STATE_TAG))
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

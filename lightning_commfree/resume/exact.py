@@ -11,6 +11,7 @@ cases, another message says.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_commfree.checkpoint.own_tensors import OwnTensors
 from lightning_commfree.checkpoint.rank_files import SavedParts
 from lightning_commfree.checkpoint.rank_parts import copied, plain
-from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, Saved, Stateful
+from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, ReplicaState, Saved
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.parts import is_part
@@ -47,7 +48,7 @@ class _Fit:
 
     trainer: pl.Trainer
     owner: RankState
-    inside: Stateful
+    inside: ReplicaState
     tensors: OwnTensors
 
 
@@ -108,7 +109,7 @@ class ExactResume:
         if self._fit is not None:
             self._take(self._fit, self._source)
 
-    def begin(self, trainer: pl.Trainer, owner: RankState, inside: Stateful) -> None:
+    def begin(self, trainer: pl.Trainer, owner: RankState, inside: ReplicaState) -> None:
         """Begin a fit, and put this rank's own weights and tensors in place if it resumes.
 
         Collective; in `setup`, when module, optimizers and algorithm stand. A checkpoint that is
@@ -117,7 +118,7 @@ class ExactResume:
         Args:
             trainer: of the fit.
             owner: the algorithm.
-            inside: what else of this rank has a state.
+            inside: what holds this rank's replica.
         """
         tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
         self._fit = _Fit(trainer, owner, inside, tensors)
@@ -209,7 +210,8 @@ class ExactResume:
 
     def _write(self, checkpoint: dict[str, Any], options: Any, filepath: FilePath) -> None:
         """Write a checkpoint on rank 0."""
-        with self._ranks.failing_as_one():
+        writing = nullcontext() if self._fit is None else self._fit.inside.writing()
+        with self._ranks.failing_as_one(), writing:
             if self._strategy.is_global_zero and writes_later(self._strategy.checkpoint_io):
                 # Lightning before 2.6 writes what the tensors have become meanwhile
                 checkpoint = copied(checkpoint)

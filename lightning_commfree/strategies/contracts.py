@@ -138,6 +138,10 @@ class Inside(Protocol):
         del optimizer
         return state
 
+    def writing(self) -> AbstractContextManager[None]:
+        """In the body rank 0 writes a checkpoint, of which its replica's ranks may hold parts."""
+        return nullcontext()
+
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with what this rank holds of the module."""
         return checkpoint

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.domino import DominoSettings, ShardedModule, check_batch
 from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
@@ -55,7 +56,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
     sharded.sum_shared_gradients()
     found["norm"] = sharded.gradient_norm(module.parameters())
     module.zero_grad()
-    whole = sharded.whole_state_dict(keep=True)
+    whole = sharded.whole_state_dict(Wholes(keep=True))
     found["untouched"] = {name: value.clone() for name, value in whole.items()}
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -64,8 +65,14 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
         module.loss().backward()
         sharded.sum_shared_gradients()
         optimizer.step()
-    whole, state = sharded.whole_state_dict(True), sharded.whole_optimizer_state(optimizer, True)
-    found |= {"whole": whole, "state": state, "nothing": sharded.whole_state_dict(keep=False)}
+    wholes = Wholes(keep=True)
+    whole = sharded.whole_state_dict(wholes)
+    state = sharded.whole_optimizer_state(optimizer, wholes)
+    found |= {
+        "whole": whole,
+        "state": state,
+        "nothing": sharded.whole_state_dict(Wholes(keep=False)),
+    }
 
     # parts of the wholes are what the rank has
     own = {name: value.clone() for name, value in module.state_dict().items()}
@@ -79,7 +86,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
 
     sharded.join()
     found["joined"] = module.state_dict()
-    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, keep=True)
+    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, Wholes(keep=True))
     found["left"] = all(
         torch.equal(left["state"][i][key], state["state"][i][key]) for i in mine for key in mine[i]
     )

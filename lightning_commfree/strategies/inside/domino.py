@@ -7,6 +7,7 @@ checkpoints hold whole states, put together one tensor at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from lightning_commfree.strategies.checks import (
     refuse_timed_validation,
 )
 from lightning_commfree.strategies.contracts import Inside
+from lightning_commfree.strategies.inside.saves import Saves
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -61,6 +63,7 @@ class TensorParallel(Inside):
 
     def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
         self._strategy, self._settings = strategy, settings
+        self._saves = Saves(strategy)
         self.sharded: ShardedModule | None = None
         self._left: OptimizerParts | None = None  # by the latest fit
         self._undivided: set[nn.Parameter] = set()
@@ -136,6 +139,7 @@ class TensorParallel(Inside):
         assert self.sharded is not None, "`prepare` has run"
         clip = self.sharded.clip_gradients  # Lightning clips by the norm of what a rank holds
         strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
+        self._saves.begin()
 
     @override
     def release(self) -> None:
@@ -173,6 +177,8 @@ class TensorParallel(Inside):
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the whole module's state on rank 0; collective, empty on the other ranks.
 
+        For a checkpoint of a fit's it has stand-ins, see `Saves`.
+
         Args:
             read: finds it in a module that is not divided.
 
@@ -186,7 +192,7 @@ class TensorParallel(Inside):
             return {}
         steps = strategy.module.trainer.global_step
         refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
-        return self.sharded.whole_state_dict(keep=strategy.is_global_zero)
+        return self.sharded.whole_state_dict(self._saves.wholes())
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +207,11 @@ class TensorParallel(Inside):
         if not strategy.meets():  # after Ctrl-C
             return {}
         with strategy.reaching() as channels:
-            return parts.whole_state_dict(optimizer, channels.within, strategy.is_global_zero)
+            return parts.whole_state_dict(optimizer, channels.within, self._saves.wholes())
+
+    @override
+    def writing(self) -> AbstractContextManager[None]:
+        return self._saves.writing()
 
     @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

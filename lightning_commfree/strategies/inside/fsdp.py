@@ -35,6 +35,7 @@ from lightning_commfree.comm.parts import (
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start
+from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.lightning_internals import Processes
 from lightning_commfree.strategies.checks import (
     PARTS,
@@ -43,6 +44,7 @@ from lightning_commfree.strategies.checks import (
     refuse_fp16,
 )
 from lightning_commfree.strategies.contracts import Inside
+from lightning_commfree.strategies.inside.saves import Saves
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -66,6 +68,7 @@ class FullyShard(Inside):
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
         self._strategy, self.size, self._argument = strategy, size, argument
+        self._saves = Saves(strategy)
         self._divided: nn.Module | None = None
         self._undivided: set[nn.Parameter] = set()
         self._was_on_meta = False
@@ -117,6 +120,7 @@ class FullyShard(Inside):
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
         self._undivided = set()
+        self._saves.begin()
 
     @override
     def release(self) -> None:
@@ -130,13 +134,13 @@ class FullyShard(Inside):
             self._strategy.patches.put(module, "cpu", lambda: module)
         if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
             return
-        keep = self._strategy.local_rank == 0
+        wholes = Wholes(keep=self._strategy.local_rank == 0)
 
         def make_whole(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             del module
             for name, value in state.items():
                 if isinstance(value, Tensor):
-                    state[name] = whole_on_host(value, keep)
+                    state[name] = whole_on_host(value, wholes)
 
         self._strategy.module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
 
@@ -166,13 +170,14 @@ class FullyShard(Inside):
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the whole module's state on rank 0, in host memory, put together tensor by tensor.
 
-        Collective over the first replica; empty on other ranks.
+        Collective over the first replica; empty on other ranks. For a checkpoint of a fit's it has
+        stand-ins, see `Saves`.
         """
         if not self._is_divided():
             return read()
         if not self._takes_part():
             return {}
-        return whole_state(self._strategy.module, read(), keep=self._strategy.is_global_zero)
+        return whole_state(self._strategy.module, read(), self._saves.wholes())
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -181,12 +186,16 @@ class FullyShard(Inside):
             return state
         if not self._takes_part():
             return {}
-        keep = self._strategy.is_global_zero
+        wholes = self._saves.wholes()
 
         def gathered(value: Tensor, parameter: Tensor) -> Tensor:
-            return whole_on_host(part_like(value, parameter), keep)
+            return whole_on_host(part_like(value, parameter), wholes)
 
         return mapped_state(optimizer, state, gathered)
+
+    @override
+    def writing(self) -> AbstractContextManager[None]:
+        return self._saves.writing()
 
     @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

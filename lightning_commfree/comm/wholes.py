@@ -1,0 +1,111 @@
+"""Whole tensors out of the parts that the ranks of a replica hold: at once, or one at a time.
+
+A checkpoint holds whole tensors. All of them together are, with AdamW's states, three times the
+model, and a replica has several ranks because one cannot hold that. So where rank 0 writes a file
+by itself it gets *stand-ins*, tensors on `meta` with a shape and without values:
+
+1. All ranks make the stand-ins in the same order (`OneAtATime`).
+2. Rank 0 comes to one of them while it writes (`values_of`). It says to the others which one, and
+   they put that tensor together.
+3. It drops the tensor, and goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+
+SAVE_TAG = "save"  # of the ledger
+_WRITTEN = -1  # in place of a stand-in's number
+
+
+class Wholes:
+    """Puts tensors together at once, in host memory.
+
+    Args:
+        keep: whether this rank wants them; else it gets empty ones.
+    """
+
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep
+
+    def __call__(
+        self, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return a whole tensor; collective over the ranks that hold its parts.
+
+        Args:
+            shape: of the whole.
+            dtype: the same.
+            gather: puts it together; collective.
+        """
+        del shape, dtype
+        whole = gather()
+        return whole.cpu() if self.keep else whole.new_empty(0)
+
+
+class OneAtATime(Wholes):
+    """Returns stand-ins, whose tensors are put together in the body of `writing`.
+
+    Args:
+        keep: this rank writes; the first one of the channel.
+        channel: to the ranks that hold the parts.
+    """
+
+    def __init__(self, keep: bool, channel: Channel) -> None:
+        super().__init__(keep)
+        self._channel = channel
+        self._gathers: list[Callable[[], Tensor]] = []
+
+    @override
+    def __call__(
+        self, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor]
+    ) -> Tensor:
+        self._gathers.append(gather)
+        return stand_in(shape, dtype, partial(self._fetch, len(self._gathers) - 1))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """In the body rank 0 asks for values; the others have answered it when theirs begins."""
+        if not self.keep:
+            while (number := self._agree(_WRITTEN)) != _WRITTEN:
+                self._gathers[number]()
+        try:
+            yield
+        finally:
+            if self.keep:
+                self._agree(_WRITTEN)
+
+    def _fetch(self, number: int) -> Tensor:
+        self._agree(number)
+        return self._gathers[number]().cpu()
+
+    def _agree(self, number: int) -> int:
+        """Return the number that rank 0 says."""
+        said = torch.tensor(number, device=self._channel.device)
+        return int(self._channel.broadcast(said, SAVE_TAG).wait())
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, fetch: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor on `meta` that stands for the one, in host memory, which `fetch` returns."""
+    made: Any = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    made.fetch_values = fetch
+    return made  # type: ignore[no-any-return]
+
+
+def is_stand_in(value: Any) -> bool:
+    """Return whether it stands for a tensor that is put together later."""
+    return hasattr(value, "fetch_values")
+
+
+def values_of(standing: Any) -> Tensor:
+    """Return the tensor that one stands for; in the body of `writing`, on rank 0."""
+    return standing.fetch_values()  # type: ignore[no-any-return]

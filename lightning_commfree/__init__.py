@@ -3,6 +3,7 @@
 Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
 """
 
+from lightning_commfree.comm.saved_weights import from_pretrained_on_meta
 from lightning_commfree.lion import DistributedLion
 from lightning_commfree.strategies import (
     DistributedLionStrategy,
@@ -15,4 +16,5 @@ __all__ = [
     "DistributedLionStrategy",
     "DominoTPStrategy",
     "StreamingDiLoCoStrategy",
+    "from_pretrained_on_meta",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers import GPT2LMHeadModel
 from typing_extensions import override
 
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.sync_cost.job import outer_state
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import StreamingDiLoCoStrategy, from_pretrained_on_meta
 from lightning_commfree.comm.blocks import block_names
 from lightning_commfree.comm.parts import own
 
 STEPS, BATCH, TOKENS, VOCABULARY = 4, 2, 32, 4096
 KINDS = ("parameters", "gradients", "optimizer", "outer")
-BUILT, META = "built", "meta"
+BUILT, META, FOLDER = "built", "meta", "folder"
 
 
 class Late(Module):
@@ -157,14 +160,20 @@ def every_row(plan: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 
 def _fit(row: str, ranks: int, model: dict[str, int], folder: Path) -> dict[str, Any]:
-    """Train a replica for `STEPS` steps: "INSIDE" counts; "INSIDE BUILT", or META, has peaks."""
+    """Train a replica: "INSIDE" counts; "INSIDE BUILT", META or FOLDER has peaks."""
     inside, _, how = row.partition(" ")
     peak, count, filled = Peak(), Count(), [0]
     save = Save(folder / f"{inside}_{how}.ckpt", peak)
     module: Module = Module(gpt2(VOCABULARY, TOKENS, **model))
+    make: Callable[[], Any] = partial(gpt2, VOCABULARY, TOKENS, **model)
+    if how == FOLDER:
+        saved = folder / f"model_{os.getpid()}"  # every rank writes one
+        torch.manual_seed(0)
+        make().save_pretrained(saved)
+        make = partial(from_pretrained_on_meta, GPT2LMHeadModel, saved)
     if how:
         module = Late(
-            lambda: gpt2(VOCABULARY, TOKENS, **model),
+            make,
             how == META,
             peak.begin,
             lambda: filled.append(peak.growth()),

@@ -1,6 +1,7 @@
 """Values for a model that was built on the `meta` device, where tensors have shapes only.
 
-1. A rank gives one layer its values, by the model's own `_init_weights`, or by `reset_parameters`.
+1. A rank gives one layer its values: from the folder of `saved_weights`, by the model's own
+   `_init_weights`, or by `reset_parameters`.
 2. It keeps its part of them and drops the rest.
 3. The next layer.
 
@@ -17,6 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.saved_weights import SavedWeights, names_of
+
+
+def described(module: nn.Module) -> dict[str, str]:
+    """Return what ranks must have alike before they give a model values."""
+    folders = [getattr(child, "saved_weights", None) for child in module.modules()]
+    saved = [folder.fingerprint() for folder in folders if folder is not None]
+    found = {"a model on the meta device": str(bool(on_meta(module)))}
+    return {**found, "the folder of its weights": " ".join(saved)} if saved else found
+
 
 def on_meta(module: nn.Module) -> list[str]:
     """Return the names of parameters and buffers without values."""
@@ -28,8 +39,9 @@ class Materializer:
     """Gives values to one model, layer by layer, in the order of its calls.
 
     Args:
-        model: of transformers, whose `_init_weights` is used; or a module that holds such models,
-            where what belongs to none has a `reset_parameters`, as torch's layers do.
+        model: of transformers, whose `_init_weights` is used, or the folder that
+            `from_pretrained_on_meta` has named; or a module that holds such models, where what
+            belongs to none has a `reset_parameters`, as torch's layers do.
         seed: of the values, the same on all ranks.
     """
 
@@ -40,6 +52,18 @@ class Materializer:
             if hasattr(child, "_init_weights") and child not in self._owners:
                 self._owners |= dict.fromkeys(child.modules(), child)
         self._random = torch.Generator().manual_seed(seed).get_state()
+        self._saved: dict[Tensor, tuple[SavedWeights, str]] = {}
+        for child in model.modules():
+            saved: Any = getattr(child, "saved_weights", None)
+            for tensor, names in names_of(child).items() if saved is not None else ():
+                name = saved.find(child, names)
+                if name is not None and tensor.is_meta:
+                    self._saved[tensor] = saved, name
+
+    @property
+    def reads(self) -> bool:
+        """Whether some values lie in a folder."""
+        return bool(self._saved)
 
     def materialize(self, layer: nn.Module) -> None:
         """Give values to all tensors of `layer` and below that have none, in CPU memory.
@@ -56,17 +80,20 @@ class Materializer:
 
     @torch.no_grad()
     def _give_values(self, modules: list[nn.Module]) -> None:
-        made = [(module, tensor) for module in modules for tensor in _make_room(module)]
-        if not made:
-            return
+        made = [(module, *both) for module in modules for both in _make_room(module)]
+        drawn = [(module, new) for module, old, new in made if old not in self._saved]
+        if drawn:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self._random)
+                for module in modules:
+                    self._draw(module)
+                self._random = torch.get_rng_state()
+        for _, old, new in made:  # last: drawing gives a layer's children values too
+            if old in self._saved:
+                saved, name = self._saved[old]
+                new.copy_(saved.read(name))
 
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._random)
-            for module in modules:
-                self._draw(module)
-            self._random = torch.get_rng_state()
-
-        left = [type(module).__name__ for module, tensor in made if bool(tensor.isnan().any())]
+        left = [type(module).__name__ for module, new in drawn if bool(new.isnan().any())]
         if left:
             raise ValueError(
                 f"`{type(self._model).__name__}` is on the meta device, and its `_init_weights`"
@@ -88,9 +115,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _make_room(module: nn.Module) -> list[Tensor]:
-    """Put NaN into a module's own tensors that have no values; return them."""
-    made: list[Tensor] = []
+def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Put NaN into a module's own tensors that have no values; return these and their like."""
+    made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in own:
         for name, old in tensors.items():
@@ -108,5 +135,5 @@ def _make_room(module: nn.Module) -> list[Tensor]:
                 tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)
             else:
                 tensors[name] = new
-            made.append(new)
+            made.append((old, new))
     return made

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import inspect
+import zipfile
 from typing import Any
 
+import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path, write_whole
 
+# earlier releases of Lightning do not ask how a file is to be read
+_ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
+
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, whose files on a disk replace others whole or not at all."""
+    """Lightning's `TorchCheckpointIO`, whose files on a disk replace others whole or not at all.
+
+    Args:
+        maps: files on a disk are mapped, not read: of a tensor a rank reads what it uses. While
+            such a fit runs the file it resumed from may be replaced or removed, not written to.
+    """
+
+    def __init__(self, maps: bool = False) -> None:
+        self._maps = maps
+
+    @override
+    def load_checkpoint(self, path: FilePath, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return a checkpoint, as Lightning does."""
+        local = local_path(path)
+        if not self._maps or local is None or not zipfile.is_zipfile(local):
+            return super().load_checkpoint(path, *args, **kwargs)
+        asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
+        weights_only = asked if _ASKS else False
+        state: dict[str, Any] = torch.load(
+            local, map_location="cpu", mmap=True, weights_only=weights_only
+        )
+        return state
 
     @override
     def save_checkpoint(

@@ -78,7 +78,7 @@ class ReplicaStrategy(DDPStrategy):
         self._log: FitLog | None = None
         self._network, self.patches = Network(), Patches()
         self.ranks = Ranks(self, self._network)
-        self._starter = Starter(self, ddp_kwargs, inside.check_before_launch)
+        self._starter = Starter(self, ddp_kwargs, inside.check_before_launch, inside.divides)
         self._resume = ExactResume(self, self.ranks)
 
     @abstractmethod

@@ -28,6 +28,7 @@ class Inside(Protocol):
     Attributes:
         size: ranks of a replica.
         uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
+        divides: they hold parts of one model.
         same_batch: the ranks of a replica must see the same batch.
         moves_module: Lightning moves the whole module to the device before `prepare`.
         restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
@@ -35,6 +36,7 @@ class Inside(Protocol):
 
     size: int
     uses_ddp: bool = False
+    divides: bool = False
     moves_module: bool = True
     same_batch: bool = False
     restores_after_setup: bool = False

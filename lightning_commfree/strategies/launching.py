@@ -113,13 +113,20 @@ class Starter:
         strategy: whose it is.
         ddp_kwargs: what `DDPStrategy` got.
         check: looks at what will be run, before the ranks are started.
+        divides: ranks share a model, and read parts of a checkpoint.
 
     Attributes:
         plugin: the user's, for checkpoints.
     """
 
-    def __init__(self, strategy: DDPStrategy, ddp_kwargs: Mapping[str, Any], check: Check) -> None:
-        self._check = check
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        ddp_kwargs: Mapping[str, Any],
+        check: Check,
+        divides: bool,
+    ) -> None:
+        self._check, self._divides = check, divides
         self.plugin: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
         self._strategy = strategy
         self._timeout: timedelta = ddp_kwargs.get("timeout", PATIENCE)
@@ -144,9 +151,9 @@ class Starter:
     def checkpoint_io(self) -> CheckpointIO:
         """Return the user's plugin, else one whose files are whole; asynchronous ones wrap that."""
         if self.plugin is None:
-            self.plugin = WholeCheckpointIO()
+            self.plugin = WholeCheckpointIO(maps=self._divides)
         elif hasattr(self.plugin, "checkpoint_io"):  # it keeps the first one that it gets
-            self.plugin.checkpoint_io = WholeCheckpointIO()
+            self.plugin.checkpoint_io = WholeCheckpointIO(maps=self._divides)
         return self.plugin
 
     def member(self) -> Member:

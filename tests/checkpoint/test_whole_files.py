@@ -200,3 +200,28 @@ def test_one_rank_leaves_checkpoints_only(kind: str, tmp_path: Path) -> None:
 
 def one_rank(rank: int, size: int, folder: Path, kind: str) -> None:
     fit(kind, size, Saving(folder / "{step}.ckpt"))
+
+
+def test_a_mapped_checkpoint_is_read_where_it_is_used(tmp_path: Path) -> None:
+    path, values = tmp_path / "a.ckpt", torch.arange(1000.0)
+    io = WholeCheckpointIO(maps=True)
+    io.save_checkpoint({"w": values, "step": 3}, path)
+    before = path.read_bytes()
+
+    def mapped() -> bool:
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    loaded = io.load_checkpoint(path)
+    assert mapped()
+    assert torch.equal(loaded["w"], values)
+    assert loaded["step"] == 3
+    loaded["w"].zero_()
+    assert path.read_bytes() == before, "what a rank writes is its own"
+    del loaded
+    assert not mapped()
+
+    kept = WholeCheckpointIO().load_checkpoint(path)
+    assert not mapped()
+    assert torch.equal(kept["w"], values)
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
+        io.load_checkpoint(tmp_path / "none.ckpt")

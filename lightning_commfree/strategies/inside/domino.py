@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.materialize import described
 from lightning_commfree.comm.mesh import Mesh, tensor_mesh
 from lightning_commfree.comm.parts import check_optimizers
 from lightning_commfree.comm.replica_channels import ReplicaChannels
@@ -58,6 +59,7 @@ class TensorParallel(Inside):
         sharded: the divided model, from `prepare` to `release`.
     """
 
+    divides = True
     same_batch = True
     moves_module = False  # `prepare` moves this rank's part
 
@@ -117,8 +119,7 @@ class TensorParallel(Inside):
         """
         module, world = strategy.module, channels.world
         self._was_on_meta = self.on_meta
-        meta = {"a model on the meta device": str(self._was_on_meta)}
-        common_start(world, module, {**strategy.fingerprint(), **meta})
+        common_start(world, module, {**strategy.fingerprint(), **described(module)})
 
         seed = torch.initial_seed() % 2**31
         init_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())

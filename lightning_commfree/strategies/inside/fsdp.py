@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.averaging import refuse_sync_batchnorm
-from lightning_commfree.comm.materialize import Materializer, on_meta
+from lightning_commfree.comm.materialize import Materializer, described, on_meta
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
 from lightning_commfree.comm.parts import (
     accumulating,
@@ -62,6 +62,7 @@ class FullyShard(Inside):
         ValueError: torch is too old.
     """
 
+    divides = True
     moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
 
     def __init__(self, strategy: ReplicaStrategy, size: int, argument: str) -> None:
@@ -104,8 +105,7 @@ class FullyShard(Inside):
             common_start(channels.world, module, fingerprint, channels.between)
         else:
             self._was_on_meta = self.restores_after_setup
-            meta = {"a model on the meta device": str(self._was_on_meta)}
-            common_start(channels.world, module, {**fingerprint, **meta})
+            common_start(channels.world, module, {**fingerprint, **described(module)})
             seed = torch.tensor(torch.initial_seed() % 2**31)
             seed = channels.world.broadcast(seed, START_TAG).wait()
             fill = Materializer(module, int(seed)) if self._was_on_meta else None
@@ -114,6 +114,8 @@ class FullyShard(Inside):
             replicas = self.mesh(strategy.world_size).groups(DATA)
             divide(module, replicas, strategy.global_rank, device, fill)
             self._divided = module
+            if fill is not None and fill.reads:  # from a disk of its own, perhaps
+                common_start(channels.world, module, fingerprint, channels.between)
         module.to(device)
 
     @override

@@ -1,0 +1,85 @@
+"""Ranks that share a model read it from a Hugging Face folder when they divide it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lightning_commfree import (
+    DominoTPStrategy,
+    StreamingDiLoCoStrategy,
+    from_pretrained_on_meta,
+)
+from lightning_commfree.comm.parts import why_not_divided
+from tests.strategies.causal_lm import CausalLM, loader, make
+from tests.strategies.models import quiet_trainer
+from tests.world import run_ranks
+
+KINDS = ["gpt2", "llama"]
+LAYOUTS = ["domino", *([] if why_not_divided() else ["fsdp"])]
+
+
+class FromFolder(CausalLM):
+    """Its model lies in a folder; nothing changes its weights."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.wrapped, self.folder = torch.nn.ModuleDict(), folder
+
+    def configure_model(self) -> None:
+        if "lm" not in self.wrapped:
+            self.wrapped["lm"] = from_pretrained_on_meta(AutoModelForCausalLM, self.folder)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Save(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def fit(layout: str, kind: str, size: int, folder: Path) -> Any:
+    strategy: Any = (
+        DominoTPStrategy(tensor_parallel_size=2, split="none")
+        if layout == "domino"
+        else StreamingDiLoCoStrategy(replica_size=2, inside="fsdp", sync_every=2)
+    )
+    save = Save(folder / f"{kind} {layout}.ckpt")
+    trainer = quiet_trainer(strategy=strategy, max_steps=2, devices=size, callbacks=[save])
+    module = FromFolder(folder / kind)
+    trainer.fit(module, loader(8 * size, 2))
+    return float(trainer.callback_metrics["loss"])
+
+
+def every_cell(rank: int, size: int, folder: Path) -> Any:
+    return {(layout, kind): fit(layout, kind, size, folder) for layout in LAYOUTS for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With checkpoints of all cells, and the models that they began with."""
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        make(kind).save_pretrained(folder / kind)
+    losses = run_ranks(every_cell, 4, tmp_path_factory.mktemp("four"), folder)
+    assert all(torch.tensor(list(rank.values())).isfinite().all() for rank in losses)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_trained_is_what_the_folder_holds(folder: Path, layout: str, kind: str) -> None:
+    state = torch.load(folder / f"{kind} {layout}.ckpt", weights_only=True)["state_dict"]
+    loaded = AutoModelForCausalLM.from_pretrained(folder / kind)
+    assert state.keys() == {f"wrapped.lm.{name}" for name in loaded.state_dict()}
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(state[f"wrapped.lm.{name}"], tensor), name

@@ -21,10 +21,10 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.domino import DominoSettings, ParallelModel
 from lightning_commfree.domino.auto_split import ROUNDS, WARM_UP
 
-SPLITS = ("none", "batch", "token", "weight", "hybrid", "auto")
+SPLITS = ("none", "batch", "token", "auto")
 TOKENS, VOCABULARY, WIDTH, LAYERS = 128, 512, 256, 4
 TRIAL = 3 * (WARM_UP + ROUNDS) + 1  # passes until "auto" has chosen
-SECONDS, LEAST, MOST = 3.0, 9, 41  # of a split's passes together, and how many they may be
+SECONDS, LEAST, MOST = 8.0, 25, 61  # of a split's passes together, and how many they may be
 
 
 def divided(split: str, channel: Channel) -> tuple[Any, ParallelModel]:

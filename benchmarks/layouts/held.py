@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -167,9 +166,9 @@ def _fit(row: str, ranks: int, model: dict[str, int], folder: Path) -> dict[str,
     module: Module = Module(gpt2(VOCABULARY, TOKENS, **model))
     make: Callable[[], Any] = partial(gpt2, VOCABULARY, TOKENS, **model)
     if how == FOLDER:
-        saved = folder / f"model_{os.getpid()}"  # every rank writes one
-        torch.manual_seed(0)
-        make().save_pretrained(saved)
+        saved = folder / "model"
+        make().save_pretrained(saved)  # rank 0, if there are several
+        dist.barrier()
         make = partial(from_pretrained_on_meta, GPT2LMHeadModel, saved)
     if how:
         module = Late(

@@ -33,6 +33,11 @@ MECHANISM_TARGETS = {"0.2": 0.9, "0.3": 0.9, "0.45": 0.8}
 # by the share of the synchronous step that is communication; of a measured share the nearest one's
 LABORATORY_TARGETS = {0.25: Target(0.5, 1.1), 0.35: Target(0.6, 1.25), 0.5: Target(0.6, 1.35)}
 PEERS = ("torch", "transformers")
+# arXiv:2409.15241: where, share of communication, share of it that is hidden
+PAPER = (
+    ("the paper, Llama-2 on 8 H100, one node", "19 to 27%", "67 to 81%"),
+    ("the paper, Llama-2 on 16 H100, two nodes", "45 to 57%", "56 to 59%"),
+)
 _EQUAL_LOSS = 1e-4  # nats; sums in another order differ by rounding
 
 
@@ -113,6 +118,47 @@ def _laboratory_verdicts(rate: str, rows: Rows) -> list[str]:
 def target_of(share: float) -> Target:
     """Return the target of the nearest share of communication in a synchronous step."""
     return LABORATORY_TARGETS[min(LABORATORY_TARGETS, key=lambda s: abs(s - share))]
+
+
+def beside_paper(laboratory: Mapping[str, Any]) -> list[str]:
+    """Return the table of what is hidden beside the paper's points, and what the rest is."""
+    lines = [
+        "## Beside the paper",
+        "",
+        "| | communication / synchronous step | hidden | of it exposed: smaller products | waiting"
+        " for sums | gloo's own CPU time |",
+        "|---|---|---|---|---|---|",
+        *(f"| {where} | {share} | {hidden} | - | - | - |" for where, share, hidden in PAPER),
+    ]
+    for rate, nodes in laboratory.items():
+        rows = merged([node[0] for node in nodes])
+        found = medians(rows)
+        if found is None or "none_split" not in rows:
+            continue
+        parts = [part / (found.sync - found.none) for part in exposed_ms(rows, found)]
+        cells = " | ".join(f"{part:.0%}" for part in parts)
+        lines.append(f"| two nodes at {rate} | {found.share:.0%} | {found.hidden:.0%} | {cells} |")
+    return [
+        *lines,
+        "",
+        "Hidden and the three columns behind it are shares of the communication and add up to"
+        " 100%. The paper's points follow from the bars of its throughput figure, as parts of the"
+        " throughput without communication, of Megatron-LM and of Domino. There a network card and"
+        " a few of a GPU's processors carry the sums. Here gloo's threads and the kernel do, on the"
+        " two cores that compute: the last column, which links that only take time do not have.",
+        "",
+    ]
+
+
+def exposed_ms(rows: Rows, found: Medians) -> tuple[float, float, float]:
+    """Return what leads from the step without communication to Domino's.
+
+    Smaller products (the batch in two without communication), waiting for sums, and the rest, in
+    which gloo's threads and the kernel share the cores with the computing.
+    """
+    split = median_ms(rows["none_split"]["seconds"]) - found.none
+    waited = median_ms(rows["batch"]["waited"])
+    return split, waited, found.domino - found.none - split - waited
 
 
 def _verdict(what: str, figure: float, least: float, form: str = "{:.1%}") -> str:
@@ -205,9 +251,7 @@ def where_time_goes(rows: Rows, found: Medians | None) -> list[str]:
     """Return the sum that leads from the step without communication to Domino's."""
     if found is None or "none_split" not in rows:
         return []
-    split = median_ms(rows["none_split"]["seconds"]) - found.none
-    waited = median_ms(rows["batch"]["waited"])
-    rest = found.domino - found.none - split - waited
+    split, waited, rest = exposed_ms(rows, found)
     return [
         f"From no communication to Domino, {found.none:.1f} to {found.domino:.1f} ms:"
         f" {_signed(split)} ms for smaller products (the batch in two without communication),"
@@ -272,7 +316,7 @@ def page_lines(content: Mapping[str, Any]) -> list[str]:
         content: of the raw file.
     """
     settings = content["settings"]
-    lines = ["## Targets", "", *headline(content), ""]
+    lines = ["## Targets", "", *headline(content), "", *beside_paper(content["laboratory"])]
     if content["mechanism"]:
         lines += mechanism_lines(content["mechanism"], settings["mechanism_layers"])
     for rate, nodes in content["laboratory"].items():

@@ -38,6 +38,7 @@ LABELS = {
     "batch_4": 'Domino (`split="batch"`, 4 micro-batches)',
     "token": 'Domino (`split="token"`)',
     "weight": 'Domino (`split="weight"`)',
+    "hybrid": 'Domino (`split="hybrid"`)',
     "torch": "PyTorch's `parallelize_module`",
     "transformers": "transformers' `tp_plan`",
 }
@@ -49,6 +50,7 @@ SETTINGS = {
     "batch_4": DominoSettings(split="batch", num_micro_batches=4),
     "token": DominoSettings(split="token"),
     "weight": DominoSettings(split="weight"),
+    "hybrid": DominoSettings(split="hybrid"),
 }
 SILENT = ("none", "none_split")
 

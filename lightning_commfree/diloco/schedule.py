@@ -16,7 +16,6 @@ fragment  launches        lands
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,9 @@ class Schedule:
 
     def next_launch(self, step: int) -> int:
         """Return the first inner step after `step` at which a fragment launches."""
-        return next(t for t in count(step + 1) if self.launched_at(t))
+        firsts = (self.offset(p) + self.sync_every for p in range(self.total))
+        nexts = (self.latest_launch(p, step) + self.sync_every for p in range(self.total))
+        return min(map(max, firsts, nexts))
 
     def _launches(self, fragment: int, step: int) -> bool:
         since_offset = step - self.offset(fragment)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +101,22 @@ def test_a_fragment_has_landed_before_it_leaves_again(schedule: Schedule) -> Non
         landings = landings_of(schedule, p, 5 * schedule.sync_every)
         for landing, next_launch in zip(landings, launches[1:], strict=False):
             assert landing < next_launch
+
+
+@given(schedules(), st.lists(st.integers(0, 60), max_size=3), st.integers(0, 120))
+def test_the_next_launch_is_the_first_step_at_which_anything_leaves(
+    schedule: Schedule, joined: list[int], step: int
+) -> None:
+    schedule = replace(schedule, joined=tuple(joined))
+    found = schedule.next_launch(step)
+    assert schedule.launched_at(found)
+    assert found > step
+    assert not any(schedule.launched_at(between) for between in range(step + 1, found))
+
+
+def test_the_next_launch_may_be_far_away() -> None:
+    """Steps were tried one after the other, which took minutes at the end of such a fit."""
+    assert Schedule(10**9, 4, 1).next_launch(20) == 10**9
 
 
 @given(schedules())

@@ -165,7 +165,7 @@ class TimedRun:
         self._run, self._now, self._passed = run, now, passed
         self._seconds = 0.0
 
-    def forward(self, hidden: Tensor, arguments: Arguments) -> Tensor:
+    def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
         """See `ScheduleRun`."""
         begun = self._now()
         output = self._run.forward(hidden, arguments)

@@ -215,14 +215,23 @@ class VocabEmbedding(nn.Module):
         first: its first word.
         group: the tensor group.
         padding_idx: the word whose gradient is left out, as in `nn.Embedding`.
+        scale: by which embeddings are multiplied, a scalar; None: by nothing.
     """
 
+    scale: Tensor | None
+
     def __init__(
-        self, weight: nn.Parameter, first: int, group: TensorGroup, padding_idx: int | None = None
+        self,
+        weight: nn.Parameter,
+        first: int,
+        group: TensorGroup,
+        padding_idx: int | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.first, self.group = weight, first, group
         self.padding_idx = padding_idx
+        self.register_buffer("scale", scale, persistent=False)
 
     @property
     def embedding_dim(self) -> int:
@@ -240,6 +249,8 @@ class VocabEmbedding(nn.Module):
 
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight, skip)
         partial = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.scale is not None:
+            partial = partial * self.scale.to(partial.dtype)
 
         if self.group.sums_flow and not self._forward_hooks:  # a hook would see a partial sum
             self.group.unsummed = partial

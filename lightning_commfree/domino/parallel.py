@@ -1,7 +1,8 @@
 """Putting the schedule into a transformers model: its own code goes on calling it.
 
 A causal language model of transformers loops over its blocks. While a schedule is wanted, the list
-of blocks yields a single one, which runs all of them. Everything around the loop stays
+of blocks yields a single one, which runs all of them; where blocks are of several kinds, one for
+each, which notes what it gets, and the last runs all of them. Everything around the loop stays
 transformers': masks, positions, the last norm, head and outputs. Where a schedule does not apply,
 in evaluation, generation or when hidden states of single blocks are asked for, the loop runs as
 ever, and the sharded modules do their own all-reduces.
@@ -24,7 +25,7 @@ from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.domino.adapters import check_adapters, has_adapters
 from lightning_commfree.domino.auto_split import Size, SplitTrial, TimedRun
 from lightning_commfree.domino.choose_split import choose_split, legal_splits
-from lightning_commfree.domino.families import FAMILIES, family_of
+from lightning_commfree.domino.families import FAMILIES, Family, family_of
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
 from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
@@ -105,11 +106,12 @@ class ParallelModel:
         self.trial = SplitTrial(channel)
         self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
+        self._given: list[dict[str, Any]] = []  # to the blocks of this forward, so far
         family = family_of(model)
         if family is not None:
             family.shard(self.sharding)
             self.sharding.materializer.materialize_rest()
-            self._schedule(model)
+            self._schedule(model, family)
             self._divide_loss(model)
         else:
             apply_plan(self.sharding)
@@ -132,14 +134,19 @@ class ParallelModel:
 
     # -- what is put into the model
 
-    def _schedule(self, model: Any) -> None:
-        kinds = getattr(model.config, "layer_types", None) or ["same"]
-        if len(set(kinds)) > 1:  # each kind of block has a mask of its own
+    def _schedule(self, model: Any, family: Family) -> None:
+        blocks, base = self.sharding.blocks, getattr(model, model.base_model_prefix)
+        if not len(blocks):
             return
 
         self.scheduled = True
-        blocks, base = self.sharding.blocks, getattr(model, model.base_model_prefix)
-        _become_scheduled(blocks, self._stack(blocks[0]), self.sharding)
+        kinds = getattr(model.config, "layer_types", None) or ["same"]
+        last = blocks[len(blocks) - 1]
+        # each kind of block has a mask of its own: they are gathered until the last one is called
+        calls = [self._gather] * (len(blocks) - 1) if len(set(kinds)) > 1 else []
+        returns_tensor = family.returns_tensor(last)
+        stack = [self._of_block(call, last, returns_tensor) for call in (*calls, self._stack)]
+        _become_scheduled(blocks, stack, self.sharding)
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
@@ -165,22 +172,34 @@ class ParallelModel:
             vars(model)["save_pretrained"] = _refuse_to_save
             self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
-    def _stack(self, block: nn.Module) -> Callable[..., Any]:
+    def _of_block(
+        self, call: Callable[[Tensor, nn.Module], Tensor], block: nn.Module, returns_tensor: bool
+    ) -> Any:
+        """Return what transformers calls in a block's place; it notes what else the block gets."""
         signature = inspect.signature(type(block).forward)
-        returns_tensor = "tuple" not in str(signature.return_annotation).lower()
 
-        def stack(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def in_place(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(block, hidden, *args, **kwargs).arguments
             extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
             extra.update(extra.pop("kwargs", {}))
             arguments = {k: v for k, v in extra.items() if k not in _NOT_FOR_BLOCKS}
             arguments = {k: v for k, v in arguments.items() if not k.startswith("encoder_")}
 
-            run = self._run(hidden, arguments, _checkpointed(block))
-            output = run_schedule(run, hidden, arguments)
+            self._given.append(arguments)
+            output = call(hidden, block)
             return output if returns_tensor else (output,)
 
-        return stack
+        return in_place
+
+    def _gather(self, hidden: Tensor, block: nn.Module) -> Tensor:
+        del block
+        return hidden
+
+    def _stack(self, hidden: Tensor, block: nn.Module) -> Tensor:
+        given, self._given = self._given, []
+        # masks of other kinds of blocks differ by a window, which matters to no split
+        run = self._run(hidden, given[0], _checkpointed(block))
+        return run_schedule(run, hidden, given)
 
     def _run(
         self, hidden: Tensor, arguments: dict[str, Any], checkpoint: bool
@@ -217,7 +236,7 @@ class ParallelModel:
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not asked and not cached
-        self._blocks.active = active
+        self._blocks.active, self._given = active, []
         # a whole stack that is computed again would find no summands, and take them for the sum
         again = getattr(base, "gradient_checkpointing", False) and not _checkpoints(self._blocks[0])
         self.group.sums_flow = active and self.sharding.embedding_is_stream and not again
@@ -246,21 +265,21 @@ class ParallelModel:
 
 
 class _ScheduledBlocks(nn.ModuleList):
-    """A list of blocks that yields one which runs all of them, while `active`."""
+    """A list of blocks that, while `active`, yields others, of which the last runs all of them."""
 
     active = False
-    stack: Callable[..., Any]
+    stack: list[Callable[..., Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([self.stack]) if self.active else super().__iter__()
+        return iter(self.stack) if self.active else super().__iter__()
 
     def __getitem__(self, index: Any) -> Any:
         if self.active and isinstance(index, slice):
-            return [self.stack]
+            return self.stack
         return super().__getitem__(index)
 
 
-def _become_scheduled(blocks: Any, stack: Callable[..., Any], sharding: Sharding) -> None:
+def _become_scheduled(blocks: Any, stack: list[Callable[..., Any]], sharding: Sharding) -> None:
     before = type(blocks)
     blocks.__class__ = _ScheduledBlocks
     blocks.stack = stack

@@ -98,20 +98,26 @@ class ScheduleRun:
 
     # -- forward
 
-    def forward(self, hidden: Tensor, arguments: Arguments) -> Tensor:
-        """Return the stack's output, shape of `hidden`; nothing of it has a graph."""
+    def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
+        """Return the stack's output, shape of `hidden`; nothing of it has a graph.
+
+        Args:
+            hidden: what goes into the first block.
+            arguments: what goes into each besides; one for all blocks, or one for each.
+        """
         self._autocast = Autocast.of(hidden.device.type)
         streams = list(self.split.micro_batches(hidden))
-        given = self.split.micro_arguments(arguments, hidden)
+        given = [self.split.micro_arguments(of_block, hidden) for of_block in arguments]
+        per_block = len(self.sublayers) // len(given)
 
         # copies, for one lands while another is in use
         embeddings = enumerate(streams) if self.unsummed else ()
         flying = {i: [self._launch(x.clone(), "forward", EMBEDDING, i)] for i, x in embeddings}
 
         before: Sublayer | None = None
-        for sublayer in self.sublayers:
+        for k, sublayer in enumerate(self.sublayers):
             micros: list[MicroSublayer] = []
-            for i, own in enumerate(given):
+            for i, own in enumerate(given[k // per_block]):
                 inflow = self._inflow(before, streams[i], flying.get(i, []), i)
                 source = MicroInput(sublayer, own, inflow, self._replay(hidden.device))
                 micro, flying[i] = self._compute(source, micros, i)

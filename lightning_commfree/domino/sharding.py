@@ -39,7 +39,7 @@ class Sharding:
         materializer: gives layers values that have none.
         specs: of the parameters that are divided; the others are whole on every rank.
         blocks: of the stack, in order; empty if no schedule is known for the model.
-        sublayers: of the blocks.
+        sublayers: of the blocks; as many of each.
         experts: modules whose parameters are experts, divided.
         embedding_is_stream: the first block gets the embedding as it is.
         restore: puts the original modules back, for parameters that are whole again.
@@ -159,8 +159,8 @@ def vocabulary(
     first = spec.ranges[group.rank][0]
 
     weight = sharding.part(old_embedding.weight, spec)
-    padding = old_embedding.padding_idx
-    sharding.replace(*embeddings, VocabEmbedding(weight, first, group, padding))
+    padding, scale = old_embedding.padding_idx, getattr(old_embedding, "embed_scale", None)
+    sharding.replace(*embeddings, VocabEmbedding(weight, first, group, padding, scale))
 
     if not tied:
         sharding.materializer.materialize(old_head)

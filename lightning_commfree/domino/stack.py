@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class _Stack(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, run: ScheduleRun | TimedRun, arguments: Arguments
+        ctx: Any, hidden: Tensor, run: ScheduleRun | TimedRun, arguments: Sequence[Arguments]
     ) -> Tensor:
         ctx.run = run
         return run.forward(hidden, arguments)
@@ -36,13 +37,16 @@ class _Stack(torch.autograd.Function):
         return ctx.run.backward(gradients[0]), None, None
 
 
-def run_schedule(run: ScheduleRun | TimedRun, hidden: Tensor, arguments: Arguments) -> Tensor:
+def run_schedule(
+    run: ScheduleRun | TimedRun, hidden: Tensor, arguments: Sequence[Arguments]
+) -> Tensor:
     """Run `hidden`, shape (B, T, H), through the stack.
 
     Args:
         run: a new one.
         hidden: the residual stream behind the embedding.
-        arguments: what transformers passes to a block besides it, by name.
+        arguments: what transformers passes to each block besides it, by name; one for all of them,
+            or one for each.
 
     Returns:
         The residual stream before the last norm; gradients flow back through it once.

@@ -3,7 +3,7 @@
 A sublayer is what lies between two all-reduces: the residual stream h comes in with the sum y of
 the sublayer before, and a partial sum goes out.
 
-    h <- h + finish(y)        of the sublayer before: bias and dropout, which want the whole sum
+    h <- h + finish(y)        of the sublayer before: what wants the whole sum
     x <- norm(h)
     partial <- body(x)        column linears, attention or activation, row linear
 
@@ -34,6 +34,7 @@ class Sublayer:
         row: its last linear.
         modules: their parameters are used here and nowhere else.
         dropout: behind the sum; None for none.
+        norm_behind: the same.
         attention: None for an MLP.
         draws_own: whether the body now draws random numbers that differ from rank to rank.
     """
@@ -44,12 +45,15 @@ class Sublayer:
     row: RowLinear
     modules: tuple[nn.Module, ...]
     dropout: DropoutAfterSum | None = None
+    norm_behind: nn.Module | None = None
     attention: nn.Module | None = None
     draws_own: Callable[[], bool] = lambda: False
 
     def finish(self, total: Tensor) -> Tensor:
         """Make the sublayer's output of the sum of all ranks' partial ones."""
         total = self.row.finish(total)
+        if self.norm_behind is not None:
+            total = self.norm_behind(total)
         return total if self.dropout is None else self.dropout.finish(total)
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -67,6 +69,13 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+GEMMA3 = {
+    **LLAMA,
+    "head_dim": 4,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),
@@ -84,9 +93,15 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama one key head": (LlamaForCausalLM, LlamaConfig, {**LLAMA, "num_key_value_heads": 1}),
     "mistral": (MistralForCausalLM, MistralConfig, {**LLAMA, "sliding_window": 4}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA),
+    "qwen2 sliding": (Qwen2ForCausalLM, Qwen2Config, {**LLAMA, **SLIDING}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**LLAMA, "head_dim": 4}),
     "gemma": (GemmaForCausalLM, GemmaConfig, {**LLAMA, "head_dim": 8}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {**LLAMA, "head_dim": 4}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {**LLAMA, "head_dim": 4, "sliding_window": 4},
+    ),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, GEMMA3),
     "olmo": (OlmoForCausalLM, OlmoConfig, LLAMA),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {**LLAMA, "num_key_value_heads": 1}),
     "phi3": (Phi3ForCausalLM, Phi3Config, {**LLAMA, "pad_token_id": 0}),

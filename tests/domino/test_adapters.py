@@ -99,7 +99,7 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
         ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "`lora_bias` would be added"),
         ("llama", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
         ("llama", {"target_modules": ["embed_tokens"]}, "it is no LoRA of a plain linear layer"),
-        ("gemma", {}, "`GemmaForCausalLM` has adapters, and is divided by the tensor-parallel"),
+        ("olmo", {}, "`OlmoForCausalLM` has adapters, and is divided by the tensor-parallel"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -141,17 +141,17 @@ def test_widths_that_a_plan_cannot_divide(kind: str, sizes: dict[str, int], path
 
 def test_a_plan_for_single_parameters_is_not_supported() -> None:
     """Of experts, which are no linear layers; else they would stay whole and be summed up."""
-    model = make("gemma")
+    model = make("olmo")
     model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj.weight": "colwise"}
     with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, as"):
         divided(model, 2)
 
 
-@pytest.mark.parametrize("kind", ["gemma", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["olmo", "gpt2", "llama"])
 def test_a_refused_model_is_untouched(kind: str) -> None:
     """What is refused stands in the last layer, and the layers before it are not divided."""
     model, plain = make(kind), make(kind)
-    if kind == "gemma":
+    if kind == "olmo":
         plan = {**model.config.base_model_tp_plan, "layers.1.mlp.up_proj": "packed"}
         plan.pop("layers.*.mlp.up_proj")
         model.config.base_model_tp_plan = plan
@@ -166,22 +166,29 @@ def test_a_refused_model_is_untouched(kind: str) -> None:
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    if kind == "gemma":  # the others' layers do not fit together
+    if kind == "olmo":  # the others' layers do not fit together
         words = torch.tensor([[1, 2, 3]])
         assert torch.equal(model(words).logits, plain(words).logits)
 
 
 def test_key_heads_that_a_plan_cannot_share() -> None:
     text = (
-        "GemmaForCausalLM has 2 key-value heads; by its plan 4 ranks cannot share them"
+        "OlmoForCausalLM has 2 key-value heads; by its plan 4 ranks cannot share them"
         r"\. Choose a `tensor_parallel_size` that divides 2\."
     )
     with pytest.raises(ValueError, match=text):
-        divided(make("gemma"), 4)
+        divided(make("olmo"), 4)
+
+
+def test_attention_that_looks_ahead_is_divided_and_not_scheduled() -> None:
+    parallel = divided(make("gemma3", use_bidirectional_attention=True), 2)
+    assert not parallel.scheduled
+    assert parallel.sharding.specs
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "llama", "llama one key head", "mistral", "qwen2", "qwen3"]
+    "kind",
+    ["gpt2", "llama", "llama one key head", "mistral", "qwen2", "qwen2 sliding", "gemma", "gemma3"],
 )
 def test_what_is_supported_is_scheduled_and_names_stay(kind: str) -> None:
     model, plain = make(kind), make(kind)

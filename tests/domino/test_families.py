@@ -16,7 +16,8 @@ from tests.domino.models import Case, Outcome, make, reference, worst_error
 from tests.domino.ranks import divide, play, with_channel
 from tests.world import run_ranks
 
-NAMES = ("gpt2", "llama", "mistral", "qwen")
+NAMES = ("gpt2", "llama", "mistral", "qwen", "gemma")
+FILES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
 FOLDER = Path(domino.__file__).parent
 CASE = Case("olmo", 3)
 
@@ -35,12 +36,12 @@ def names_in_code(path: Path) -> Iterator[str]:
 def test_only_the_families_know_models() -> None:
     files = sorted(FOLDER.rglob("*.py"))
     knowing = {path.relative_to(FOLDER).as_posix() for path in files if list(names_in_code(path))}
-    assert knowing == {f"families/{name}.py" for name in ("__init__", *NAMES[:3], "qwen2", "qwen3")}
+    assert knowing == {f"families/{name}.py" for name in ("__init__", *FILES)}
 
 
 def test_every_family_is_known_by_the_name_of_its_class() -> None:
-    for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
-        model = make(kind)
+    for kind in FILES:
+        model = make(kind, attention="eager")
         assert family_of(model) is FAMILIES[type(model).__name__]
     assert family_of(make("olmo")) is None  # it has a plan
 

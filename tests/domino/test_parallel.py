@@ -25,8 +25,8 @@ from tests.domino.ranks import divide, whole_gradients, with_channel
 from tests.world import run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64: sums in another order
-KINDS = ["gpt2", "gpt2 untied", "llama", "llama one key head", "mistral", "qwen3", "gemma"]
-SCHEDULED = [kind for kind in KINDS if kind != "gemma"]
+KINDS = ["gpt2", "gpt2 untied", "llama", "llama one key head", "mistral", "qwen3", "gemma3", "olmo"]
+SCHEDULED = [kind for kind in KINDS if kind != "olmo"]
 
 
 class Evaluation(NamedTuple):
@@ -170,7 +170,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
     (name, kind, {}) for name in FUNCTIONS for kind in ("gpt2", "llama one key head")
 ]
 CALLS += [("two_forwards", "gpt2", CHECKPOINTED), ("two_backwards", "llama", CHECKPOINTED)]
-CALLS += [("hidden_states", "gemma", {}), ("two_forwards", "gemma", {})]
+CALLS += [("hidden_states", "olmo", {}), ("two_forwards", "olmo", {})]
 
 
 def play_all(channel: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_equals_one_process(played: list[dict[str, Any]], call: int) -> None:
     for rank in played:
         outcome, found, events = rank["calls"][call]
         assert worst_error(outcome, expected) < 1e-12
-        scheduled = name != "hidden_states" and kind != "gemma"  # else blocks one by one
+        scheduled = name != "hidden_states" and kind != "olmo"  # else blocks one by one
         assert (events > 0) == scheduled
         if extra is not None:
             seen = batch_for(replace(case_of(kind), **more))["attention_mask"].bool()

@@ -15,7 +15,7 @@ from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
 
-KINDS = ("gpt2", "llama one key head", "qwen3", "gemma", "phi3", "qwen3 moe")
+KINDS = ("gpt2", "llama one key head", "qwen3", "gemma3", "olmo", "phi3", "qwen3 moe")
 CASE = Case(rows=4)
 SIZE = 2
 
@@ -114,7 +114,8 @@ def test_what_a_rank_holds(found: Any) -> None:
             assert (held == "part") <= (shape.numel() < plain[name].numel()), name
         copies = {name for name, held in kinds.items() if held == "copy"}
         norms = ("q_norm", "k_norm")
-        expected = {"llama one key head": ("k_proj", "v_proj"), "qwen3": norms, "qwen3 moe": norms}
+        expected = dict.fromkeys(("qwen3", "qwen3 moe", "gemma3"), norms)
+        expected["llama one key head"] = ("k_proj", "v_proj")
         assert copies == {name for name in plain if any(k in name for k in expected.get(kind, ()))}
         assert rank["same batch"] == (0, 1)
 

@@ -7,6 +7,9 @@ imported, so that the library does not need it: a model is known by the name of 
 from torch import nn
 
 from lightning_commfree.domino.families.base import Family
+from lightning_commfree.domino.families.gemma import Gemma
+from lightning_commfree.domino.families.gemma2 import Gemma2
+from lightning_commfree.domino.families.gemma3 import Gemma3
 from lightning_commfree.domino.families.gpt2 import GPT2
 from lightning_commfree.domino.families.llama import Llama
 from lightning_commfree.domino.families.mistral import Mistral
@@ -14,7 +17,8 @@ from lightning_commfree.domino.families.qwen2 import Qwen2
 from lightning_commfree.domino.families.qwen3 import Qwen3
 
 FAMILIES: dict[str, Family] = {
-    family.model_class: family for family in (GPT2(), Llama(), Mistral(), Qwen2(), Qwen3())
+    family.model_class: family
+    for family in (GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Gemma(), Gemma2(), Gemma3())
 }
 """The families that are scheduled, by the name of their class in transformers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -30,6 +31,16 @@ class Family(ABC):
         Raises:
             ValueError: heads or widths do not fit the ranks.
         """
+
+    def can_be_scheduled(self, model: Any) -> bool:
+        """Return whether its blocks do nothing but what their sublayers do."""
+        del model
+        return True
+
+    def returns_tensor(self, block: nn.Module) -> bool:
+        """Return whether a block returns its output as it is, and not in a tuple."""
+        returned = inspect.signature(type(block).forward).return_annotation
+        return "tuple" not in str(returned).lower()
 
     @abstractmethod
     def blocks(self, model: Any) -> nn.ModuleList:
@@ -65,6 +76,8 @@ class Family(ABC):
             self.shard_block(sharding, block)
         vocabulary(sharding, self.embedding(model), (model, "lm_head"))
 
+        if not self.can_be_scheduled(model):
+            return
         sharding.blocks = blocks
         sharding.sublayers = [
             sublayer

@@ -19,7 +19,9 @@ _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = 1 << 16  # bytes of a file in which names, shapes and places of its tensors begin
 
 
-def from_pretrained_on_meta(model_class: Any, folder: str | Path, **config_changes: Any) -> Any:
+def from_pretrained_on_meta(
+    model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
+) -> Any:
     """Return a model without values, which a strategy reads from a folder when it divides it.
 
     In place of `from_pretrained`, in `configure_model`, where ranks share a model:
@@ -29,16 +31,22 @@ def from_pretrained_on_meta(model_class: Any, folder: str | Path, **config_chang
     Args:
         model_class: of transformers, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
         folder: on every machine, as `save_pretrained` writes it (safetensors).
-        **config_changes: values of the configuration, such as `attention_dropout=0.1`; `dtype` is
-            that of the parameters (default: the saved one).
+        config: of transformers, for the model; None: the folder's.
+        **config_changes: other values for the folder's, such as `attention_dropout=0.1`; `dtype`
+            is that of the parameters (default: the saved one).
 
     Raises:
+        TypeError: `config` and changes of it are given.
         ValueError: the folder has no safetensors, or not a tensor for every parameter.
     """
     from transformers import AutoConfig
 
     saved = SavedWeights(folder)
-    config = AutoConfig.from_pretrained(folder, **config_changes)
+    if config is None:
+        config = AutoConfig.from_pretrained(folder, **config_changes)
+    elif config_changes:
+        names = ", ".join(config_changes)
+        raise TypeError(f"`config` was given, and {names} to change the folder's: give one.")
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         model = make(config)

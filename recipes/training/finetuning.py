@@ -11,8 +11,9 @@ from recipes.data.training_data import TrainingData
 from recipes.stages import stage
 from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
+from recipes.training.launch import builds_on_meta
 from recipes.training.memory import check_memory
-from recipes.training.pretrained import check_fit, check_packing, find_pretrained
+from recipes.training.pretrained import check_fit, check_packing, find_pretrained, one_block
 from recipes.training.run import Config, factory
 
 
@@ -33,7 +34,10 @@ def build(config: Config) -> tuple[TrainingData, LanguageModel]:
     with stage("loading the model"):
         module = build_module(config, model_config)
     if config["data"].get("packing"):
-        without_beginning_cuda(lambda: check_packing(module.model))
+        on_meta = builds_on_meta(config)
+        without_beginning_cuda(
+            lambda: check_packing(one_block(model_config) if on_meta else module.model)
+        )
     return data, module
 
 
@@ -54,6 +58,7 @@ def build_module(
         lora=config["lora"],
         gradient_checkpointing=config["gradient_checkpointing"],
         compile_backend=config["compile"],
+        on_meta=builds_on_meta(config),
     )
 
 

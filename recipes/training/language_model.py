@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from huggingface_hub import snapshot_download
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from safetensors import SafetensorError
 from torch import Tensor
 from torchmetrics import MeanMetric
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from lightning_commfree import from_pretrained_on_meta
 from recipes.training.optimizer import OptimizerFactory
 
 # A block of tokens, int64, shape (batch, block_size + 1): inputs are all columns but the last,
@@ -85,6 +89,26 @@ def load_pretrained(kind: Any, name_or_path: str, **kwargs: Any) -> Any:
         ) from error
 
 
+def load_on_meta(kind: Any, name_or_path: str, config: PretrainedConfig) -> Any:
+    """Return what `load_pretrained` does, without values: a strategy reads them part by part.
+
+    Args:
+        kind: the Auto class.
+        name_or_path: hub id or folder.
+        config: of the model.
+
+    Raises:
+        ValueError: it cannot be found or read, or lacks tensors.
+    """
+    folder = name_or_path
+    try:
+        if not os.path.isdir(folder):
+            folder = snapshot_download(folder, allow_patterns=["*.json", "*.safetensors"])
+        return from_pretrained_on_meta(kind, folder, config=config)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"'{name_or_path}' cannot be read part by part: {error}") from error
+
+
 class LanguageModel(pl.LightningModule):
     """Next-token prediction.
 
@@ -101,6 +125,8 @@ class LanguageModel(pl.LightningModule):
             Not remembered: a checkpoint of this module has weights of its own.
         lora: arguments of `peft.LoraConfig`: only adapters are trained; None: all parameters.
         gradient_checkpointing: compute activations again in backward instead of keeping them.
+        on_meta: give the model no values yet: a strategy that divides it gives each rank its part,
+            from the folder or the hub's cache where it is pretrained.
         compile_backend: of `torch.compile`, such as "inductor", for the transformers model alone
             (torch 2.13 cannot compile a LightningModule as a whole); None: not compiled.
 
@@ -119,14 +145,17 @@ class LanguageModel(pl.LightningModule):
         lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
         compile_backend: str | None = None,
+        on_meta: bool = False,
     ) -> None:
         super().__init__()
         self.save_hyperparameters("model_config", "lora")
         config = described(lambda: AutoConfig.for_model(**model_config))
         if pretrained is None:
-            self.model = described(lambda: AutoModelForCausalLM.from_config(config))
+            with torch.device("meta") if on_meta else nullcontext():
+                self.model = described(lambda: AutoModelForCausalLM.from_config(config))
         else:
-            loaded = load_pretrained(AutoModelForCausalLM, pretrained, config=config)
+            load = load_on_meta if on_meta else load_pretrained
+            loaded = load(AutoModelForCausalLM, pretrained, config=config)
             self.model = loaded.float().train()  # it comes for evaluation, without dropout
         if getattr(self.model, "loss_type", "") is None:
             # transformers finds the loss by the class's name; where that says nothing it takes

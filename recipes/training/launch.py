@@ -32,6 +32,16 @@ def with_launcher(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "strategy": {**config["strategy"], "start_method": "popen"}}
 
 
+def builds_on_meta(config: dict[str, Any]) -> bool:
+    """Return whether the ranks make only their parts of the model, each in a process of its own.
+
+    Ranks that are forked share the memory of the model that their parent has built.
+    """
+    strategy = config["strategy"]
+    own_process = strategy["start_method"] == "popen"
+    return own_process and strategy.get("inside") == "fsdp" and config.get("lora") is None
+
+
 def check_launch(config: dict[str, Any]) -> None:
     """Refuse a run whose processes would wait for others that nobody starts, or spoil a sweep.
 

@@ -121,7 +121,7 @@ def _in_parts(need: Need, module: nn.Module, size: int) -> Need:
     """Return what a rank holds where `size` of them hold parts of the model, by FSDP.
 
     The largest unit is whole for a while, with its gradients: a block, or what stands in none. A
-    save puts the whole model and its optimizer state together in host memory.
+    save puts one tensor together at a time.
     """
     blocks = [module.get_submodule(name) for name in block_names(module)]
     sizes = [_num_bytes(block) for block in blocks]
@@ -131,7 +131,7 @@ def _in_parts(need: Need, module: nn.Module, size: int) -> Need:
         need.gradients // size + max(units),
         need.optimizer // size,
         need.strategy,
-        need.host + need.weights + need.optimizer,
+        need.host,
         need.saving // size,
     )
 

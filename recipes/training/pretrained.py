@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 from functools import partial
@@ -9,8 +10,14 @@ from typing import Any
 
 import torch
 import transformers
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from recipes.training.language_model import described, load_pretrained
 
@@ -89,6 +96,27 @@ def context_length(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once; None where its config names no limit."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(found) if found else None
+
+
+def one_block(config: PretrainedConfig) -> nn.Module:
+    """Return a model of a config's class with one block and large fresh weights.
+
+    For `check_packing` where no process holds the model: what keeps examples apart is the code of
+    masks and positions, which all blocks share.
+    """
+    shallow = copy.deepcopy(config)
+    text = shallow.get_text_config()
+    count = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == count:  # one entry a block
+            setattr(text, name, value[:1])
+    text.num_hidden_layers = 1
+    with isolate_rng(include_cuda=False):
+        model: nn.Module = described(lambda: AutoModelForCausalLM.from_config(shallow))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 10  # of 0.02 a context would hardly be seen
+    return model
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 from recipes.data.token_data import TokenDataModule
 from recipes.stages import stage
 from recipes.training.language_model import LanguageModel, described
+from recipes.training.launch import builds_on_meta
 from recipes.training.memory import check_memory
 from recipes.training.run import Config, factory
 
@@ -40,4 +41,5 @@ def build_module(config: Config, data: TokenDataModule) -> LanguageModel:
         factory(config["optimizer"]),
         gradient_checkpointing=config["gradient_checkpointing"],
         compile_backend=config["compile"],
+        on_meta=builds_on_meta(config),
     )

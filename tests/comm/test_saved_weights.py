@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from lightning_commfree import from_pretrained_on_meta
 from lightning_commfree.comm.materialize import Materializer, described, on_meta
@@ -59,6 +59,17 @@ def test_values_are_of_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     assert filled(tmp_path).dtype == torch.bfloat16
     wide = filled(tmp_path, dtype=torch.float32)
     assert_same(wide, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_a_config_takes_the_place_of_the_folders(tmp_path: Path) -> None:
+    model = make("llama")
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path, attention_dropout=0.5)
+    found = filled(tmp_path, config=config)
+    assert found.config.attention_dropout == 0.5
+    assert_same(found, model)
+    with pytest.raises(TypeError, match="`config` was given, and rope_theta to change"):
+        from_pretrained_on_meta(AutoModelForCausalLM, tmp_path, config, rope_theta=1.0)
 
 
 def test_what_the_folder_lacks_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -207,6 +209,38 @@ def test_a_divided_model_reads_packed_rows_as_a_whole_one(
     assert len(losses[0]) == STEPS // 10
     # sums in another order, for 40 steps; an example that sees its neighbours is off by over 1e-2
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+SHARED = ["strategy.replica_size=2", "strategy.inside=fsdp", "strategy.sync_every=1000"]
+
+
+def test_ranks_of_torchrun_read_their_parts_of_the_model_alone(compose_finetune, tmp_path) -> None:
+    """And tune it as DDP does: one replica, in which the outer step has nobody to average with."""
+    words = ["strategy=streaming_diloco", *SHARED, "strategy.start_method=popen"]
+    _, module = build(compose_finetune(tmp_path, "text", *words))
+    assert all(parameter.is_meta for parameter in module.model.parameters())
+
+    plain = ["strategy=ddp", "trainer.max_steps=4", "trainer.val_check_interval=2"]
+    fit(compose_finetune(tmp_path / "ddp", "text", *plain), build)
+    config = compose_finetune(tmp_path / "fsdp", "text", *words[:-1], *plain[1:])
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = ["-m", *torchrun, "-m", "tests.recipes.fit_config", str(tmp_path / "config.json")]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=CONF.parent, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    ddp, shared = (
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("ddp", "fsdp")
+    )
+    for loss in ("initial_loss", "validation_loss"):
+        assert shared[loss] == pytest.approx(ddp[loss], rel=1e-5)
+    assert ddp["validation_loss"] < ddp["initial_loss"] - 0.01
+    trained = AutoModelForCausalLM.from_pretrained(shared["huggingface"]).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(ddp["huggingface"]).named_parameters():
+        if not name.endswith("c_attn.bias"):  # the keys' has no gradient, and AdamW takes rounding
+            torch.testing.assert_close(trained[name], value.data, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("finished_run", ["lora", "lora domino"], indirect=True)

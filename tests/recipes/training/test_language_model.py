@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
+from huggingface_hub import constants
 from lightning.pytorch.strategies import DDPStrategy
-from transformers import GPT2Config, LlamaConfig, modeling_utils
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, modeling_utils
 
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_data import TokenDataModule
@@ -116,3 +117,19 @@ def test_transformers_has_nothing_to_say_of_the_loss(monkeypatch) -> None:
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     LanguageModel(config.to_dict()).loss(torch.zeros(1, 5, dtype=torch.int64))
     assert said == []
+
+
+def test_a_model_of_the_hub_is_found_in_its_cache_and_not_read(monkeypatch, tmp_path) -> None:
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    config = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=11, n_positions=8)
+    GPT2LMHeadModel(config).save_pretrained(snapshot)
+    reference = tmp_path / "models--owner--name" / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    module = LanguageModel(config.to_dict(), pretrained="owner/name", on_meta=True)
+    assert all(parameter.is_meta for parameter in module.model.parameters())
+    assert module.model.training
+    with pytest.raises(ValueError, match=r"'owner/other' cannot be read part by part: "):
+        LanguageModel(config.to_dict(), pretrained="owner/other", on_meta=True)

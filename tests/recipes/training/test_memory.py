@@ -68,7 +68,7 @@ def test_fsdp_divides_all_but_its_largest_unit(needed) -> None:
     assert need.strategy == 4 * n, "half of the outer state, and no buckets"
     assert need.saving == 2 * n
     _, whole = needed(*parts[:2])
-    assert need.host == whole.host + 4 * n + 8 * n, "a save puts the whole together on the host"
+    assert need.host == whole.host, "a save puts one tensor together at a time"
 
 
 def test_domino_inside_divides(needed) -> None:

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
-from recipes.training.pretrained import check_packing, find_pretrained
+from recipes.training.pretrained import check_packing, find_pretrained, one_block
 
 
 def test_a_forgotten_position_would_be_found() -> None:
@@ -23,6 +23,27 @@ def test_a_forgotten_position_would_be_found() -> None:
     check_packing(GPT2LMHeadModel(config))
     with pytest.raises(ValueError, match=r"`Forgetful` in transformers .* Use `data.packing"):
         check_packing(Forgetful(config))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_one_block_tells_whether_a_class_keeps_examples_apart(kind: str, monkeypatch) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 9}
+    more = {} if kind == "gpt2" else {"intermediate_size": 16, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, **sizes, **more)
+    model = one_block(config)
+    assert config.num_hidden_layers == 3
+    assert model.config.num_hidden_layers == 1
+    check_packing(model)
+
+    forward = model.forward
+
+    def forgetful(input_ids, position_ids, **kwargs):
+        mask = torch.ones_like(input_ids)
+        return forward(input_ids, position_ids=position_ids, attention_mask=mask, **kwargs)
+
+    monkeypatch.setattr(model, "forward", forgetful)
+    with pytest.raises(ValueError, match="does not keep the examples"):
+        check_packing(model)
 
 
 def test_the_newest_of_several_models(tmp_path) -> None:

@@ -1,0 +1,168 @@
+"""What whole runs of pretraining and fine-tuning print, on a terminal of 80 columns and to a pipe.
+
+Figures differ from machine to machine: numbers, paths and the progress bar's frames stand as marks.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.test_compare import TOY
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"  # what commands print; look at a change and copy it
+TIMEOUT_S = 240
+COLUMNS = 80
+PRETRAIN = ["recipes.pretrain", *TOY, "cache_dir=cache", "trainer.devices=2"]
+FINETUNE = [
+    "recipes.finetune",
+    "model.name_or_path=pretrain_terminal/huggingface",
+    "data=text",
+    "data.corpus.train=words.txt",
+    "data.corpus.validation=others.txt",
+    "data.block_size=32",
+    "data.batch_size=2",
+    "cache_dir=cache",
+    "trainer.devices=2",
+    "trainer.max_steps=6",
+    "trainer.val_check_interval=3",
+    "optimizer.warmup_steps=2",
+    "report.sample_tokens=1",
+    "logger=none",
+]
+RUNS = [
+    ("pretrain_terminal", PRETRAIN),
+    ("pretrain_piped", PRETRAIN),
+    ("finetune_terminal", FINETUNE),
+    ("finetune_piped", FINETUNE),
+]
+_ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[()][A-Z0-9])")
+_BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉╴]+")
+_SLOW = re.compile(
+    r"(making|loading the|validating|exporting|writing|training|tokenizing|reading) "
+)
+_NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|(?<=[\w/=:.-])\d+(\.\d+)?")
+
+
+def on_terminal(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Return all that a command writes to a terminal of 80 columns."""
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    written, ends = b"", time.monotonic() + TIMEOUT_S
+    while time.monotonic() < ends:
+        if not select.select([ours], [], [], 1)[0]:
+            if process.poll() is not None:
+                break
+            continue
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed: Linux's way to say so
+            break
+        if not part:
+            break
+        written += part
+    os.close(ours)
+    if process.poll() is None and time.monotonic() >= ends:
+        process.kill()
+    assert process.wait(timeout=30) == 0, written.decode()[-3000:]
+    return written.decode().replace("\r\n", "\n")
+
+
+def piped(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Return what a command writes to a pipe, errors between the lines."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIMEOUT_S,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def lines_of(written: str) -> list[str]:
+    """Return lines as they stand in the end, frames of a bar behind each other."""
+    plain = _ESCAPE.sub("", written)
+    return [line.rstrip("\r").rsplit("\r", 1)[-1].rstrip() for line in plain.split("\n")]
+
+
+def marked(lines: list[str]) -> str:
+    """Return lines with marks for what differs from run to run.
+
+    What repeats stands once; what was folded, by the length of a path or number, is one line; what
+    is told of slow machines alone is left out.
+    """
+    found: list[str] = []
+    for line in lines:
+        folded = line.startswith("│      ")
+        line = re.sub(r"\d+:\d\d:\d\d", "#:#", line.replace(str(ROOT), "<root>"))
+        line = _NUMBER.sub("#", _BAR.sub("━", line))
+        line = re.sub(r" +", " ", re.sub(r"│ sample .*│", "│ sample │", line)).rstrip()
+        if _SLOW.match(line) or (found and line == found[-1]):
+            continue
+        if folded:
+            found[-1] = found[-1].removesuffix("│") + line.removeprefix("│ ")
+        elif found and _is_text(line) and _is_text(found[-1]) and not line.startswith("<root>"):
+            found[-1] += f" {line}"
+        else:
+            found.append(line)
+    return "\n".join(found) + "\n"
+
+
+def _is_text(line: str) -> bool:
+    return bool(line) and not line.startswith(("│", "╭", "╰", "step ", "loading "))
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Run each command in a folder of its own, whose paths are short and the same everywhere."""
+    folder = tmp_path_factory.mktemp("printed")
+    for name, first in (("words", 0), ("others", 300)):
+        text = " ".join(f"word {number}" for number in range(first, first + 300))
+        (folder / f"{name}.txt").write_text(text)
+    environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
+    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+    found = {}
+    for name, words_of_command in RUNS:
+        command = [sys.executable, "-m", *words_of_command, f"run_dir={name}"]
+        run = on_terminal if name.endswith("terminal") else piped
+        found[name] = lines_of(run(command, folder, environment))
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, _ in RUNS])
+def test_what_is_printed_is_as_it_is_kept(printed: dict[str, list[str]], name: str) -> None:
+    assert marked(printed[name]) == (GOLDEN / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name, _ in RUNS if name.endswith("terminal")])
+def test_no_line_is_longer_than_the_terminal(printed: dict[str, list[str]], name: str) -> None:
+    assert max(map(len, printed[name])) <= COLUMNS
+
+
+@pytest.mark.parametrize("name", [name for name, _ in RUNS if name.endswith("piped")])
+def test_a_pipe_gets_text_without_escapes_and_frames(
+    printed: dict[str, list[str]], name: str
+) -> None:
+    bars = [line for line in printed[name] if _BAR.search(line) and "%" in line]
+    assert not bars

@@ -19,8 +19,8 @@ tau     `overlap_steps`     inner steps
 
 Read in this order: `bytes_sent` (how many bytes), `model` (which leave together), `dag` (when),
 `layer_sums` (what tensor parallelism sends within a step), `training` (the user's run), `methods`
-(that are compared), `search` (the bandwidth that a target needs), `advice` (a setting of Streaming
-DiLoCo), `choice` (which strategy).
+(that are compared), `inside` (what a replica's ranks send to each other), `search` (the bandwidth
+that a target needs), `advice` (a setting of Streaming DiLoCo), `choice` (which strategy).
 
 Latency is that of the link, one way; messages that follow each other do not wait for it. What is
 not modelled: encoding and decoding, the outer optimizer's time, replicas of different speed,
@@ -31,6 +31,7 @@ from commfree_planner.advice import Advice, advise
 from commfree_planner.bytes_sent import all_reduce_bytes, exchange_bytes, payload_bytes
 from commfree_planner.choice import Choice, choose
 from commfree_planner.dag import Exchange, Message, utilization
+from commfree_planner.inside import inside_bytes, inside_line
 from commfree_planner.layer_sums import LayerSums
 from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model, build_exchange
@@ -51,6 +52,8 @@ __all__ = [
     "build_exchange",
     "choose",
     "exchange_bytes",
+    "inside_bytes",
+    "inside_line",
     "log_grid",
     "methods",
     "needed_bandwidth",

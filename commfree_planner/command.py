@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from commfree_planner.advice import Advice, advise
 from commfree_planner.bytes_sent import GRADIENT_DTYPES, WIRE_DTYPES
 from commfree_planner.choice import Choice, choose
+from commfree_planner.inside import inside_line
 from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model
 from commfree_planner.training import Training
@@ -33,10 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         training, advice = _planned(options)
         choice = choose(training, options.bandwidth, options.target, advice)
+        within = [] if options.replica_size == 1 else [inside_line(training, options.replica_size)]
     except (TypeError, ValueError) as error:
         parser.error(str(error))
 
     print("\n".join(_lines(training, options.bandwidth, choice, advice, options.target)))
+    for line in within:
+        print("", *_folded(line), sep="\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens-per-step", type=_count, help="of a replica; adds the row of tensor parallelism")
     add("--width", type=int, help="of activations, numbers a token; GPT-2's if it is not given")
     add("--num-replicas", type=int, default=2)
+    add("--replica-size", type=int, default=1, help="ranks of a replica; from 2 on adds a line")
     add("--sync-every", type=int, default=100)
     add("--num-fragments", type=int, help="3 blocks each if it is not given")
     add("--overlap-steps", type=int, default=1)

@@ -25,6 +25,7 @@ from commfree_planner import (
     Training,
     advise,
     choose,
+    inside_line,
     log_grid,
     methods,
 )
@@ -86,6 +87,8 @@ def plan(config: Config, console: Console) -> Advice:
     console.print(bandwidth_table(training, compared, config["targets"]))
     console.print(bytes_table(compared, config["replica_size"]))
     console.print(Text(memory_line(model, config["replica_size"])))
+    if config["replica_size"] > 1:
+        console.print(Text(inside_line(training, config["replica_size"])))
     console.print(Text("\n".join(choice_lines(choice))))
     console.print(Text("\n".join(advice_lines(advice, config["advice_target"]))))
     path = Path(config["run_dir"]) / FIGURE

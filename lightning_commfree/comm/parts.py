@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.blocks import block_names
+from lightning_commfree.comm.ledger import all_gather_bytes
 from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.comm.wholes import Wholes
 
@@ -57,9 +58,8 @@ def divide(
     """Divide a module's parameters among the ranks of a replica; collective over the job.
 
     Every block is a unit, and what stands in no block is one more: its parameters are gathered for
-    its forward and its backward, where its gradients become their mean over the replica. The bytes
-    of this are FSDP's and in no ledger. The module cannot be made whole again; its group of ranks
-    lives as long as it does.
+    its forward and its backward, where its gradients become their mean over the replica; see
+    `step_bytes`. The module cannot be made whole again, and its group of ranks lives as long.
 
     Args:
         module: plain, on any device; the same on all ranks of a replica.
@@ -102,6 +102,31 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((owner, name))
     return [found for found in places.values() if len(found) > 1]
+
+
+def step_bytes(module: nn.Module) -> tuple[int, int]:
+    """Return what this rank sends for a forward and its backward, by FSDP2's formulas.
+
+    Of a parameter with r rows n ranks hold ceil(r / n) each, the last ones padded. A unit's are
+    gathered twice, for forward and backward; gradients of those that are trained are reduced and
+    scattered once. Either sends a rank's rows to n - 1 others. Frozen units that no gradient passes
+    are gathered once, and counted twice.
+
+    Args:
+        module: that `divide` has divided.
+
+    Returns:
+        Bytes to gather, bytes to reduce and scatter.
+    """
+    gathered = scattered = 0
+    for parameter in module.parameters():
+        assert isinstance(parameter, DTensor), "`divide` has made it one"
+        rows, size = parameter.shape[0], parameter.device_mesh.size()
+        numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
+        sent = all_gather_bytes(numbers * parameter.element_size(), size)
+        gathered += 2 * sent
+        scattered += sent * parameter.requires_grad
+    return gathered, scattered
 
 
 @contextmanager

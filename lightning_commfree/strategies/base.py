@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath, reading_whole
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
+from lightning_commfree.comm.materialize import on_meta
 from lightning_commfree.comm.network import Network
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.lightning_internals import probe, set_ddp_group
@@ -59,7 +60,7 @@ class ReplicaStrategy(DDPStrategy):
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: the same for what the strategy sends within a replica; DDP's is not counted.
+        group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
         now: the moments of the fit that runs, with the algorithm `between` replicas.
         patches: what stands before methods of Lightning's while the fit runs.
         liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
@@ -207,8 +208,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self.inside.same_batch:
-            self.inside.after_backward()
+        self.inside.after_backward()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +235,9 @@ class ReplicaStrategy(DDPStrategy):
     def teardown(self) -> None:
         fit, self.now = self.now, OutsideOfFit()
         fit.end()
+        if self.lightning_module is not None and on_meta(self.lightning_module):
+            # an error came first, whose text Lightning's move to the CPU would hide
+            self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()
         self._starter.restore_callbacks()

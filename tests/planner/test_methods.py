@@ -16,10 +16,12 @@ from commfree_planner import (
     Model,
     advise,
     choose,
+    inside_bytes,
     methods,
     utilization,
 )
 from commfree_planner.bytes_sent import exchange_rounds, power_sgd_floats, vote_bytes
+from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.lion.ballot_exchange import cheaper_ballot_exchange
 from lightning_commfree.lion.vote import Majority
 from tests.planner.trainings import TRAINING
@@ -120,6 +122,25 @@ def test_domino_sends_activations_of_all_replicas_tokens() -> None:
 def test_the_width_of_a_gpt2_follows_from_its_blocks() -> None:
     assert Model((12 * 768**2,) * 12).activation_width == 768
     assert Model((5,), width=64).activation_width == 64
+
+
+# Within a replica
+
+
+def test_what_a_replicas_ranks_send_is_what_the_ledgers_formulas_say() -> None:
+    training = replace(TRAINING, model=replace(TRAINING.model, width=512), tokens_per_step=100)
+    size = 4 * training.model.params
+    sent = inside_bytes(training, 4)
+    assert sent["ddp"] == ring_all_reduce_bytes(size, 4)
+    assert sent["fsdp"] == 3 * all_gather_bytes(size // 4, 4)
+    blocks = len(training.model.block_params)
+    assert sent["domino"] == 4 * blocks * ring_all_reduce_bytes(4 * 100 * 512, 4)
+    halved = inside_bytes(replace(training, gradient_dtype="bf16"), 4)
+    assert halved == {layout: num_bytes / 2 for layout, num_bytes in sent.items()}
+
+
+def test_one_rank_sends_nothing_and_without_tokens_nothing_is_known_of_domino() -> None:
+    assert inside_bytes(TRAINING, 1) == {"ddp": 0, "fsdp": 0}
 
 
 # Which strategy

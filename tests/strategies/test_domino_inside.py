@@ -103,8 +103,9 @@ def every(rank: int, size: int, folder: Path) -> Any:
         for inside in ("ddp", "domino"):
             place = folder / f"{kind}-{inside}"
             played[kind, inside] = fit(rank, size, kind, inside, place)
-    path = folder / "llama-domino" / f"step={SAVED}.ckpt"
-    played["resumed"] = fit(rank, size, "llama", "domino", None, ckpt_path=path)
+            if inside == "domino":
+                path = place / f"step={SAVED}.ckpt"
+                played[kind, "resumed"] = fit(rank, size, kind, inside, None, ckpt_path=path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         other = fit(rank, size, "llama", "ddp", None, ckpt_path=path)
@@ -114,11 +115,13 @@ def every(rank: int, size: int, folder: Path) -> Any:
     clipped = {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}
     for inside in ("ddp", "domino"):
         played["clipped", inside] = fit(rank, size, "llama", inside, None, **clipped)
-    place = folder / "lion"
     by_token = DominoSettings(split="token")
-    played["lion"] = fit(rank, size, "gpt2", by_token, place, lion=True)
-    path = place / f"step={SAVED}.ckpt"
-    played["lion resumed"] = fit(rank, size, "gpt2", by_token, None, lion=True, ckpt_path=path)
+    for kind in ("gpt2", "llama"):
+        place = folder / f"{kind}-lion"
+        played[kind, "lion"] = fit(rank, size, kind, by_token, place, lion=True)
+        path = place / f"step={SAVED}.ckpt"
+        again = fit(rank, size, kind, by_token, None, lion=True, ckpt_path=path)
+        played[kind, "lion resumed"] = again
     try:
         fit(rank, size, "llama", "domino", None, replica_size=4)
     except ValueError as error:
@@ -151,28 +154,28 @@ def test_a_tensor_group_is_a_replica(played: Any, kind: str) -> None:
     assert max((one[n] - other[n]).abs().max() for n in one) > 1e-3, "replicas train apart"
 
 
-@pytest.mark.parametrize("key", [*WIRES, "lion"])
-def test_what_all_ranks_of_a_group_hold_stays_equal(played: Any, key: str) -> None:
+@pytest.mark.parametrize(
+    "key", [("gpt2", "domino"), *WIRES[1:], ("gpt2", "lion"), ("llama", "lion")]
+)
+def test_what_all_ranks_of_a_group_hold_stays_equal(played: Any, key: Any) -> None:
     """Each of them exchanges a slice of it: no rank decodes it by its own blocks."""
     for first, second in ((0, 1), (2, 3)):
-        key_of: Any = ("gpt2", "domino") if key == "fp32" else key
-        pair = [played[0][rank][key_of]["copies"] for rank in (first, second)]
+        pair = [played[0][rank][key]["copies"] for rank in (first, second)]
         assert len(pair[0]) == STEPS
         for step, (one, other) in enumerate(zip(*pair, strict=True)):
             assert one
             assert all(torch.equal(one[name], other[name]) for name in one), step
-    final = [rank[key_of]["final"] for rank in played[0]]
+    final = [rank[key]["final"] for rank in played[0]]
     assert all(torch.equal(final[0][n], other[n]) for other in final[1:] for n in final[0])
 
 
-@pytest.mark.parametrize(
-    ("key", "resumed"), [(("llama", "domino"), "resumed"), ("lion", "lion resumed")]
-)
-def test_a_resume_is_exact(played: Any, key: Any, resumed: str) -> None:
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("run", "resumed"), [("domino", "resumed"), ("lion", "lion resumed")])
+def test_a_resume_is_exact(played: Any, kind: str, run: str, resumed: str) -> None:
     """With dropout under Lion: what a rank draws by itself goes on too."""
     for rank in played[0]:
-        for kind in ("copies", "parts"):
-            straight, again = rank[key][kind][SAVED:], rank[resumed][kind]
+        for held in ("copies", "parts"):
+            straight, again = rank[kind, run][held][SAVED:], rank[kind, resumed][held]
             assert len(again) == STEPS - SAVED
             for got, expected in zip(again, straight, strict=True):
                 assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -197,6 +200,24 @@ def test_a_checkpoint_is_whole_and_another_layout_goes_on_from_it(played: Any) -
     other = played[0][0]["other"]
     assert "inside was 'domino' and is 'ddp'" in other["said"]
     assert len(other["copies"]) == STEPS - SAVED
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("run", ["domino", "lion"])
+def test_a_plain_trainer_and_transformers_read_the_checkpoint(
+    played: Any, kind: str, run: str, tmp_path: Path
+) -> None:
+    path = played[1] / f"{kind}-{run}" / f"step={STEPS}.ckpt"
+    module, valid = Lm(kind, lion=run == "lion"), torch.utils.data.DataLoader(words(8), 2)
+    (found,) = quiet_trainer(devices=1).validate(module, valid, str(path), verbose=False)
+    for rank in played[0]:
+        assert rank[kind, run]["val_loss"] == pytest.approx(found["val_loss"], rel=1e-5)
+
+    model = module.wrapped["lm"]
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
 
 
 def test_replicas_send_about_as_much_as_with_ddp_inside(played: Any) -> None:

@@ -98,6 +98,12 @@ class Complex(Tiny):
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
+class OnMeta(Tiny):
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            super().__init__()
+
+
 class Sharing(Tiny):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +121,7 @@ MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
     (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
+    (OnMeta, {}, "ValueError", "with `inside='ddp'` nothing gives it values: build it with values"),
     (Sharing, {}, "ValueError", "The parameters 'twin' and 'head.weight' share memory"),
     (
         Tiny,

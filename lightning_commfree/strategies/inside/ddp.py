@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_commfree.comm.averaging import refuse_sync_batchnorm
+from lightning_commfree.comm.materialize import on_meta
 from lightning_commfree.comm.mesh import Mesh, replica_mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
@@ -30,6 +31,13 @@ class DataParallel(Inside):
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
         check_module(type(strategy).__name__, trainer, strategy.module)
+        if names := on_meta(strategy.module):
+            raise ValueError(
+                f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more have"
+                " shapes and no values), and with `inside='ddp'` nothing gives it values: build it"
+                f" with values, or give ranks parts of it: `inside='fsdp'`, `{self._argument}` from"
+                " 2 on."
+            )
 
     @override
     def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:

@@ -8,8 +8,8 @@ Lightning's own strategies for sharded models leave it: `trainer.test` goes on w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -29,6 +29,7 @@ from lightning_commfree.comm.parts import (
     part_like,
     part_state,
     refuse_wrapped,
+    step_bytes,
     whole_on_host,
     whole_state,
     why_not_divided,
@@ -48,6 +49,10 @@ from lightning_commfree.strategies.inside.saves import Saves
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
+
+
+# of the group's ledger; FSDP sends by itself, so these are counted by its formulas
+GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 
 class FullyShard(Inside):
@@ -73,6 +78,8 @@ class FullyShard(Inside):
         self._divided: nn.Module | None = None
         self._undivided: set[nn.Parameter] = set()
         self._was_on_meta = False
+        self._accumulates = False
+        self._step_bytes = 0, 0
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
@@ -122,6 +129,7 @@ class FullyShard(Inside):
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
         self._undivided = set()
+        self._step_bytes = step_bytes(self._strategy.module)
         self._saves.begin()
 
     @override
@@ -130,10 +138,7 @@ class FullyShard(Inside):
 
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
-        module, self._was_on_meta = self._strategy.lightning_module, False
-        if module is not None and on_meta(module):
-            # an error came first, whose text Lightning's move to the CPU would hide
-            self._strategy.patches.put(module, "cpu", lambda: module)
+        self._was_on_meta = False
         if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
             return
         wholes = Wholes(keep=self._strategy.local_rank == 0)
@@ -162,9 +167,24 @@ class FullyShard(Inside):
     # -- in a fit
 
     @override
-    def accumulating(self) -> AbstractContextManager[None] | None:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
         """Gradients of whole units stay on this rank in the body, as large as the model."""
-        return None if self._divided is None else accumulating(self._divided)
+        self._accumulates = True
+        try:
+            with accumulating(self._strategy.module):
+                yield
+        finally:
+            self._accumulates = False
+
+    @override
+    def after_backward(self) -> None:
+        """Count what FSDP has sent for a forward and its backward."""
+        gathered, scattered = self._step_bytes
+        ledger = self._strategy.group_ledger
+        ledger.count_sent(GATHER_TAG, gathered)
+        if not self._accumulates:
+            ledger.count_sent(SCATTER_TAG, scattered)
 
     # -- states
 

@@ -10,11 +10,13 @@ from lightning_commfree.strategies import (
     DominoTPStrategy,
     StreamingDiLoCoStrategy,
 )
+from lightning_commfree.strategies.inside import FSDPSettings
 
 __all__ = [
     "DistributedLion",
     "DistributedLionStrategy",
     "DominoTPStrategy",
+    "FSDPSettings",
     "StreamingDiLoCoStrategy",
     "from_pretrained_on_meta",
 ]

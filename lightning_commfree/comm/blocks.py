@@ -7,7 +7,7 @@ with at least two children, all of one class, each child is a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -22,3 +22,25 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
     for name, child in children:
         yield from block_names(child, f"{prefix}{name}.")
+
+
+def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
+    """Return the names of the outermost modules of some classes below `module`, in its order.
+
+    Raises:
+        ValueError: there is none of one of them.
+    """
+    found: list[str] = []
+    kinds: set[str] = set()
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and type(child).__name__ in classes and not inside:
+            found.append(name)
+            kinds.add(type(child).__name__)
+    if lacking := [name for name in classes if name not in kinds]:
+        known = sorted({type(child).__name__ for child in module.modules() if child is not module})
+        raise ValueError(
+            f"`units` names {', '.join(map(repr, lacking))}, and no module of that class stands in"
+            f" `{type(module).__name__}` but inside of another unit. It has {', '.join(known)}."
+        )
+    return found

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.division import refuse_wrapped
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.materialize import on_meta
-from lightning_commfree.comm.parts import refuse_wrapped
 from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.parallel import check_divisible
 from lightning_commfree.domino.plan import has_plan

@@ -1,8 +1,7 @@
 """Putting the schedule into a transformers model: its own code goes on calling it.
 
 A causal language model of transformers loops over its blocks. While a schedule is wanted, the list
-of blocks yields a single one, which runs all of them; where blocks are of several kinds, one for
-each, which notes what it gets, and the last runs all of them. Everything around the loop stays
+of blocks yields others, of which the last one runs all of them (`stack`). Everything around stays
 transformers': masks, positions, the last norm, head and outputs. Where a schedule does not apply,
 in evaluation, generation or when hidden states of single blocks are asked for, the loop runs as
 ever, and the sharded modules do their own all-reduces.
@@ -11,7 +10,7 @@ ever, and the sharded modules do their own all-reduces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import MethodType
@@ -28,13 +27,13 @@ from lightning_commfree.domino.choose_split import choose_split, legal_splits
 from lightning_commfree.domino.families import FAMILIES, Family, family_of
 from lightning_commfree.domino.group import TensorGroup, Trace
 from lightning_commfree.domino.loss import causal_lm_loss
+from lightning_commfree.domino.micro_sublayer import Arguments
 from lightning_commfree.domino.plan import apply_plan, check_plan, plan_of
 from lightning_commfree.domino.schedule import Done, ScheduleRun
 from lightning_commfree.domino.settings import AUTO, DominoSettings
 from lightning_commfree.domino.sharding import Sharding
-from lightning_commfree.domino.stack import run_schedule
+from lightning_commfree.domino.stack import become_scheduled, run_schedule
 
-_NOT_FOR_BLOCKS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
 
 
@@ -106,7 +105,6 @@ class ParallelModel:
         self.trial = SplitTrial(channel)
         self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
-        self._given: list[dict[str, Any]] = []  # to the blocks of this forward, so far
         family = family_of(model)
         if family is not None:
             family.shard(self.sharding)
@@ -141,12 +139,9 @@ class ParallelModel:
 
         self.scheduled = True
         kinds = getattr(model.config, "layer_types", None) or ["same"]
-        last = blocks[len(blocks) - 1]
-        # each kind of block has a mask of its own: they are gathered until the last one is called
-        calls = [self._gather] * (len(blocks) - 1) if len(set(kinds)) > 1 else []
-        returns_tensor = family.returns_tensor(last)
-        stack = [self._of_block(call, last, returns_tensor) for call in (*calls, self._stack)]
-        _become_scheduled(blocks, stack, self.sharding)
+        one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
+        undo = become_scheduled(blocks, self._stack, one_kind, as_tensor)
+        self.sharding.restore.append(undo)
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
@@ -172,31 +167,7 @@ class ParallelModel:
             vars(model)["save_pretrained"] = _refuse_to_save
             self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
-    def _of_block(
-        self, call: Callable[[Tensor, nn.Module], Tensor], block: nn.Module, returns_tensor: bool
-    ) -> Any:
-        """Return what transformers calls in a block's place; it notes what else the block gets."""
-        signature = inspect.signature(type(block).forward)
-
-        def in_place(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(block, hidden, *args, **kwargs).arguments
-            extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
-            extra.update(extra.pop("kwargs", {}))
-            arguments = {k: v for k, v in extra.items() if k not in _NOT_FOR_BLOCKS}
-            arguments = {k: v for k, v in arguments.items() if not k.startswith("encoder_")}
-
-            self._given.append(arguments)
-            output = call(hidden, block)
-            return output if returns_tensor else (output,)
-
-        return in_place
-
-    def _gather(self, hidden: Tensor, block: nn.Module) -> Tensor:
-        del block
-        return hidden
-
-    def _stack(self, hidden: Tensor, block: nn.Module) -> Tensor:
-        given, self._given = self._given, []
+    def _stack(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
         # masks of other kinds of blocks differ by a window, which matters to no split
         run = self._run(hidden, given[0], _checkpointed(block))
         return run_schedule(run, hidden, given)
@@ -236,13 +207,13 @@ class ParallelModel:
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not asked and not cached
-        self._blocks.active, self._given = active, []
+        self._blocks.begin(active)
         # a whole stack that is computed again would find no summands, and take them for the sum
         again = getattr(base, "gradient_checkpointing", False) and not _checkpoints(self._blocks[0])
         self.group.sums_flow = active and self.sharding.embedding_is_stream and not again
 
     def _end(self, base: Any, args: Any, output: Any) -> None:
-        self._blocks.active = False
+        self._blocks.begin(False)
         self.group.sums_flow, self.group.unsummed = False, None
 
     def _begin_loss(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -262,33 +233,6 @@ class ParallelModel:
     @property
     def _blocks(self) -> Any:
         return self.sharding.blocks
-
-
-class _ScheduledBlocks(nn.ModuleList):
-    """A list of blocks that, while `active`, yields others, of which the last runs all of them."""
-
-    active = False
-    stack: list[Callable[..., Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stack) if self.active else super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.active and isinstance(index, slice):
-            return self.stack
-        return super().__getitem__(index)
-
-
-def _become_scheduled(blocks: Any, stack: list[Callable[..., Any]], sharding: Sharding) -> None:
-    before = type(blocks)
-    blocks.__class__ = _ScheduledBlocks
-    blocks.stack = stack
-
-    def undo() -> None:
-        blocks.__class__ = before
-        del blocks.stack
-
-    sharding.restore.append(undo)
 
 
 def _put_back_loss(model: Any) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import TensorReplica, chosen
+from lightning_commfree.strategies.inside import FSDPSettings, TensorReplica, chosen
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -45,9 +45,10 @@ class DistributedLionStrategy(ReplicaStrategy):
         node_size: k, consecutive ranks that average their gradients in full precision and vote as
             one worker; each carries 1/k of the vote.
         inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
-            gradients and momentum, in units of a transformer block (FSDP2); each rank votes on its
-            part, and its figures are of that part. "domino", or a `DominoSettings`: a part of every
-            layer of a transformers model; they see the same batch.
+            gradients and momentum, in units of a transformer block, or those of an `FSDPSettings`
+            (FSDP2); each rank votes on its part, and its figures are of that part. "domino", or a
+            `DominoSettings`: a part of every layer of a transformers model; they see the same
+            batch.
         overlap: start a bucket's vote during backward, when its last gradient is there. Switched
             off, with a message, where gradients are changed after backward: clipping, fp16 scaling,
             `node_size` above 1, hooks between backward and step.
@@ -80,7 +81,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         momentum_sync_every: int = 0,
         nonfinite: str = "raise",
         node_size: int = 1,
-        inside: str | DominoSettings = "ddp",
+        inside: str | FSDPSettings | DominoSettings = "ddp",
         overlap: bool = True,
         check_drift_every: int = 100,
         **ddp_kwargs: Any,

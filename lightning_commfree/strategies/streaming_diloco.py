@@ -21,7 +21,7 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies.foretell import foretell
-from lightning_commfree.strategies.inside import chosen
+from lightning_commfree.strategies.inside import FSDPSettings, chosen
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
@@ -66,9 +66,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             `devices=k, num_nodes=M` one replica per node. Each of its ranks holds and exchanges 1/k
             of the outer state.
         inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
-            gradients and optimizer state, in units of a transformer block (FSDP2). "domino", or a
-            `DominoSettings`: a part of every layer of a transformers model, as `DominoTPStrategy`
-            divides it; they see the same batch.
+            gradients and optimizer state, in units of a transformer block, or those of an
+            `FSDPSettings` (FSDP2). "domino", or a `DominoSettings`: a part of every layer of a
+            transformers model, as `DominoTPStrategy` divides it; they see the same batch.
         nonfinite: what happens when a replica's weights hold NaN or Inf as a fragment of them
             leaves. "raise": all ranks stop and name it, and no checkpoint with such weights is
             written. "abstain": it does not count in that fragment's mean and goes on from the
@@ -111,7 +111,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         wire_dtype: str = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
-        inside: str | DominoSettings = "ddp",
+        inside: str | FSDPSettings | DominoSettings = "ddp",
         nonfinite: str = "raise",
         evaluate: str = "outer",
         check_drift_every: int = 1,

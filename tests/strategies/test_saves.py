@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.parts import why_not_divided
+from lightning_commfree.comm.division import why_not_divided
 from lightning_commfree.comm.wholes import SAVE_TAG, is_stand_in
 from tests.strategies.causal_lm import CausalLM, loader
 from tests.strategies.models import quiet_trainer

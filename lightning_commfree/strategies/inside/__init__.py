@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.ddp import DataParallel
-from lightning_commfree.strategies.inside.fsdp import FullyShard
+from lightning_commfree.strategies.inside.fsdp import FSDPSettings, FullyShard
 from lightning_commfree.strategies.inside.tensor_replica import TensorReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
-__all__ = ["DataParallel", "FullyShard", "TensorReplica", "chosen"]
+__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorReplica", "chosen"]
 
 
 def chosen(
-    strategy: ReplicaStrategy, inside: str | DominoSettings, size: int, argument: str
+    strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
     """Return what the user has chosen.
 
     Args:
         strategy: whose ranks.
-        inside: its name, or Domino's settings.
+        inside: its name, or settings.
         size: ranks of a replica.
         argument: what the user calls `size`.
 
@@ -33,14 +33,16 @@ def chosen(
     """
     if inside == "ddp":
         return DataParallel(size, argument)
-    parts = inside in ("fsdp", "domino") or isinstance(inside, DominoSettings)
+    parts = inside in ("fsdp", "domino") or isinstance(inside, FSDPSettings | DominoSettings)
     if parts and size < 2:
         raise ValueError(
             f"`inside={inside!r}` divides a replica among its ranks, and with `{argument}={size}`"
             f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at 'ddp'."
         )
     if inside == "fsdp":
-        return FullyShard(strategy, size, argument)
+        inside = FSDPSettings()
+    if isinstance(inside, FSDPSettings):
+        return FullyShard(strategy, size, argument, inside)
     if inside == "domino":
         inside = DominoSettings()
     if isinstance(inside, DominoSettings):
@@ -48,6 +50,6 @@ def chosen(
         return TensorReplica(strategy, settings, argument)
     raise ValueError(
         f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
-        " model, 'fsdp', each holds a part of it, or 'domino' (or `DominoSettings`), each computes"
-        " a part of every layer."
+        " model, 'fsdp' (or `FSDPSettings`), each holds a part of it, or 'domino' (or"
+        " `DominoSettings`), each computes a part of every layer."
     )

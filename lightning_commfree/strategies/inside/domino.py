@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.division import check_optimizers
 from lightning_commfree.comm.materialize import described
 from lightning_commfree.comm.mesh import Mesh, tensor_mesh
-from lightning_commfree.comm.parts import check_optimizers
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start, share_random_state
 from lightning_commfree.domino import (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -19,20 +20,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.averaging import refuse_sync_batchnorm
-from lightning_commfree.comm.materialize import Materializer, described, on_meta
-from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
-from lightning_commfree.comm.parts import (
+from lightning_commfree.comm.division import (
     accumulating,
     check_optimizers,
     divide,
+    refuse_wrapped,
+    step_bytes,
+    why_not_divided,
+)
+from lightning_commfree.comm.materialize import Materializer, described, on_meta
+from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
+from lightning_commfree.comm.parts import (
     mapped_state,
     part_like,
     part_state,
-    refuse_wrapped,
-    step_bytes,
     whole_on_host,
     whole_state,
-    why_not_divided,
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import START_TAG, common_start
@@ -55,6 +58,30 @@ if TYPE_CHECKING:
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 
+@dataclass(frozen=True)
+class FSDPSettings:
+    """What `inside="fsdp"` takes for granted.
+
+    Args:
+        units: names of classes. Their outermost modules are gathered one at a time, and what stands
+            in none of them together. Empty: transformer blocks, which are found; a model without
+            blocks is gathered as a whole.
+
+    Raises:
+        TypeError: `units` is no sequence of names.
+    """
+
+    units: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.units, Sequence) and not isinstance(self.units, str)
+        if not is_list or not all(isinstance(name, str) for name in self.units):
+            raise TypeError(
+                f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
+            )
+        object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
+
+
 class FullyShard(Inside):
     """Ranks of a replica hold parts of its parameters, gradients and optimizer state.
 
@@ -62,6 +89,7 @@ class FullyShard(Inside):
         strategy: whose ranks.
         size: ranks of a replica, 2 or more.
         argument: what the user calls `size`.
+        settings: units.
 
     Raises:
         ValueError: torch is too old.
@@ -70,11 +98,17 @@ class FullyShard(Inside):
     divides = True
     moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
 
-    def __init__(self, strategy: ReplicaStrategy, size: int, argument: str) -> None:
+    def __init__(
+        self,
+        strategy: ReplicaStrategy,
+        size: int,
+        argument: str,
+        settings: FSDPSettings = FSDPSettings(),
+    ) -> None:
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
         self._strategy, self.size, self._argument = strategy, size, argument
-        self._saves = Saves(strategy)
+        self._settings, self._saves = settings, Saves(strategy)
         self._divided: nn.Module | None = None
         self._undivided: set[nn.Parameter] = set()
         self._was_on_meta = False
@@ -119,7 +153,8 @@ class FullyShard(Inside):
 
             self._undivided = set(module.parameters())
             replicas = self.mesh(strategy.world_size).groups(DATA)
-            divide(module, replicas, strategy.global_rank, device, fill)
+            units = self._settings.units
+            divide(module, replicas, strategy.global_rank, device, fill, units)
             self._divided = module
             if fill is not None and fill.reads:  # from a disk of its own, perhaps
                 common_start(channels.world, module, fingerprint, channels.between)

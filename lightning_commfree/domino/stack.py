@@ -110,7 +110,7 @@ class _StandIn:
 class _ScheduledBlocks(nn.ModuleList):
     """A list of blocks that yields their stand-ins while `active`."""
 
-    active: bool
+    active = False
     noted: list[Arguments]
     stand_ins: list[_StandIn]
 

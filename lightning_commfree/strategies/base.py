@@ -208,7 +208,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self.inside.after_backward()
+        if self.inside.same_batch or self.inside.size > 1:
+            self.inside.after_backward()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

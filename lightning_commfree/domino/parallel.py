@@ -133,11 +133,12 @@ class ParallelModel:
     # -- what is put into the model
 
     def _schedule(self, model: Any, family: Family) -> None:
-        blocks, base = self.sharding.blocks, getattr(model, model.base_model_prefix)
+        blocks = self.sharding.blocks
         if not len(blocks):
             return
 
         self.scheduled = True
+        base = getattr(model, model.base_model_prefix)
         kinds = getattr(model.config, "layer_types", None) or ["same"]
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
         undo = become_scheduled(blocks, self._stack, one_kind, as_tensor)

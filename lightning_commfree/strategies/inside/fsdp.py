@@ -74,8 +74,9 @@ class FSDPSettings:
     units: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        is_list = isinstance(self.units, Sequence) and not isinstance(self.units, str)
-        if not is_list or not all(isinstance(name, str) for name in self.units):
+        given: Any = self.units
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_list or not all(isinstance(name, str) for name in given):
             raise TypeError(
                 f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
             )

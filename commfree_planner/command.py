@@ -69,8 +69,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    number = float(text)
-    if number != int(number):
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 124e6") from None
+    if not math.isfinite(number) or number != int(number):
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(number)
 

@@ -73,12 +73,14 @@ class Ledger:
         phase: in which what comes is counted, one of `PHASES`; set by whoever runs the fit.
         bytes_by_phase: bytes sent, by phase and tag.
         seconds_by_phase: seconds waited.
+        follows: another ledger, whose phase is this one's too.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
     seconds_by_tag: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
     phase: str = START
+    follows: Ledger | None = None
     bytes_by_phase: defaultdict[str, Counter[str]] = field(
         default_factory=lambda: defaultdict(Counter)
     )
@@ -151,9 +153,12 @@ class Ledger:
             if threading.get_ident() not in self._idle_threads:
                 seconds = time.perf_counter() - start
                 self.seconds_by_tag[tag] += seconds
-                self.seconds_by_phase[self.phase] += seconds
+                phase = self.phase if self.follows is None else self.follows.phase
+                self.seconds_by_phase[phase] += seconds
 
     def _phase_here(self) -> str:
+        if self.follows is not None:
+            return self.follows._phase_here()
         return self._phase_by_thread.get(threading.get_ident(), self.phase)
 
 

@@ -14,7 +14,7 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.mesh import Mesh
 from lightning_commfree.comm.replica_channels import Near, ReplicaChannels
 from lightning_commfree.comm.unshared import Unshared
-from lightning_commfree.comm.world import join_restarted_world
+from lightning_commfree.comm.world import join_restarted_world, leave_time_at_exit
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Network:
         """
         if member.meeting_point is not None:
             self._interface.tell(member.meeting_point)
+        leave_time_at_exit()
         try:
             # a rank that is killed is gone, whoever it has forked off
             with self._sockets.opening():

@@ -5,7 +5,9 @@ It sends nothing by itself: what goes through it is the framework's.
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,26 @@ import torch
 import torch.distributed as dist
 
 PATIENCE: timedelta = dist.constants.default_pg_timeout  # of groups of which nobody says more
+
+
+_LAST_DROPS_S = 0.05
+
+
+def leave_time_at_exit() -> None:
+    """Let this process end a moment later, once gloo's threads hold nothing of Python's.
+
+    A thread of gloo's may be the last to hold a collective that is over. To drop its tensors it
+    waits for the interpreter's lock. If the interpreter is torn down by then, the thread is ended
+    in the midst of C++, and the process is aborted behind a good fit. Frameworks leave gloo's
+    groups open to the end.
+    """
+    atexit.unregister(_wait)
+    atexit.register(_wait)
+
+
+def _wait() -> None:
+    if dist.is_initialized():
+        time.sleep(_LAST_DROPS_S)  # without the lock
 
 
 def default_backend(device: torch.device) -> str:

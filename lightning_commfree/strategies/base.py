@@ -71,10 +71,11 @@ class ReplicaStrategy(DDPStrategy):
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
         # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
-        ddp_kwargs = check_ddp_kwargs(type(self).__name__, ddp_kwargs, inside.uses_ddp)
+        ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
         self.inside = inside
-        self.ledger, self.group_ledger = Ledger(), Ledger()
+        self.ledger = Ledger()
+        self.group_ledger = Ledger(follows=self.ledger)
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self._network, self.patches = Network(), Patches()

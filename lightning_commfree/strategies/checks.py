@@ -177,7 +177,7 @@ def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
 
 
 def check_ddp_kwargs(
-    strategy: str, ddp_kwargs: Mapping[str, Any], with_ddp: bool
+    strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
     """Refuse what nobody knows, and without DDP in the groups what means nothing then.
 
@@ -185,7 +185,7 @@ def check_ddp_kwargs(
     such a one says nothing and is left out here too.
 
     Args:
-        strategy: its name.
+        strategy: its class, which knows its own arguments.
         ddp_kwargs: what it got besides its own arguments.
         with_ddp: DDP synchronizes gradients within groups of ranks, and takes its arguments.
 
@@ -203,17 +203,19 @@ def check_ddp_kwargs(
         if name not in defaults or not _is_same(value, defaults[name])
     }
     legal: tuple[str, ...] = _DDP_KWARGS
-    why = "It replaces DDP's gradient synchronization, so of `DDPStrategy` it"
+    why = "It synchronizes gradients in its own way, so of `DDPStrategy` it"
     if with_ddp:
         legal = tuple(defaults.keys() - _NOT_OF_THE_USER)
         why = "Of `DDPStrategy` and `DistributedDataParallel` it"
     for name in said:
         if name not in legal:
-            near = difflib.get_close_matches(name, legal, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
+            own = [one for one in inspect.signature(strategy).parameters if one != "ddp_kwargs"]
+            near = difflib.get_close_matches(name, (*own, *legal), n=1)
+            hint = f" Did you mean `{near[0]}`?" if near and name not in defaults else ""
             raise TypeError(
-                f"`{strategy}` got the argument `{name}`. {why} takes only"
-                f" {', '.join(f'`{one}`' for one in sorted(legal))}.{hint}"
+                f"`{strategy.__name__}` got the argument `{name}`.{hint} It takes"
+                f" {', '.join(f'`{one}`' for one in own)}. {why} takes only"
+                f" {', '.join(f'`{one}`' for one in sorted(legal))}."
             )
     return said
 

@@ -128,3 +128,15 @@ def test_what_a_step_has_launched_is_the_steps_although_a_validation_runs() -> N
         pending.wait()
     background.close()
     assert ledger.bytes_by_phase == {STEPS: {"a": 3}, VALIDATION: {"b": 5}}
+
+
+def test_a_ledger_that_follows_another_counts_in_its_phases() -> None:
+    first = Ledger()
+    second = Ledger(follows=first)
+    first.phase = STEPS
+    second.count_sent("inside", 8)
+    with first.during(END), second.count_wait("inside"):
+        second.count_sent("inside", 2)
+    assert second.bytes_in(STEPS) == 8
+    assert second.bytes_in(END) == 2
+    assert list(second.seconds_by_phase) == [END]

@@ -98,6 +98,8 @@ def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -
         (["--step-time", "0"], "`step_time=0.0` must be a positive number of seconds"),
         (["--blocks", "0"], "at least one in each of 0 blocks"),
         (["--outside", "125e6"], "cannot be 125,000,000 outside of blocks"),
+        (["--parameters", "124M"], "'124M' is no number: write 124e6"),
+        (["--parameters", "inf"], "'inf' is no whole number"),
         (["--parameters", "1.5"], "'1.5' is no whole number"),
         (["--wire-dtype", "fp5"], "invalid choice: 'fp5'"),
         (["--latency", "-1"], "`latency=-1.0` must be a number of seconds from 0 on"),

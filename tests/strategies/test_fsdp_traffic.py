@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.comm.division import why_not_divided
+from lightning_commfree.comm.ledger import STEPS
 from lightning_commfree.strategies.inside.fsdp import GATHER_TAG, SCATTER_TAG
 from tests.strategies.models import quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven
@@ -66,7 +67,7 @@ def fit(rank: int, size: int, replica_size: int, accumulated: int, sharded: bool
         callbacks=[sent],
     )
     trainer.fit(Uneven(), rank_loader(BATCHES * BATCH * size, BATCH, rank, size))
-    counted = strategy.group_ledger.bytes_by_tag
+    counted = strategy.group_ledger.bytes_by_phase[STEPS]
     return {tag: counted[tag] for tag in (GATHER_TAG, SCATTER_TAG)}, dict(sent.bytes)
 
 

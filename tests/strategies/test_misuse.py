@@ -46,13 +46,13 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "`StreamingDiLoCoStrategy` got the argument `find_unused_parameters`. It replaces",
+            "Strategy` got the argument `find_unused_parameters`. It takes `sync_every`, `num_fra",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
         (
             {"replica_size": 2, "overlap_step": 2},
             TypeError,
-            "`StreamingDiLoCoStrategy` got the argument `overlap_step`. Of `DDPStrategy` and",
+            "Strategy` got the argument `overlap_step`. Did you mean `overlap_steps`? It takes",
         ),
         ({"replica_size": 2, "bucket_cap_mbb": 2}, TypeError, "Did you mean `bucket_cap_mb`?"),
     ],

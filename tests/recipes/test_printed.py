@@ -50,9 +50,9 @@ RUNS = [
 ]
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[()][A-Z0-9])")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉╴]+")
-_SLOW = re.compile(
-    r"(making|loading the|validating|exporting|writing|training|tokenizing|reading) "
-)
+# what runs on slow machines say besides
+_STAGES = "making|loading the|validating|exporting|writing|training|tokenizing|reading"
+_SLOW = re.compile(rf"({_STAGES}) |loading .*, #:#$")
 _NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|(?<=[\w/=:.-])\d+(\.\d+)?")
 
 
@@ -120,6 +120,8 @@ def marked(lines: list[str]) -> str:
         line = re.sub(r" +", " ", re.sub(r"│ sample .*│", "│ sample │", line)).rstrip()
         if _SLOW.match(line) or (found and line == found[-1]):
             continue
+        if line.startswith("step "):  # of them the last
+            found = [other for other in found if not other.startswith("step ")]
         if folded:
             found[-1] = found[-1].removesuffix("│") + line.removeprefix("│ ")
         elif found and _is_text(line) and _is_text(found[-1]) and not line.startswith("<root>"):

@@ -82,6 +82,12 @@ def test_two_strategies_train_on_the_same_tokens_and_a_page_shows_them(compared)
         assert f"<td>{summary['seconds_waited']:.3g} s</td>" in text
     assert "python -m recipes.compare &#39;strategies=[ddp,domino_tp]&#39; data=synthetic" in text
     assert Image.open(folder / comparing.FIGURE_FILE).format == "PNG"
+    logs = sorted(folder.rglob("*.log"))  # Hydra left empty ones besides
+    assert [str(log.relative_to(folder)) for log in logs] == [
+        "ddp/output.log",
+        "domino_tp/output.log",
+    ]
+    assert all(log.stat().st_size for log in logs)
 
 
 def test_ddp_waits_and_the_run_lasts_longer_than_that(compared) -> None:

@@ -128,6 +128,7 @@ def test_rank_0_alone_speaks_and_names_files_that_are_there(finished_run) -> Non
         "last.ckpt",
         "step-90.ckpt",
     ]
+    assert not list(folder.rglob("*.log")), "Hydra left an empty one; the terminal has it all"
     assert Image.open(summary["figure"]).format == "PNG"
     with open(summary["metrics"]) as file:
         rows = list(csv.DictReader(file))

@@ -116,7 +116,8 @@ class DeferredSigterm:
             return
         self.requested = True
         log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
-        if self._trainer.local_rank == 0:  # the others of this machine hear it with this one
+        # the others of this machine hear it with rank 0; one that leaves by an error is ended so
+        if self._trainer.local_rank == 0 and sys.exc_info()[1] is None:
             self._say(f"Asked to stop: all ranks stop together, {self._when()}.")
         launcher = self._trainer.strategy.launcher
         if launcher is not None:  # as Lightning does: for processes that this one launched

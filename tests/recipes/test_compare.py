@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import re
 import shutil
 import sys
@@ -40,10 +41,12 @@ TOY = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _hydra_forgets() -> Iterator[None]:
-    """Hydra remembers an application's configuration in singletons; other tests shall not."""
-    before = copy.deepcopy(Singleton.get_state())
+    """Hydra remembers an application's configuration in singletons, and its log's stream, which is
+    closed when a test is over; other tests shall not."""
+    before, handlers = copy.deepcopy(Singleton.get_state()), logging.getLogger().handlers[:]
     yield
     Singleton.set_state(before)
+    logging.getLogger().handlers[:] = handlers
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:

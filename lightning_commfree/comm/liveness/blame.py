@@ -10,6 +10,7 @@ from lightning_commfree.comm.liveness.questions import Answers
 
 REASON_CHARACTERS = 250
 ADVICE = "Restart all ranks from the last checkpoint."
+AGREED = "All ranks stop"  # in errors of all ranks alike; that one is gone by then says nothing
 _NAMED = 50  # lost ranks in a message, which has to fit into a line
 
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.liveness.blame import (
     ADVICE,
+    AGREED,
     Findings,
     blame,
     failed_exchange,
@@ -107,7 +108,8 @@ class PeerWatch(Unwatched):
         except RuntimeError as error:
             waited, answers = time.monotonic() - start, None
             if computing:
-                if ADVICE in str(error):  # an exchange in the body has named them
+                # an exchange in the body has named them, or nobody need be: all end by this error
+                if ADVICE in str(error) or AGREED in str(error):
                     raise
                 answers = self._ask()
                 gone = answers.lost if waited >= self.seconds else answers.gone

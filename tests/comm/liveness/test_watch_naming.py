@@ -33,6 +33,15 @@ def test_an_error_of_a_computation_stays_what_it_is_unless_a_rank_is_lost() -> N
         assert "'step'" not in str(caught.value), "it is named once"
 
 
+def test_an_error_that_all_ranks_raise_blames_nobody_who_has_left_by_it() -> None:
+    text = "Gradients are not finite. All ranks stop; no parameter was changed."
+    with watches(2) as (watch, other):
+        other.close()
+        with pytest.raises(RuntimeError) as caught, watch.naming("step", computing=True):
+            raise RuntimeError(text)
+        assert str(caught.value) == text
+
+
 def test_a_thread_that_still_waits_at_the_close_ends_and_blames_nobody() -> None:
     with watches(2) as (watch, other), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(watch.wait, [Endless()], "t")

@@ -56,6 +56,11 @@ class Network:
             raise RuntimeError("Channels are open between `setup_environment` and `teardown` only.")
         return self._channels
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the channels are."""
+        return self._channels is not None
+
     @contextmanager
     def joining(self, member: Member) -> Iterator[None]:
         """Let the framework open its process group in the body.
@@ -87,19 +92,6 @@ class Network:
             self._channels = ReplicaChannels.open(
                 mesh, member.rank, ledgers, member.timeout, near, liveness=liveness
             )
-
-    @contextmanager
-    def reaching(
-        self, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool
-    ) -> Iterator[ReplicaChannels]:
-        """In the body the channels are open, if they are before or not."""
-        opens = self._channels is None
-        self.open(mesh, member, ledgers, liveness)
-        try:
-            yield self.channels
-        finally:
-            if opens:
-                self.leave()
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
         """In the body, a collective of the framework's that fails names the rank that is gone."""

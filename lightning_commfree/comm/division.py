@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -141,6 +142,21 @@ def divide(
     for step in _STEPS:
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
+    for model in module.modules():  # of transformers and peft
+        _close(model)
+
+
+def _close(model: nn.Module) -> None:
+    if isinstance(getattr(model, "save_pretrained", None), MethodType):
+        vars(model)["save_pretrained"] = _refuse_to_save
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "The model stays divided after `fit`, and `save_pretrained` would find one rank's part of"
+        " it. Call `trainer.save_checkpoint(path)` on all ranks, load the file's `state_dict` into"
+        " an undivided model of your own, and save that one."
+    )
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from lightning_commfree.comm.interface import GlooInterface, unreachable
 from lightning_commfree.comm.ledger import Ledger
@@ -15,6 +18,8 @@ from lightning_commfree.comm.mesh import Mesh
 from lightning_commfree.comm.replica_channels import Near, ReplicaChannels
 from lightning_commfree.comm.unshared import Unshared
 from lightning_commfree.comm.world import join_restarted_world, leave_time_at_exit
+
+SILENCE_S = 60.0  # a rank that is alone with what it begins says so after it
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,17 @@ class Network:
     def open(
         self, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool
     ) -> None:
-        """Open the channels, if they are not; arguments as `ReplicaChannels.open` takes them."""
+        """Open the channels, if they are not; arguments as `ReplicaChannels.open` takes them.
+
+        Raises:
+            RuntimeError: some ranks have not come until the timeout.
+        """
         if self._channels is None:
             near = Near(member.backend, member.device)
-            self._channels = ReplicaChannels.open(
-                mesh, member.rank, ledgers, member.timeout, near, liveness=liveness
-            )
+            with _waiting_for_all(member):
+                self._channels = ReplicaChannels.open(
+                    mesh, member.rank, ledgers, member.timeout, near, liveness=liveness
+                )
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
         """In the body, a collective of the framework's that fails names the rank that is gone."""
@@ -106,3 +116,25 @@ class Network:
         if self._channels is not None:
             self._channels.close()
             self._channels = None
+
+
+@contextmanager
+def _waiting_for_all(member: Member) -> Iterator[None]:
+    """In the body this rank waits for all others to begin the same."""
+    if member.size == 1:
+        yield
+        return
+    advice = (
+        "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
+        f" `if rank == 0:`. The `timeout` is {member.timeout.total_seconds():g} s."
+    )
+    text = f"This rank waits for others to begin what it has begun. {advice}"
+    timer = threading.Timer(SILENCE_S, warnings.warn, [text])
+    timer.start()
+    try:
+        yield
+    except dist.DistStoreError as error:
+        raise RuntimeError(f"Other ranks have not begun what this one has. {advice}") from error
+    finally:
+        timer.cancel()
+        timer.join()  # a process that forks has no other thread then

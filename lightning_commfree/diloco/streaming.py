@@ -130,6 +130,11 @@ class StreamingDiLoCo(Replica):
         with self.weight_swap.local_weights():
             return any(self._last_round.hold(stop, goes_on))
 
+    @property
+    def stops_after(self) -> int:
+        """The step after which all replicas know of a wish to stop that comes now."""
+        return self.schedule.next_launch(self.step) + self.lands_after
+
     # -- launches and landings
 
     @property

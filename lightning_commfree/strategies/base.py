@@ -218,6 +218,13 @@ class ReplicaStrategy(DDPStrategy):
         super().on_train_end()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        # in the process that has forked the ranks too, where there is no world yet
+        if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
+            warn_unsaved()
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         fit, self.now = self.now, OutsideOfFit()
         fit.end()
@@ -280,9 +287,9 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if stopped_by_hand(self.lightning_module):
-            warn_unsaved()
-        elif self.now.may_save(filepath, weights_only="optimizer_states" not in checkpoint):
+        if not stopped_by_hand(self.lightning_module) and self.now.may_save(
+            filepath, weights_only="optimizer_states" not in checkpoint
+        ):
             self._resume.save(checkpoint, filepath, storage_options)
 
     @override

@@ -220,10 +220,17 @@ class LocalUpdates(Between, Protocol):
     Attributes:
         step: steps after which all replicas stand; `finish` may raise it to those of others.
         weight_swap: the weights that they share.
+        stops_after: the step after which all replicas know of a wish to stop that comes now; None:
+            nobody can tell.
     """
 
     step: int
     weight_swap: WeightSwap
+
+    @property
+    def stops_after(self) -> int | None:
+        """See above; it is read in a signal's handler."""
+        return None
 
     def finish(self, stop: bool, goes_on: bool) -> bool:
         """Make all replicas equal: the local weights are the shared ones then, on all of them.

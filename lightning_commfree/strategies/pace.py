@@ -91,6 +91,7 @@ class Pace(Generic[B]):
         check_agreement(fit.world, fit.between.fingerprint())
         self._fit = fit
         self.between: B = fit.between
+        fit.sigterm.stops_after = self.stops_after
 
     def begin(self, resumed: bool) -> None:
         """Train from the next batch on; hooks may have written to the weights.
@@ -119,6 +120,14 @@ class Pace(Generic[B]):
         if self._after_step(fit.sigterm.requested):
             fit.sigterm.agree()
         fit.log.after_step()
+
+    def stops_after(self) -> int | None:
+        """Return the step after which all ranks know, at the latest, of a SIGTERM that comes now.
+
+        None where nobody can tell. Here ranks exchange in every step, and the one that runs may
+        have sent its word already.
+        """
+        return self._fit.trainer.global_step + 2
 
     def validation_begins(self) -> None:
         """Lightning's hooks have run."""

@@ -64,6 +64,10 @@ class MeetRarely(Pace[LocalUpdates]):
         self._end.begin(finished=resumed and not differ)
 
     @override
+    def stops_after(self) -> int | None:
+        return self.between.stops_after
+
+    @override
     def validation_begins(self) -> None:
         super().validation_begins()
         self._end.meeting.enter(Stage.VALIDATION)

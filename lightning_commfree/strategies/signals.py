@@ -15,6 +15,8 @@ ranks raise Lightning's own `SIGTERMException` after the same step:
 SLURM's signal to requeue, on which Lightning would save from wherever each rank happens to be, in
 the middle of a step and of collectives, is taken for SIGTERM.
 
+Who sends it sees one sentence: when all will have stopped, as far as that is known (`stops_after`).
+
 Ctrl-C stops every rank where it is, each in another step, so that no checkpoint can be made of them
 any more (`stopped_by_hand`).
 
@@ -26,8 +28,11 @@ longer than that.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import lightning.pytorch as pl
@@ -59,7 +64,7 @@ def stopped_by_hand(module: pl.LightningModule | None) -> bool:
 
 
 def warn_unsaved() -> None:
-    """Say that there is no checkpoint because of Ctrl-C."""
+    """Say that Ctrl-C leaves no checkpoint."""
     rank_zero_warn(
         "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different steps."
         " Earlier checkpoints are as they were. To stop with one, send SIGTERM, which all ranks"
@@ -79,36 +84,62 @@ class DeferredSigterm:
 
     Attributes:
         requested: this rank has received SIGTERM.
+        stops_after: returns the step after which all ranks will know of one that comes now; None:
+            nobody can tell.
     """
 
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
-        self.requested = False
+        self.requested = self._has_said = False
+        self.stops_after: Callable[[], int | None] = lambda: None
         self._trainer = trainer
         if trainer.world_size > 1:
             handle_signals(trainer, patches, self._on_sigterm, self._on_requeue)
 
     def agree(self) -> None:
         """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
+        if self._trainer.is_global_zero and not self._has_said:
+            self._say("Another rank was asked to stop: all ranks stop together, after this step.")
         tell_sigterm(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
         """Take SLURM's signal ahead of a time limit, on which Lightning would save at once."""
-        log.warning(
-            "Signal %d is taken for SIGTERM: all ranks stop together, and callbacks save what they"
-            " save on exceptions (`OnExceptionCheckpoint`). Lightning would have saved at once, in"
-            " the middle of a step, and requeued the job: its script has to do that.",
-            signum,
-        )
+        if self._trainer.local_rank == 0 and not self.requested:
+            _write_now(
+                f"\nSignal {signum} is taken for SIGTERM, and callbacks save what they save on"
+                " exceptions (`OnExceptionCheckpoint`). Lightning would have saved at once, in the"
+                " middle of a step, and requeued the job: its script has to do that."
+            )
         self._on_sigterm(signal.SIGTERM, frame)
 
     def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
         if self.requested:
             return
         self.requested = True
-        log.info(
-            "[rank %d] Received SIGTERM; all ranks stop together after the next exchange.",
-            self._trainer.global_rank,
-        )
+        log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
+        if self._trainer.local_rank == 0:  # the others of this machine hear it with this one
+            self._say(f"Asked to stop: all ranks stop together, {self._when()}.")
         launcher = self._trainer.strategy.launcher
         if launcher is not None:  # as Lightning does: for processes that this one launched
             launcher.kill(signum)
+
+    def _when(self) -> str:
+        done, last = self._trainer.global_step, self.stops_after()
+        if last is None:
+            return f"after their next exchange ({done} steps are done)"
+        if self._trainer.max_steps != -1:
+            last = min(last, self._trainer.max_steps)
+        return f"after step {last} at the latest ({done} are done)"
+
+    def _say(self, text: str) -> None:
+        self._has_said = True
+        _write_now(f"\n{text}\n")
+
+
+def _write_now(text: str) -> None:
+    """Write from a signal's handler: not by `print`, in the middle of which it may have come."""
+    try:
+        file = sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):  # of a notebook, whose output is no file
+        file = 2
+    with suppress(OSError):  # a terminal that is gone
+        os.write(file, text.encode())

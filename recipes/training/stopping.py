@@ -13,8 +13,8 @@ waits for ever. Here a handler only takes a note:
 3. Step 102: all know. They save `last.ckpt`, callbacks and loggers let go of what they hold, and
    all leave with 128 + the signal's number, as a shell counts processes that a signal has ended.
 
-Who hears it first says so, and rank 0 which step will be the last. A second Ctrl-C ends everything
-at once. SIGTERM may come as often as it likes.
+Who hears it first says so, a strategy of ours which step will be the last, and rank 0 what a second
+Ctrl-C costs until then: it ends everything at once. SIGTERM may come as often as it likes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException
 from typing_extensions import override
 
-from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.diloco import Schedule
 from lightning_commfree.strategies import ReplicaStrategy
 from recipes.stages import is_first_rank
 from recipes.training.report import CHECKPOINT_FOLDER
@@ -51,7 +49,7 @@ from recipes.training.report import CHECKPOINT_FOLDER
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
 _FIRST = (
-    "\n{}: all ranks finish their step, stop together after the same one and save a checkpoint."
+    "\n{}: the run ends with a checkpoint, after the same step on all ranks."
     "\nA second Ctrl-C ends at once, without one: what was trained since the last is lost.\n"
 )
 
@@ -124,7 +122,7 @@ class StopOnSignal(pl.Callback):
             return  # accumulation is not over, which most checkpoints do not hold
         self._step = trainer.global_step
         if not self._all_know(trainer):
-            self._tell_where(trainer)
+            self._tell_cost(trainer)
             return
         if self._step >= trainer.max_steps:  # what is left is the report, and then nothing to go on
             trainer._signal_connector.received_sigterm = False
@@ -140,20 +138,15 @@ class StopOnSignal(pl.Callback):
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
 
-    def _tell_where(self, trainer: pl.Trainer) -> None:
-        """Say once, on rank 0, after which step all will know, and what a second Ctrl-C costs."""
+    def _tell_cost(self, trainer: pl.Trainer) -> None:
+        """Say once, on rank 0, what a second Ctrl-C costs where the last step is not this one."""
         if self._noted is None or self._has_told or not trainer.is_global_zero:
             return
         self._has_told = True
         folder = Path(self._run_dir) / CHECKPOINT_FOLDER
         newest = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
-        kept = "there is none yet" if newest is None else f"the newest one is '{newest}'"
-        print(
-            f"\n{self._noted.name} came in step {self._step}. The ranks learn of it in their next"
-            f" exchange: all stop after step {_last_step(trainer)} at the latest, and save a"
-            f" checkpoint. (A second Ctrl-C loses the steps since the one before: {kept}.)",
-            flush=True,
-        )
+        lost = f"what follows '{newest}'" if newest else "all steps: there is no checkpoint yet"
+        print(f"A second Ctrl-C would lose {lost}.", flush=True)
 
     def _all_know(self, trainer: pl.Trainer) -> bool:
         """Return whether any rank has a note; the same on all ranks after the same step."""
@@ -220,18 +213,6 @@ class StopOnSignal(pl.Callback):
 
 class Stopped(SIGTERMException):
     """All ranks have stopped after the same step and have saved; a `SystemExit`."""
-
-
-def _last_step(trainer: pl.Trainer) -> int:
-    """Return the step after which all ranks will know of a note taken before now."""
-    strategy, step = trainer.strategy, trainer.global_step
-    if not isinstance(strategy, StreamingDiLoCoStrategy):
-        return min(step + 1, trainer.max_steps)
-    settings = strategy.settings
-    schedule = Schedule(settings.sync_every, len(strategy.fragments), 0)
-    # an eager landing is read a whole cycle later
-    lands_after = settings.sync_every if settings.eager else int(settings.overlap_steps)
-    return min(schedule.next_launch(step) + lands_after, trainer.max_steps)
 
 
 def _asks_the_strategy(trainer: pl.Trainer) -> bool:

@@ -46,6 +46,12 @@ class OnMeta(CausalLM):
         return super().configure_optimizers()
 
 
+def refused_to_save(lm: Any) -> str:
+    with pytest.raises(RuntimeError) as error:
+        lm.save_pretrained("nowhere")
+    return str(error.value)
+
+
 def fit(kind: str, lion: bool, size: int, folder: Path, ckpt_path: Path | None = None) -> Any:
     outer: dict[str, Any] = {"sync_every": 4, "num_fragments": 2}
     strategy: Any = (
@@ -71,6 +77,7 @@ def fit(kind: str, lion: bool, size: int, folder: Path, ckpt_path: Path | None =
         "local": watch.local,
         "tied": lm.get_input_embeddings().weight is lm.get_output_embeddings().weight,
         "validated": trainer.validate(module, loader(8, 2), verbose=False)[0]["val_loss"],
+        "refused": refused_to_save(lm),
         "held": sum(own(p).numel() for p in module.parameters()),
     }
 
@@ -108,6 +115,8 @@ def test_a_model_on_meta_trains_and_resumes_exactly(played: Any, kind: str, lion
             assert all(torch.equal(got[name], expected[name]) for name in expected)
             assert all(tensor.isfinite().all() for tensor in got.values())
         assert straight["tied"] == (kind == "gpt2")
+        assert "The model stays divided after `fit`" in straight["refused"]
+        assert "`trainer.save_checkpoint(path)` on all ranks" in straight["refused"]
         assert 0.4 * numel < straight["held"] < 0.6 * numel
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from examples.local_sgd import LocalSGDStrategy
+from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.strategies.models import Tiny, loader, quiet_trainer
 from tests.world import run_ranks
 
@@ -112,18 +115,18 @@ class CtrlC(pl.Callback):
             raise KeyboardInterrupt
 
 
-def interrupt(rank: int, size: int, folder: Path) -> Any:
+def interrupt(rank: int, size: int, folder: Path, saves: bool) -> Any:
     """A fragment leaves after step 8, on rank 0 alone, and goes on being waited for."""
+    saving = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_on_exception=True),
+        OnExceptionCheckpoint(folder),
+    ]
     trainer = quiet_trainer(
         strategy=StreamingDiLoCoStrategy(sync_every=8, num_fragments=2, overlap_steps=3),
         devices=size,
         max_steps=30,
-        enable_checkpointing=True,
-        callbacks=[
-            CtrlC(),
-            ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_on_exception=True),
-            OnExceptionCheckpoint(folder),
-        ],
+        enable_checkpointing=saves,
+        callbacks=[CtrlC(), *(saving if saves else [])],
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -134,11 +137,70 @@ def interrupt(rank: int, size: int, folder: Path) -> Any:
 
 def test_after_ctrl_c_nothing_is_saved_and_nobody_waits(tmp_path: Path) -> None:
     start = time.monotonic()
-    said = run_ranks(interrupt, 2, tmp_path, tmp_path / "checkpoints")
-    assert said[0][0].startswith("No checkpoint is saved: Ctrl-C has stopped the ranks")
+    said = run_ranks(interrupt, 2, tmp_path, tmp_path / "checkpoints", True)
+    assert [text.startswith("No checkpoint is saved: Ctrl-C has stopped") for text in said[0]] == [
+        True
+    ]
+    assert said[1] == []
     files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert files == [".commfree", "step=5.ckpt"]
     assert time.monotonic() - start < 60, "the timeout of an exchange is 30 minutes"
+
+
+def test_ctrl_c_says_so_where_nobody_would_save(tmp_path: Path) -> None:
+    (said, other) = run_ranks(interrupt, 2, tmp_path, tmp_path, False)
+    assert "send SIGTERM, which all ranks follow" in said[0]
+    assert (len(said), other) == (1, [])
+
+
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=1e-3)
+
+
+def tell(rank: int, size: int, folder: Path) -> list[tuple[str, int]]:
+    """Return what this rank writes to the terminal in each fit, and after which step it ends."""
+    eager = StreamingDiLoCoStrategy(sync_every=4, num_fragments=1, overlap_steps="eager")
+    plain = partial(StreamingDiLoCoStrategy, sync_every=8, num_fragments=2, overlap_steps=3)
+    fits = [
+        (plain(), Tiny(), TermAt(10, rank=0), 100),
+        (plain(), Tiny(), TermAt(10, rank=1), 100),
+        (plain(), Tiny(), TermAt(10, rank=0), 14),
+        (eager, Tiny(), TermAt(3, rank=0), 100),
+        (DistributedLionStrategy(), Voter(), TermAt(3, rank=0), 100),
+        (LocalSGDStrategy(every=5), Tiny(), TermAt(3, rank=0), 100),
+        (plain(), Tiny(), TermAt(10, rank=0, requeue=True), 100),
+    ]
+    said = []
+    for number, (strategy, module, callback, steps) in enumerate(fits):
+        trainer = quiet_trainer(
+            strategy=strategy, devices=size, max_steps=steps, callbacks=[callback]
+        )
+        with (
+            (folder / f"{number}_{rank}.txt").open("w+") as terminal,
+            contextlib.redirect_stderr(terminal),
+            pytest.raises(SIGTERMException),
+        ):
+            trainer.fit(module, loader(100 * 2 * size))
+        said.append(((folder / f"{number}_{rank}.txt").read_text(), trainer.global_step))
+    return said
+
+
+def test_one_sentence_says_when_all_will_have_stopped(tmp_path: Path) -> None:
+    first, other = run_ranks(tell, 2, tmp_path, tmp_path)
+    stops = "Asked to stop: all ranks stop together, after"
+    assert [(text.strip(), step) for text, step in first[:-1]] == [
+        (f"{stops} step 15 at the latest (9 are done).", 15),
+        ("Another rank was asked to stop: all ranks stop together, after this step.", 15),
+        (f"{stops} step 14 at the latest (9 are done).", 14),
+        (f"{stops} step 8 at the latest (2 are done).", 8),
+        (f"{stops} step 4 at the latest (2 are done).", 3),
+        (f"{stops} their next exchange (2 steps are done).", 5),
+    ]
+    requeue, sentence = first[-1][0].strip().splitlines()
+    assert requeue.startswith(f"Signal {signal.SIGUSR1:d} is taken for SIGTERM")
+    assert sentence == f"{stops} step 15 at the latest (9 are done)."
+    assert other == [("", step) for _, step in first], "once a machine"
 
 
 def fit_replicas(rank: int, size: int, folder: Path) -> Any:

@@ -1,0 +1,44 @@
+"""A rank that begins something alone says what it waits for, and in the end that nobody came."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.comm import network
+from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.world import run_ranks
+
+TIMEOUT_S = 3
+
+
+def validate_on_rank_0(rank: int, size: int) -> Any:
+    strategy = StreamingDiLoCoStrategy(sync_every=4, timeout=timedelta(seconds=TIMEOUT_S))
+    trainer, module = quiet_trainer(strategy=strategy, devices=size, max_steps=5), Tiny()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(200))
+        in_fit = [str(w.message) for w in caught]
+        if rank > 0:
+            return in_fit
+        network.SILENCE_S = TIMEOUT_S / 6
+        with pytest.raises(RuntimeError) as error:
+            trainer.validate(module, loader(8), verbose=False)
+    said = [str(w.message) for w in caught if "waits for others" in str(w.message)]
+    return in_fit, said, str(error.value)
+
+
+def test_a_validation_on_one_rank_alone_says_what_it_waits_for(tmp_path: Path) -> None:
+    (in_fit, said, error), in_other = run_ranks(validate_on_rank_0, 2, tmp_path)
+    advice = (
+        "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
+        " `if rank == 0:`. The `timeout` is 3 s."
+    )
+    assert said == [f"This rank waits for others to begin what it has begun. {advice}"]
+    assert error == f"Other ranks have not begun what this one has. {advice}"
+    assert not any("waits for others" in text for text in in_fit + in_other)

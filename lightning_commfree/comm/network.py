@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from lightning_commfree.comm.interface import GlooInterface, unreachable
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.mesh import Mesh
 from lightning_commfree.comm.replica_channels import Near, ReplicaChannels
 from lightning_commfree.comm.unshared import Unshared
-from lightning_commfree.comm.world import join_restarted_world, leave_time_at_exit
+from lightning_commfree.comm.world import StoreError, join_restarted_world, leave_time_at_exit
 
 SILENCE_S = 60.0  # a rank that is alone with what it begins says so after it
 
@@ -133,7 +132,7 @@ def _waiting_for_all(member: Member) -> Iterator[None]:
     timer.start()
     try:
         yield
-    except dist.DistStoreError as error:
+    except StoreError as error:
         raise RuntimeError(f"Other ranks have not begun what this one has. {advice}") from error
     finally:
         timer.cancel()

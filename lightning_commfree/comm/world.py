@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+StoreError = dist.DistStoreError  # other ranks have not come until the timeout
 PATIENCE: timedelta = dist.constants.default_pg_timeout  # of groups of which nobody says more
 
 

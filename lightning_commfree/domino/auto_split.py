@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ from lightning_commfree.domino.schedule import ScheduleRun
 WARM_UP = 1  # the first pass of a split allocates
 CHECKS = (9, 18, 36, 72, 144)  # passes of each split after which some may leave the race
 SURE = 2.0  # standard errors
-CLOSE = 1.02  # times the best one's seconds: as good
+CLOSE = 0.02  # of the best one's seconds: as good
 MOST_SIZES = 8  # tried; what else comes does as the nearest one
 
 
@@ -151,8 +152,8 @@ class SplitTrial:
         passes = CHECKS[race.checks]
         own = [seconds[WARM_UP : WARM_UP + passes] for seconds in race.seconds.values()]
         sent = torch.tensor(own, dtype=torch.float32, device=self._channel.device)
-        slowest = self._channel.all_gather(sent, HANDSHAKE_TAG).wait().amax(0).cpu()
-        by_split = dict(zip(race.seconds, slowest, strict=True))
+        slowest = self._channel.all_gather(sent, HANDSHAKE_TAG).wait().amax(0)
+        by_split = dict(zip(race.seconds, slowest.tolist(), strict=True))
         best, left = leaders(by_split)
         race.seconds = {name: race.seconds[name] for name in left}
         race.checks += 1
@@ -161,8 +162,8 @@ class SplitTrial:
 
         self._best[size] = best
         tokens = size.rows * size.tokens
-        medians = {name: 1e3 * tokens * float(each.median()) for name, each in by_split.items()}
-        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in medians.items())
+        means = {name: 1e3 * tokens * _trimmed_mean(each)[0] for name, each in by_split.items()}
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in means.items())
         self.chosen(
             f"`split='auto'`: batches of {size.rows} x {size.tokens} tokens are split by"
             f" {best!r}. Forward and backward of the blocks took: {times}."
@@ -208,27 +209,35 @@ class TimedRun:
         return gradient
 
 
-def leaders(passes: Mapping[str, Tensor]) -> tuple[str, list[str]]:
+def leaders(passes: Mapping[str, Sequence[float]]) -> tuple[str, list[str]]:
     """Return the best split, and those that go on: it alone if the others are slower or as good.
 
-    Splits are compared round by round, for what disturbs a machine lasts longer than a pass.
+    Splits are compared round by round, for what disturbs a machine lasts longer than a pass. All
+    ranks compute the same to the last bit.
 
     Args:
-        passes: seconds of each split's passes, shape (n,), round by round.
+        passes: seconds of each split's passes, round by round.
     """
-    best = min(passes, key=lambda name: float(passes[name].median()))
+    best = min(passes, key=lambda name: _trimmed_mean(passes[name])[0])
     left, close = [best], True
     for name, seconds in passes.items():
         if name == best:
             continue
-        ratios = seconds / passes[best]
-        low, middle, high = ratios.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
-        # of a median, 1.25 s / sqrt(n), with s from the quartiles of a normal distribution
-        error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5
-        if middle - SURE * error <= 1:
+        rounds = zip(seconds, passes[best], strict=True)
+        behind, error = _trimmed_mean([2 * (own - its) / (own + its) for own, its in rounds])
+        if behind <= SURE * error:
             left.append(name)
-            close &= middle + SURE * error < CLOSE
+            close &= behind + SURE * error < CLOSE
     return best, [best] if close else left
+
+
+def _trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean without a fifth at each end, and its standard error (Tukey, McLaughlin)."""
+    ordered, cut = sorted(values), len(values) // 5
+    kept = ordered[cut : len(ordered) - cut]
+    within = [min(max(value, kept[0]), kept[-1]) for value in ordered]
+    share = len(kept) / len(ordered)
+    return fmean(kept), stdev(within) / (share * len(ordered) ** 0.5)
 
 
 def _apart(size: Size, other: Size) -> float:

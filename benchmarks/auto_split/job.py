@@ -1,12 +1,14 @@
-"""What one node of `benchmarks.auto_split` runs: passes of a GPT-2 under every split, in turn.
+"""What one node of `benchmarks.auto_split` runs: passes of a GPT-2 under every split, by lot.
 
-`python -m benchmarks.auto_split.job PLAN OUT`: one line of JSON a pass in OUT, that is rows, split
-and seconds, and one for every choice of "auto".
+`python -m benchmarks.auto_split.job PLAN OUT`: lines of JSON in OUT, that is rows, what, and a
+value: "chosen" by "auto", the passes of its "trial", and the seconds of a pass by its split. All
+splits train one model: two models with the same code differ by where their memory lies.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from pathlib import Path
@@ -19,15 +21,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.domino import DominoSettings, ParallelModel
-from lightning_commfree.domino.auto_split import ROUNDS, WARM_UP
+from lightning_commfree.domino.settings import AUTO
 
-SPLITS = ("none", "batch", "token", "auto")
+FIXED = ("none", "batch", "token")
+SPLITS = (*FIXED, AUTO)
 TOKENS, VOCABULARY, WIDTH, LAYERS = 128, 512, 256, 4
-TRIAL = 3 * (WARM_UP + ROUNDS) + 1  # passes until "auto" has chosen
-SECONDS, LEAST, MOST = 8.0, 25, 61  # of a split's passes together, and how many they may be
+SECONDS, LEAST, MOST = 12.0, 31, 241  # of a split's passes together, and how many they may be
 
 
-def divided(split: str, channel: Channel) -> tuple[Any, ParallelModel]:
+def divided(channel: Channel) -> tuple[Any, ParallelModel]:
     """Return a model, and how it is divided."""
     torch.manual_seed(0)
     config = GPT2Config(
@@ -40,7 +42,7 @@ def divided(split: str, channel: Channel) -> tuple[Any, ParallelModel]:
         eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
-    parallel = ParallelModel(model, channel, DominoSettings(split=split))
+    parallel = ParallelModel(model, channel, DominoSettings(split=AUTO))
     if channel.rank == 0:
         parallel.trial.chosen = print
     return model, parallel
@@ -63,26 +65,35 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     channel = Channel.open([list(range(size))], rank, Ledger())
-    models = {split: divided(split, channel) for split in SPLITS}
+    model, parallel = divided(channel)
+    lots = random.Random(0)  # the same on all nodes
+
+    def run(split: str, events: list[Any] | None = None) -> float:
+        parallel.settings = DominoSettings(split=split)
+        parallel.trace = None if events is None else lambda *event: events.append(event)
+        return pass_s(model, words)
 
     with path.open("w") as file:
         for rows in plan["rows"]:
             words = torch.randint(VOCABULARY, (rows, TOKENS))
             dist.broadcast(words, 0)
-            for _ in range(TRIAL):
-                pass_s(models["auto"][0], words)
-            for split in SPLITS:  # allocations
-                longest = torch.tensor(pass_s(models[split][0], words))
+            trial, already = 0, len(parallel.trial.state_dict()["best"])
+            while len(parallel.trial.state_dict()["best"]) == already:
+                run(AUTO)
+                trial += 1
+            chosen = parallel.trial.state_dict()["best"][-1][-1]
+            file.write(json.dumps([rows, "chosen", chosen]) + "\n")
+            file.write(json.dumps([rows, "trial", trial]) + "\n")
+
+            own: list[Any] = []
+            its: list[Any] = []
+            longest = torch.tensor(run(AUTO, own) + run(chosen, its)) / 2
+            assert own == its, "auto runs its choice"
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             rounds = min(max(int(SECONDS / float(longest)), LEAST), plan["most_rounds"])
-
-            best = models["auto"][1].trial.state_dict()["best"][-1][-1]
-            file.write(json.dumps([rows, "chosen", best]) + "\n")
-            for round_ in range(rounds):
-                turns = SPLITS[round_ % len(SPLITS) :] + SPLITS[: round_ % len(SPLITS)]
-                for split in turns:
-                    seconds = pass_s(models[split][0], words)
-                    file.write(json.dumps([rows, split, seconds]) + "\n")
+            for _ in range(rounds):
+                for split in lots.sample(SPLITS, len(SPLITS)):
+                    file.write(json.dumps([rows, split, run(split)]) + "\n")
 
     channel.close()
     dist.barrier()

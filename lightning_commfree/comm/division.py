@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -26,6 +27,31 @@ from lightning_commfree.comm.materialize import Materializer
 
 # methods of a module that compute, beside `forward`
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass(frozen=True)
+class FSDPSettings:
+    """What `inside="fsdp"` takes for granted.
+
+    Args:
+        units: names of classes. Their outermost modules are gathered one at a time, and what stands
+            in none of them together. Empty: transformer blocks, which are found; a model without
+            blocks is gathered as a whole.
+
+    Raises:
+        TypeError: `units` is no sequence of names.
+    """
+
+    units: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        given: Any = self.units
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_list or not all(isinstance(name, str) for name in given):
+            raise TypeError(
+                f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
+            )
+        object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
 
 
 def why_not_divided() -> str | None:

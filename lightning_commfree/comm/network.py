@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,11 +16,9 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.mesh import Mesh
 from lightning_commfree.comm.replica_channels import Near, ReplicaChannels
 from lightning_commfree.comm.unshared import Unshared
-from lightning_commfree.comm.world import (
-    join_restarted_world,
-    leave_time_at_exit,
-    waiting_for_all,
-)
+from lightning_commfree.comm.world import StoreError, join_restarted_world, leave_time_at_exit
+
+SILENCE_S = 60.0  # a rank that is alone with what it begins says so after it
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,11 @@ class Network:
             raise RuntimeError("Channels are open between `setup_environment` and `teardown` only.")
         return self._channels
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the channels are."""
+        return self._channels is not None
+
     @contextmanager
     def joining(self, member: Member) -> Iterator[None]:
         """Let the framework open its process group in the body.
@@ -92,23 +97,10 @@ class Network:
         """
         if self._channels is None:
             near = Near(member.backend, member.device)
-            with waiting_for_all(member.size, member.timeout):
+            with _waiting_for_all(member):
                 self._channels = ReplicaChannels.open(
                     mesh, member.rank, ledgers, member.timeout, near, liveness=liveness
                 )
-
-    @contextmanager
-    def reaching(
-        self, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool
-    ) -> Iterator[ReplicaChannels]:
-        """In the body the channels are open, if they are before or not."""
-        opens = self._channels is None
-        self.open(mesh, member, ledgers, liveness)
-        try:
-            yield self.channels
-        finally:
-            if opens:
-                self.leave()
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
         """In the body, a collective of the framework's that fails names the rank that is gone."""
@@ -123,3 +115,25 @@ class Network:
         if self._channels is not None:
             self._channels.close()
             self._channels = None
+
+
+@contextmanager
+def _waiting_for_all(member: Member) -> Iterator[None]:
+    """In the body this rank waits for all others to begin the same."""
+    if member.size == 1:
+        yield
+        return
+    advice = (
+        "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
+        f" `if rank == 0:`. The `timeout` is {member.timeout.total_seconds():g} s."
+    )
+    text = f"This rank waits for others to begin what it has begun. {advice}"
+    timer = threading.Timer(SILENCE_S, warnings.warn, [text])
+    timer.start()
+    try:
+        yield
+    except StoreError as error:
+        raise RuntimeError(f"Other ranks have not begun what this one has. {advice}") from error
+    finally:
+        timer.cancel()
+        timer.join()  # a process that forks has no other thread then

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-SILENCE_S = 60.0  # a rank that is alone with what it begins says so after it
+StoreError = dist.DistStoreError  # other ranks have not come until the timeout
 PATIENCE: timedelta = dist.constants.default_pg_timeout  # of groups of which nobody says more
 
 
@@ -82,29 +78,3 @@ def join_restarted_world(
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timeout, **bound
     )
-
-
-@contextmanager
-def waiting_for_all(size: int, timeout: timedelta) -> Iterator[None]:
-    """In the body this rank waits for all others to begin the same; it says so if they do not.
-
-    Raises:
-        RuntimeError: some have not come until the timeout.
-    """
-    if size == 1:
-        yield
-        return
-    advice = (
-        "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
-        f" `if rank == 0:`. The `timeout` is {timeout.total_seconds():g} s."
-    )
-    text = f"This rank waits for others to begin what it has begun. {advice}"
-    timer = threading.Timer(SILENCE_S, warnings.warn, [text])
-    timer.start()
-    try:
-        yield
-    except dist.DistStoreError as error:
-        raise RuntimeError(f"Other ranks have not begun what this one has. {advice}") from error
-    finally:
-        timer.cancel()
-        timer.join()  # a process that forks has no other thread then

@@ -56,10 +56,11 @@ from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_ste
 from lightning_commfree.domino.gradient_mean import GradientMean
 from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
 from lightning_commfree.domino.group import TensorGroup
+from lightning_commfree.domino.optimizer_parts import OptimizerParts
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharded_module import HeldTensor, OptimizerParts, ShardedModule
+from lightning_commfree.domino.sharded_module import HeldTensor, ShardedModule
 from lightning_commfree.domino.sharding import whole_tensor
 
 __all__ = [

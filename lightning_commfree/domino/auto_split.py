@@ -2,10 +2,16 @@
 
 Whether a split pays depends on the batch, the model, the processor and the link: products of half
 a batch take more than half the time, and what they hide may be less. So the first batches of each
-size are trained in turns by every legal split, each pass of the stack is timed, and the smallest
-median wins. A pass is forward and backward of the blocks, its waiting included; the seconds of the
-slowest rank count, so that all ranks of a tensor group choose alike. Other tensor groups choose for
-themselves: a split changes the order in which gradients are added, and nothing else.
+size are trained in turns by every legal split, and each pass of the stack is timed. A pass is
+forward and backward of the blocks, its waiting included; the seconds of the slowest rank count, so
+that all ranks of a tensor group choose alike. Other tensor groups choose for themselves: a split
+changes the order in which gradients are added, and nothing else.
+
+It is a race. After 9, 18, 36, ... passes of each, splits that are surely slower than the best one
+leave it, and it is over when one is left, or when all that are left are within 2 %. Passes vary by
+10 to 20 %: nine of each choose wrongly where splits differ by 5 %, and a split that is much slower
+need not be tried for longer. Every pass trains, so a long race between splits that are nearly as
+fast costs little.
 
 A size is the rows of a batch and its tokens, these up to the next power of two, for batches may be
 padded to any length: times are those of a token. What is chosen lies in the checkpoint, and so does
@@ -14,9 +20,10 @@ what has been measured: a resumed fit goes on with it.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +35,9 @@ from lightning_commfree.domino.micro_sublayer import Arguments
 from lightning_commfree.domino.schedule import ScheduleRun
 
 WARM_UP = 1  # the first pass of a split allocates
-ROUNDS = 9
+CHECKS = (9, 18, 36, 72, 144)  # passes of each split after which some may leave the race
+SURE = 2.0  # standard errors
+CLOSE = 0.02  # of the best one's seconds: as good
 MOST_SIZES = 8  # tried; what else comes does as the nearest one
 
 
@@ -43,6 +52,24 @@ class Size(NamedTuple):
         """Return that of a batch, shape (B, T, H)."""
         rows, tokens = hidden.shape[:2]
         return cls(rows, 1 << max(tokens - 1, 0).bit_length())
+
+
+@dataclass
+class _Race:
+    """What has been measured for a size."""
+
+    seconds: dict[str, list[float]]  # of a token, pass by pass, by split; those still in the race
+    checks: int = 0  # that have been
+
+    def due(self) -> bool:
+        """Return whether all have the passes of the next check."""
+        return min(map(len, self.seconds.values())) >= WARM_UP + CHECKS[self.checks]
+
+    def turn(self) -> str:
+        """Return whose pass is next; each round begins with another one."""
+        rounds = min(map(len, self.seconds.values()))
+        behind = [name for name, seconds in self.seconds.items() if len(seconds) == rounds]
+        return behind[rounds % len(behind)]
 
 
 class SplitTrial:
@@ -60,14 +87,13 @@ class SplitTrial:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._best: dict[Size, str] = {}
-        # seconds of a token, by split
-        self._seconds: dict[Size, dict[str, list[float]]] = {}
+        self._races: dict[Size, _Race] = {}
         self.now: Callable[[], float] = time.perf_counter
         self.chosen: Callable[[str], None] = lambda _: None
         self.trying: str | None = None
 
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
-        """Return a batch's split, and whether its pass is to be timed; collective once a size.
+        """Return a batch's split, and whether its pass is to be timed; some are collective.
 
         Args:
             size: of the batch.
@@ -76,7 +102,7 @@ class SplitTrial:
         if self._channel.size == 1:  # no sums, nothing to hide
             return "none", False
         best = self._best.get(size)
-        if best is None and size not in self._seconds and len(self._seconds) >= MOST_SIZES:
+        if best is None and size not in self._races and len(self._races) >= MOST_SIZES:
             nearest = min(self._best, key=lambda known: _apart(known, size), default=None)
             best = "none" if nearest is None else self._best[nearest]
         if best == "token" or (best == "batch" and size.rows < 2):
@@ -88,12 +114,11 @@ class SplitTrial:
         names = legal()
         if len(names) == 1:
             return names[0], False
-        seconds = self._seconds.setdefault(size, {name: [] for name in names})
-        turns = [name for name in seconds if len(seconds[name]) < WARM_UP + ROUNDS]
-        if not turns:
-            return self._decide(size), False
+        race = self._races.setdefault(size, _Race({name: [] for name in names}))
+        if race.due() and (winner := self._check(size, race)) is not None:
+            return (winner if winner in names else "none"), False
 
-        turn = min(turns, key=lambda name: len(seconds[name]))
+        turn = race.turn()
         return (turn, True) if turn in names else ("none", False)
 
     def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
@@ -101,7 +126,7 @@ class SplitTrial:
         size, tokens = Size.of(hidden), hidden.shape[0] * hidden.shape[1]
 
         def passed(seconds: float) -> None:
-            self._seconds[size][name].append(seconds / tokens)
+            self._races[size].seconds[name].append(seconds / tokens)
             self.trying = None
 
         self.trying = name
@@ -111,30 +136,34 @@ class SplitTrial:
         """Return what has been measured and chosen; plain values."""
         return {
             "best": [(*size, name) for size, name in self._best.items()],
-            "seconds": [(*size, seconds) for size, seconds in self._seconds.items()],
+            "races": [(*size, race.seconds, race.checks) for size, race in self._races.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
         self._best = {Size(rows, tokens): name for rows, tokens, name in state["best"]}
-        self._seconds = {
-            Size(rows, tokens): {name: [*values] for name, values in seconds.items()}
-            for rows, tokens, seconds in state["seconds"]
+        self._races = {
+            Size(rows, tokens): _Race({name: [*each] for name, each in seconds.items()}, checks)
+            for rows, tokens, seconds, checks in state["races"]
         }
 
-    def _decide(self, size: Size) -> str:
-        medians = {
-            name: statistics.median(values[WARM_UP:])
-            for name, values in self._seconds[size].items()
-        }
-        own = torch.tensor([*medians.values()], dtype=torch.float32, device=self._channel.device)
-        ranks = self._channel.all_gather(own, HANDSHAKE_TAG).wait()
-        slowest = dict(zip(medians, ranks.amax(0).tolist(), strict=True))
+    def _check(self, size: Size, race: _Race) -> str | None:
+        """Let slower splits leave the race; return who has won it; collective."""
+        passes = CHECKS[race.checks]
+        own = [seconds[WARM_UP : WARM_UP + passes] for seconds in race.seconds.values()]
+        sent = torch.tensor(own, dtype=torch.float32, device=self._channel.device)
+        slowest = self._channel.all_gather(sent, HANDSHAKE_TAG).wait().amax(0)
+        by_split = dict(zip(race.seconds, slowest.tolist(), strict=True))
+        best, left = leaders(by_split)
+        race.seconds = {name: race.seconds[name] for name in left}
+        race.checks += 1
+        if len(left) > 1 and race.checks < len(CHECKS):
+            return None
 
-        best = min(slowest, key=lambda name: slowest[name])
         self._best[size] = best
         tokens = size.rows * size.tokens
-        times = ", ".join(f"{name} {1e3 * tokens * s:.3g} ms" for name, s in slowest.items())
+        means = {name: 1e3 * tokens * _trimmed_mean(each)[0] for name, each in by_split.items()}
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in means.items())
         self.chosen(
             f"`split='auto'`: batches of {size.rows} x {size.tokens} tokens are split by"
             f" {best!r}. Forward and backward of the blocks took: {times}."
@@ -178,6 +207,37 @@ class TimedRun:
         gradient = self._run.backward(gradient)
         self._passed(self._seconds + self._now() - begun)
         return gradient
+
+
+def leaders(passes: Mapping[str, Sequence[float]]) -> tuple[str, list[str]]:
+    """Return the best split, and those that go on: it alone if the others are slower or as good.
+
+    Splits are compared round by round, for what disturbs a machine lasts longer than a pass. All
+    ranks compute the same to the last bit.
+
+    Args:
+        passes: seconds of each split's passes, round by round.
+    """
+    best = min(passes, key=lambda name: _trimmed_mean(passes[name])[0])
+    left, close = [best], True
+    for name, seconds in passes.items():
+        if name == best:
+            continue
+        rounds = zip(seconds, passes[best], strict=True)
+        behind, error = _trimmed_mean([2 * (own - its) / (own + its) for own, its in rounds])
+        if behind <= SURE * error:
+            left.append(name)
+            close &= behind + SURE * error < CLOSE
+    return best, [best] if close else left
+
+
+def _trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean without a fifth at each end, and its standard error (Tukey, McLaughlin)."""
+    ordered, cut = sorted(values), len(values) // 5
+    kept = ordered[cut : len(ordered) - cut]
+    within = [min(max(value, kept[0]), kept[-1]) for value in ordered]
+    share = len(kept) / len(ordered)
+    return fmean(kept), stdev(within) / (share * len(ordered) ** 0.5)
 
 
 def _apart(size: Size, other: Size) -> float:

@@ -20,7 +20,6 @@ Several ranks hold one model together. An algorithm around it asks for:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,12 +30,16 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.domino.checks import check_batch, find_models
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
+from lightning_commfree.domino.optimizer_parts import (
+    STATE_TAG,
+    OptimizerParts,
+    parameters_of,
+    put_together,
+)
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.shard_spec import ShardSpec
 from lightning_commfree.domino.sharding import whole_tensor
-
-STATE_TAG = "tensor_state"
 
 Kind = Literal["whole", "part", "copy"]
 
@@ -56,72 +59,6 @@ class HeldTensor(NamedTuple):
     tensor: nn.Parameter
     kind: Kind
     spec: ShardSpec | None
-
-
-class OptimizerParts:
-    """Optimizer states of which each rank of a tensor group has its part: in a fit, and after it.
-
-    After a fit the models are whole on every rank. What an optimizer knows of them is twice as
-    much, few ask for it, and it stays where it is.
-
-    Args:
-        specs: of the divided parameters, in the fit.
-    """
-
-    def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
-        self._parts = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
-
-    def whole_state_dict(
-        self, optimizer: Optimizer, channel: Channel, wholes: Wholes
-    ) -> dict[str, Any]:
-        """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
-
-        Collective, one tensor at a time.
-
-        Args:
-            optimizer: of the fit.
-            channel: to the tensor group.
-            wholes: puts tensors together. Where this rank does not keep them the result is empty.
-        """
-        saved = optimizer.state_dict()
-        result: dict[int, Any] = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            for key, value in saved["state"].get(index, {}).items():
-                whole = self._whole(parameter, value, channel, wholes)
-                if wholes.keep:
-                    result.setdefault(index, {})[key] = whole
-        return {**saved, "state": result} if wholes.keep else {}
-
-    def part_state_dict(
-        self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
-    ) -> dict[str, Any]:
-        """Return a rank's parts of a whole optimizer state.
-
-        Args:
-            optimizer: of the fit.
-            state: as `whole_state_dict` returned it.
-            rank: place in the tensor group.
-        """
-        parts: dict[int, Any] = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            spec, _ = self._parts.get(parameter, (None, None))
-            own = dict(state["state"].get(index, {}))
-            for key, value in own.items():
-                if spec is None or not isinstance(value, Tensor) or value.dim() <= spec.dim:
-                    continue
-                if value.shape != parameter.shape:  # else it is this rank's already
-                    own[key] = spec.part(value, rank)
-            if own:
-                parts[index] = own
-        return {**state, "state": parts}
-
-    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, wholes: Wholes) -> Any:
-        spec, part_shape = self._parts.get(parameter, (None, None))
-        if not isinstance(value, Tensor):
-            return value
-        if spec is None or value.shape != part_shape:
-            return value.cpu() if wholes.keep else value
-        return _whole(value, spec, channel, wholes)
 
 
 class ShardedModule:
@@ -218,7 +155,7 @@ class ShardedModule:
             if isinstance(value, Tensor) and value.data_ptr() in specs:
                 place = value.data_ptr()
                 if place not in known:
-                    known[place] = _whole(value, specs[place], self._channel, wholes)
+                    known[place] = put_together(value, specs[place], self._channel, wholes)
                 state[name] = known[place]
         return state if wholes.keep else {}
 
@@ -275,7 +212,7 @@ class ShardedModule:
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the whole model's gradient, every number counted once; collective."""
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         norm = self.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
@@ -290,13 +227,3 @@ class ShardedModule:
                 # to CPU memory, where Lightning puts a module after a fit: it may be too big
                 wholes[parameter] = whole.cpu()
             model.join(wholes)
-
-
-def _whole(part: Tensor, spec: ShardSpec, channel: Channel, wholes: Wholes) -> Tensor:
-    shape = list(part.shape)
-    shape[spec.dim] = spec.size
-    return wholes(shape, part.dtype, partial(whole_tensor, part, spec, channel, STATE_TAG))
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

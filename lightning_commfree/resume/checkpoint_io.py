@@ -7,6 +7,7 @@ import zipfile
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
@@ -54,6 +55,15 @@ class WholeCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
             write_whole(checkpoint, path)
+
+
+def writing_whole(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
+    """Return the user's plugin, else one whose files are whole; asynchronous ones wrap that."""
+    if plugin is None:
+        return WholeCheckpointIO(maps)
+    if hasattr(plugin, "checkpoint_io"):
+        plugin.checkpoint_io = WholeCheckpointIO(maps)  # it keeps the first one that it gets
+    return plugin
 
 
 def writes_later(checkpoint_io: Any) -> bool:

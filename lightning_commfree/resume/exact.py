@@ -27,7 +27,6 @@ from lightning_commfree.checkpoint.rank_parts import copied, plain
 from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, ReplicaState, Saved
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
-from lightning_commfree.comm.parts import is_part
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.epoch_start import EpochStart
@@ -234,8 +233,7 @@ def _part_of(
         **data_state(fit.trainer, checkpoint, begin),
     }
     part["lost"] = not_saved(checkpoint, part, strategy.world_size) + open_plateaus(fit.trainer)
-    divided = any(map(is_part, fit.trainer.lightning_module.parameters()))
-    if divided and in_accumulation(fit.trainer):
+    if in_accumulation(fit.trainer) and not part["gradients"]:
         part["lost"].append(
             "the gradients of an optimizer step that was half accumulated are lost: FSDP keeps them"
             " to itself until the step"

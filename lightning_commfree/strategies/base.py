@@ -1,8 +1,7 @@
 """The base of all strategies: it drives what is inside a replica and between replicas.
 
-Launchers, samplers, `torch.compile` guard and device handling stay Lightning's `DDPStrategy`. What
-that adds for gradients is taken away (the wrapper, its hooks), and what Lightning sends per batch
-is too (the SIGTERM broadcast). A fit goes like this:
+Launchers, samplers, `torch.compile` guard and device handling stay Lightning's `DDPStrategy`. Its
+wrapper for gradients is gone, and so is the SIGTERM broadcast per batch. A fit goes like this:
 
 1. `setup`: all ranks see that they mean the same and take rank 0's weights; the algorithm between
    replicas is made (`begin`); a resumed fit gets its state back (`ExactResume`).
@@ -16,8 +15,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
@@ -31,10 +30,11 @@ from typing_extensions import override
 from lightning_commfree.checkpoint.whole_files import FilePath, reading_whole
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.comm.materialize import on_meta
-from lightning_commfree.comm.network import Network
 from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.world import PATIENCE
 from lightning_commfree.lightning_internals import probe, set_ddp_group
 from lightning_commfree.patches import Patches
+from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
@@ -43,9 +43,7 @@ from lightning_commfree.strategies.launching import Starter
 from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.rarely import MeetRarely
-from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand, warn_unsaved
-
-T = TypeVar("T")
+from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
 
 
 class ReplicaStrategy(DDPStrategy):
@@ -73,14 +71,14 @@ class ReplicaStrategy(DDPStrategy):
         # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
         ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
-        self.inside = inside
+        self.inside, self.patches = inside, Patches()
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self._network, self.patches = Network(), Patches()
-        self.ranks = Ranks(self, self._network)
-        self._starter = Starter(self, ddp_kwargs, inside.check_before_launch, inside.divides)
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
+        self._starter = Starter(self, ddp_kwargs.get("start_method", "popen"))
+        self._writer: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
     @abstractmethod
@@ -99,12 +97,7 @@ class ReplicaStrategy(DDPStrategy):
     @property
     def channels(self) -> ReplicaChannels:
         """To all ranks, between replicas, within one."""
-        return self._network.channels
-
-    def reaching(self) -> AbstractContextManager[ReplicaChannels]:
-        """In the body the channels are open, in a fit or not; collective."""
-        ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
-        return self._network.reaching(mesh, self._starter.member(), ledgers, self.liveness)
+        return self.ranks.channels
 
     def traffic(self) -> Traffic:
         """Return what this rank will send; available from `on_fit_start` on."""
@@ -130,22 +123,20 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        return self._starter.checkpoint_io()
+        self._writer = writing_whole(self._writer, maps=self.inside.divides)
+        return self._writer
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._starter.plugin = io
+        self._writer = io
 
     @override
     def setup_environment(self) -> None:
         self.ledger.phase = START
-        member = self._starter.member()
-        with self._network.joining(member):
+        with self.ranks.joining():
             super().setup_environment()
-        ledgers, mesh = (self.ledger, self.group_ledger), self.inside.mesh(self.world_size)
-        self._network.open(mesh, member, ledgers, self.liveness)
-        # before the first loader is made
-        self._resume.install(self.module.trainer, self.patches)
+        self.ranks.open()
+        self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -155,17 +146,13 @@ class ReplicaStrategy(DDPStrategy):
             return
         probe(trainer)
         self.inside.check(self, trainer)
-        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        sigterm = DeferredSigterm(trainer, self.patches)
-        between, channels = self.begin(trainer), self.channels
-        traffic = Traffic.of(numel, self.world_size, *between.cycle())
-        self._log = FitLog(trainer, self.ledger, traffic, between.figures, self.patches)
-        own = sigterm, self._log, self.ranks, self.patches
-        self.now = self.pace(Fit(trainer, self.module, between, channels, *own))
-        self._resume.begin(trainer, between, self.inside)  # they stand, and take states back
+        fit = Fit.begun(trainer, self, self.begin(trainer), numel)
+        self._log, self.now = fit.log, self.pace(fit)
+        self._resume.begin(trainer, fit.between, self.inside)  # they stand, and take states back
 
     @override
     def model_to_device(self) -> None:
@@ -175,9 +162,6 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         self.inside.prepare(self, self.channels)
-        if self.inside.uses_ddp:
-            set_ddp_group(self, self.channels.within.group)
-            super().configure_ddp()
 
     @override
     def on_train_start(self) -> None:
@@ -209,7 +193,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self.inside.same_batch or self.inside.size > 1:
+        if self.inside.size > 1:
             self.inside.after_backward()
 
     @override
@@ -253,7 +237,7 @@ class ReplicaStrategy(DDPStrategy):
         super().teardown()
         self.patches.remove()
         set_ddp_group(self, None)
-        self._network.leave()
+        self.ranks.leave()
 
     # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
 
@@ -263,16 +247,11 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self.meets():
-            with self._network.naming_lost("barrier"):
-                super().barrier(*args, **kwargs)
+        self.ranks.collective("barrier", super().barrier, *args, **kwargs)
 
     @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not self.meets():
-            return obj
-        with self._network.naming_lost("broadcast"):
-            return super().broadcast(obj, src)
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.ranks.collective("broadcast", super().broadcast, obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -281,10 +260,7 @@ class ReplicaStrategy(DDPStrategy):
             if self.inside.size == 1:
                 return tensor
             group = self.channels.within.group
-        elif not self.meets():
-            return tensor
-        with self._network.naming_lost("reduce"):
-            return super().reduce(tensor, group, reduce_op)
+        return self.ranks.collective("reduce", super().reduce, tensor, group, reduce_op)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -11,21 +11,18 @@ a result; and the launching process ends as the ranks did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_commfree.comm.network import Member
-from lightning_commfree.comm.world import PATIENCE, default_backend
 from lightning_commfree.lightning_internals import LAUNCH, Processes, interrupt
-from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
 
 # looks at what is going to run, in the process that will launch the ranks: what it refuses is
 # refused at once, and once; None stands for something that is not a Trainer's
@@ -111,62 +108,25 @@ class Starter:
 
     Args:
         strategy: whose it is.
-        ddp_kwargs: what `DDPStrategy` got.
-        check: looks at what will be run, before the ranks are started.
-        divides: ranks share a model, and read parts of a checkpoint.
-
-    Attributes:
-        plugin: the user's, for checkpoints.
+        start_method: "popen", "fork", "spawn" or "forkserver".
     """
 
-    def __init__(
-        self,
-        strategy: DDPStrategy,
-        ddp_kwargs: Mapping[str, Any],
-        check: Check,
-        divides: bool,
-    ) -> None:
-        self._check, self._divides = check, divides
-        self.plugin: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
-        self._strategy = strategy
-        self._timeout: timedelta = ddp_kwargs.get("timeout", PATIENCE)
-        self._start_method: str = ddp_kwargs.get("start_method", "popen")
+    def __init__(self, strategy: ReplicaStrategy, start_method: str) -> None:
+        self._strategy, self._start_method = strategy, start_method
         self._launcher: Any = None
 
     def in_place_of(self, lightnings: Any) -> Any:
         """Return Lightning's launcher where the Trainer has one, but its ranks leave in order."""
         if lightnings is None or self._launcher is not None or not LAUNCH.works(None):
             return self._launcher or lightnings
+        check = self._strategy.inside.check_before_launch
         if self._start_method == "popen":
-            self._launcher = checked(lightnings, self._check)
+            self._launcher = checked(lightnings, check)
         else:
-            self._launcher = OrderlyLauncher(self._strategy, self._start_method, self._check)
+            self._launcher = OrderlyLauncher(self._strategy, self._start_method, check)
         return self._launcher
 
     def restore_callbacks(self) -> None:
         """Give the Trainer back what ranks that have left took away, when its hooks have run."""
         if isinstance(self._launcher, OrderlyLauncher):
             self._launcher.restore_callbacks()
-
-    def checkpoint_io(self) -> CheckpointIO:
-        """Return the user's plugin, else one whose files are whole; asynchronous ones wrap that."""
-        if self.plugin is None:
-            self.plugin = WholeCheckpointIO(maps=self._divides)
-        elif hasattr(self.plugin, "checkpoint_io"):  # it keeps the first one that it gets
-            self.plugin.checkpoint_io = WholeCheckpointIO(maps=self._divides)
-        return self.plugin
-
-    def member(self) -> Member:
-        """Return what this process is among the others; it gets its rank."""
-        strategy, several = self._strategy, self._strategy.num_nodes > 1
-        strategy.set_world_ranks()
-        environment = strategy.cluster_environment
-        device = strategy.root_device
-        return Member(
-            strategy.global_rank,
-            strategy.world_size,
-            self._timeout,
-            strategy.process_group_backend or default_backend(device),
-            device,
-            environment.main_address if environment is not None and several else None,
-        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 from typing_extensions import override
@@ -19,13 +19,16 @@ from typing_extensions import override
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.ledger import VALIDATION
+from lightning_commfree.comm.ledger import VALIDATION, Traffic
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.fit_log import FitLog
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import DeferredSigterm
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
 
 B = TypeVar("B", bound=Between)
 
@@ -42,6 +45,25 @@ class Fit(Generic[B]):
     log: FitLog
     ranks: Ranks
     patches: Patches
+
+    @classmethod
+    def begun(
+        cls, trainer: pl.Trainer, strategy: ReplicaStrategy, between: B, numel: int
+    ) -> Fit[B]:
+        """Return a fit that begins, with what stands before Lightning's methods in it.
+
+        Args:
+            trainer: of the fit.
+            strategy: its own.
+            between: the algorithm.
+            numel: numbers that the whole model trains.
+        """
+        patches, ledger = strategy.patches, strategy.ledger
+        sigterm = DeferredSigterm(trainer, patches)
+        traffic = Traffic.of(numel, strategy.world_size, *between.cycle())
+        log = FitLog(trainer, ledger, traffic, between.figures, patches)
+        own = sigterm, log, strategy.ranks, patches
+        return cls(trainer, strategy.module, between, strategy.channels, *own)
 
     @property
     def world(self) -> Channel:

@@ -1,15 +1,21 @@
-"""What the ranks of a job tell each other by Lightning's own collectives, in a fit and outside."""
+"""All ranks of a job: how this one joins them, and what they tell each other, in a fit or not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_commfree.comm.network import Network
+from lightning_commfree.comm.network import Member, Network
+from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.world import default_backend
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
 
 T = TypeVar("T")
 
@@ -19,11 +25,45 @@ class Ranks:
 
     Args:
         strategy: of this rank.
-        network: names the rank that is gone.
+        timeout: of an exchange.
     """
 
-    def __init__(self, strategy: DDPStrategy, network: Network) -> None:
-        self._strategy, self._network = strategy, network
+    def __init__(self, strategy: ReplicaStrategy, timeout: timedelta) -> None:
+        self._strategy, self._timeout, self._network = strategy, timeout, Network()
+
+    @property
+    def channels(self) -> ReplicaChannels:
+        """To all ranks, between replicas, within one; open in a fit."""
+        return self._network.channels
+
+    def joining(self) -> AbstractContextManager[None]:
+        """In the body Lightning opens its process group."""
+        return self._network.joining(self._member())
+
+    def open(self) -> None:
+        """Open the channels, until `leave`; collective."""
+        strategy = self._strategy
+        mesh, ledgers = strategy.inside.mesh(self.size), (strategy.ledger, strategy.group_ledger)
+        self._network.open(mesh, self._member(), ledgers, strategy.liveness)
+
+    @contextmanager
+    def reaching(self) -> Iterator[ReplicaChannels]:
+        """In the body the channels are open, in a fit or not; collective."""
+        opens = not self._network.is_open
+        self.open()
+        try:
+            yield self.channels
+        finally:
+            if opens:
+                self.leave()
+
+    def leave(self) -> None:
+        """Close the channels."""
+        self._network.leave()
+
+    def naming_lost(self, what: str) -> AbstractContextManager[None]:
+        """In the body, a collective of Lightning's that fails names the rank that is gone."""
+        return self._network.naming_lost(what)
 
     @property
     def rank(self) -> int:
@@ -35,15 +75,27 @@ class Ranks:
         """How many they are."""
         return self._strategy.world_size
 
+    def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return what a collective of Lightning's returns; its first argument if no others come.
+
+        Raises:
+            RuntimeError: a rank is gone; it is named.
+        """
+        if not self._strategy.meets():
+            return args[0] if args else None  # type: ignore[return-value]
+        with self.naming_lost(what):
+            return call(*args, **kwargs)
+
     def broadcast(self, value: T, src: int = 0) -> T:
         """Return the value of rank `src`; collective."""
-        return self._strategy.broadcast(value, src)
+        sent: T = self._strategy.broadcast(value, src)
+        return sent
 
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank; collective."""
         flags = torch.zeros(self.size, device=self._strategy.root_device)
         flags[self.rank] = float(mine)
-        with self._network.naming_lost("reduce"):
+        with self.naming_lost("reduce"):
             total = DDPStrategy.reduce(self._strategy, flags, reduce_op="sum")
         return [bool(flag) for flag in total.tolist()]
 
@@ -59,3 +111,18 @@ class Ranks:
         if any(failed):
             text = self.broadcast(str(failure), failed.index(True))
             raise failure or RuntimeError(text)
+
+    def _member(self) -> Member:
+        """Return what this process is among the others; it gets its rank."""
+        strategy, several = self._strategy, self._strategy.num_nodes > 1
+        strategy.set_world_ranks()
+        environment = strategy.cluster_environment
+        device = strategy.root_device
+        return Member(
+            strategy.global_rank,
+            strategy.world_size,
+            self._timeout,
+            strategy.process_group_backend or default_backend(device),
+            device,
+            environment.main_address if environment is not None and several else None,
+        )

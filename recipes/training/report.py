@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,19 +14,18 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
-from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import VALIDATION
-from lightning_commfree.comm.parts import is_part, own
-from lightning_commfree.strategies import Traffic
+from lightning_commfree.comm.parts import is_part
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
 from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.failure import diverged, on_error
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
+from recipes.training.plan_rows import plan_rows
 from recipes.training.progress import RunRecorder
-from recipes.training.summary import RunSummary, print_panel, shown, summary_rows, write_json
-from recipes.training.traffic import by_tag, human_bytes
+from recipes.training.summary import RunSummary, print_panel, summary_rows, write_json
 
 SUMMARY_FILE = "summary.json"
 HISTORY_FILE = "history.json"
@@ -85,7 +83,8 @@ class RunReport(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         if trainer.is_global_zero:
-            print_panel("Before training", self._plan(trainer, pl_module))
+            rows = plan_rows(trainer, pl_module, self._data, self._recorder)
+            print_panel("Before training", rows)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -123,42 +122,6 @@ class RunReport(pl.Callback):
         told = stage("validating", len(batches), shown=trainer.is_global_zero)
         with during, told as advance:
             return token_loss(module, batches, advance)
-
-    def _plan(self, trainer: pl.Trainer, module: LanguageModel) -> dict[str, str]:
-        strategy, traffic = trainer.strategy, self._recorder.meter.plan
-        sizes = {name: p.numel() for name, p in module.named_parameters()}
-        held = sum(own(p).numel() for p in module.parameters())
-        fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
-        per_step = self._recorder.tokens_per_step(trainer)
-        rows_per_step = per_step / self._data.tokens_per_row()
-        epochs = trainer.max_steps * rows_per_step / self._data.num_rows()
-        model = f"{type(module.model).__name__}, vocabulary of {len(self._data.tokenizer):,}"
-        if origin := module.model.config.name_or_path:  # of fresh weights there is none
-            model += f", from {shown(origin) if os.path.isdir(origin) else origin}"
-        parameters, trained = self._recorder.num_parameters, self._recorder.num_trained
-        count = f"{parameters:,}, of which {trained:,} are trained"
-        if held != parameters:
-            count += f"; this rank holds {held:,}"
-        rows = {
-            "model": model,
-            "parameters": count,
-            "data": self._data.describe(),
-            "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)"
-            + _alone(trainer),
-            "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
-            "tokens per step": f"{per_step:,}, in rows of {self._data.tokens_per_row()}",
-            "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
-            "one rank sends": _forecast(traffic),
-            "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step, and"
-            f" {human_bytes(self._recorder.meter.ddp_start_bytes)} before the first",
-        }
-        if isinstance(strategy, StreamingDiLoCoStrategy):
-            aside = sum(own(p).nbytes for p in module.parameters() if p.requires_grad)
-            rows["a save takes"] = (
-                f"{human_bytes(aside)} more memory on each rank, as a validation does: the outer"
-                " weights stand in the model, its own beside it"
-            )
-        return rows
 
     def _conclude(self, trainer: pl.Trainer, module: LanguageModel, loss: float) -> None:
         losses = {
@@ -255,31 +218,6 @@ class RunReport(pl.Callback):
         ddp_bytes = self._recorder.meter.plan.ddp_bytes_per_step
         draw_run(self._recorder.history, final_loss, ddp_bytes, title, path)
         return str(path)
-
-
-def _forecast(traffic: Traffic) -> str:
-    """Return what training steps will send."""
-    per_step = {tag: sent / traffic.cycle_steps for tag, sent in traffic.bytes_by_tag.items()}
-    text = f"{human_bytes(traffic.bytes_per_step)} per step"
-    if traffic.cycle_steps > 1:
-        text += (
-            f" in the mean over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
-            f" {traffic.cycle_steps} steps"
-        )
-    return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
-
-
-def _alone(trainer: pl.Trainer) -> str:
-    """Return what DiLoCo does where there is nobody to exchange with."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, StreamingDiLoCoStrategy):
-        return ""
-    if trainer.world_size > strategy.settings.replica_size:
-        return ""
-    return (
-        ", which are one replica: nothing is exchanged, and the outer optimizer makes of the inner"
-        " one a look-ahead optimizer; strategy=ddp is training without it"
-    )
 
 
 def _newest_checkpoint(folder: Path) -> str | None:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_commfree.domino import DominoSettings, ParallelModel
-from lightning_commfree.domino.auto_split import MOST_SIZES, ROUNDS, WARM_UP, SplitTrial
+from lightning_commfree.domino.auto_split import (
+    CHECKS,
+    MOST_SIZES,
+    WARM_UP,
+    Size,
+    SplitTrial,
+    leaders,
+)
 from tests.domino.models import make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
 
-PASSES = WARM_UP + ROUNDS
+PASSES = WARM_UP + CHECKS[0]  # of a split that is surely slower, or surely faster
 LENGTH = 6
 WORDS = torch.randint(0, 11, (4, LENGTH), generator=torch.Generator().manual_seed(1))
 
@@ -116,7 +124,7 @@ def sizes(channel: Any) -> dict[str, Any]:
     many = torch.randint(0, 11, (MOST_SIZES + 2, LENGTH))
     for rows in range(2, MOST_SIZES + 3):
         train(model, many[:rows])
-    found["tried"] = [tuple(size[:2]) for size in parallel.trial.state_dict()["seconds"]]
+    found["tried"] = [tuple(size[:2]) for size in parallel.trial.state_dict()["races"]]
     return found
 
 
@@ -179,3 +187,86 @@ def alone(channel: Any) -> int:
     model, parallel, _ = divided(channel, COSTS["batch"])
     train(model, WORDS[:2])
     return parallel.trial.now.calls
+
+
+class Echo:
+    """A channel to a rank that has measured the same."""
+
+    size, device = 2, torch.device("cpu")
+
+    def all_gather(self, mine: Tensor, tag: str) -> Any:
+        return Gathered(torch.stack([mine, mine]))
+
+
+@dataclass
+class Gathered:
+    all_ranks: Tensor
+
+    def wait(self) -> Tensor:
+        return self.all_ranks
+
+
+class Still:
+    """A pass that computes nothing."""
+
+    def forward(self, hidden: Tensor, arguments: Any) -> Tensor:
+        return hidden
+
+    backward = staticmethod(lambda gradient: gradient)
+
+
+def raced(costs: dict[str, float], spread: float, seed: int) -> tuple[str, dict[str, int]]:
+    """Return who wins where passes vary, and how many passes each had."""
+    trial, noise = SplitTrial(cast(Any, Echo())), random.Random(seed)
+    passes, time = dict.fromkeys(costs, 0), 0.0
+
+    def now() -> float:
+        nonlocal time
+        time += costs[trial.trying or ""] * noise.lognormvariate(0, spread) / 2
+        return time
+
+    trial.now = now
+    hidden = torch.zeros(2, 8, 1)
+    while True:
+        name, timed = trial.choose(Size(2, 8), lambda: list(costs))
+        if not timed:
+            return name, passes
+        passes[name] += 1
+        run = trial.timed(cast(Any, Still()), name, hidden)
+        run.backward(run.forward(hidden, []))
+
+
+def test_what_is_nearly_as_fast_is_tried_for_longer() -> None:
+    costs = {"none": 1.0, "batch": 1.05, "token": 1.5}
+    races = [raced(costs, 0.2, seed) for seed in range(40)]
+    wrong = sum(winner != "none" for winner, _ in races)
+    assert wrong <= 3
+    assert all(passes["token"] <= WARM_UP + CHECKS[1] for _, passes in races)
+    assert sum(passes["batch"] > PASSES for _, passes in races) >= 30
+
+    # the likely mistake, to choose by the first check's medians
+    noise = random.Random(0)
+    hasty = 0
+    for _ in range(40):
+        medians = {
+            name: sorted(costs[name] * noise.lognormvariate(0, 0.14) for _ in range(CHECKS[0]))[4]
+            for name in costs
+        }
+        hasty += min(medians, key=medians.__getitem__) != "none"
+    assert hasty > 6
+
+
+def test_a_race_between_equals_ends() -> None:
+    winner, passes = raced({"none": 1.001, "batch": 1.0}, 0.005, 0)
+    assert winner in passes
+    assert max(passes.values()) == PASSES, "they are known to be within 2 %"
+    _, passes = raced({"none": 1.0, "batch": 1.0}, 0.2, 0)
+    assert CHECKS[1] < max(passes.values()) <= WARM_UP + CHECKS[-1]
+
+
+def test_rounds_are_compared_one_by_one() -> None:
+    # a machine that is disturbed for half of the time is so for both splits
+    load = 9 * [1.0] + 9 * [3.0]
+    slower = [1.05 * one for one in load]
+    assert leaders({"none": load, "batch": slower}) == ("none", ["none"])
+    assert leaders({"none": load, "batch": slower[::-1]})[1] == ["none", "batch"]

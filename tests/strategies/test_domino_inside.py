@@ -20,6 +20,7 @@ from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
 
 STEPS, SAVED, BATCH = 9, 6, 2
+HALF = 4  # index of the batch after which an accumulated step is half done
 WIRES = ("fp32", "bf16", "int8", "fp4")
 
 
@@ -47,6 +48,19 @@ class Look(pl.Callback):
         self.parts.append({name: p.detach().clone() for name, p, part in named if part})
 
 
+class SaveHalf(pl.Callback):
+    """Saves between the two batches of an optimizer step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == HALF:
+            trainer.save_checkpoint(self.path)
+
+
 def data(ranks: int, *mine: int) -> Any:
     """Batches whose rows are those of the ranks `mine`, behind each other."""
     rows = torch.arange(STEPS * BATCH * ranks).view(STEPS, ranks, BATCH)[:, list(mine)]
@@ -56,7 +70,7 @@ def data(ranks: int, *mine: int) -> Any:
 
 def fit(rank: int, size: int, kind: str, inside: Any, folder: Path | None, **changes: Any) -> Any:
     lion, path = changes.pop("lion", False), changes.pop("ckpt_path", None)
-    options = changes.pop("trainer", {})
+    options, also = changes.pop("trainer", {}), changes.pop("also", [])
     outer: dict[str, Any] = {
         "sync_every": 4,
         "num_fragments": 2,
@@ -69,7 +83,7 @@ def fit(rank: int, size: int, kind: str, inside: Any, folder: Path | None, **cha
         else StreamingDiLoCoStrategy(inside=inside, **{**outer, **changes})
     )
     look = Look()
-    callbacks: list[pl.Callback] = [look]
+    callbacks: list[pl.Callback] = [look, *also]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=3))
     trainer = quiet_trainer(
@@ -115,6 +129,13 @@ def every(rank: int, size: int, folder: Path) -> Any:
     clipped = {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}}
     for inside in ("ddp", "domino"):
         played["clipped", inside] = fit(rank, size, "llama", inside, None, **clipped)
+    accumulated: Any = {"trainer": {"accumulate_grad_batches": 2}}
+    half = SaveHalf(folder / "half.ckpt")
+    played["half"] = fit(rank, size, "llama", "domino", None, also=[half], **accumulated)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        again = fit(rank, size, "llama", "domino", None, ckpt_path=half.path, **accumulated)
+    played["half resumed"] = {**again, "said": " ".join(str(one.message) for one in said)}
     by_token = DominoSettings(split="token")
     for kind in ("gpt2", "llama"):
         place = folder / f"{kind}-lion"
@@ -179,6 +200,16 @@ def test_a_resume_is_exact(played: Any, kind: str, run: str, resumed: str) -> No
             assert len(again) == STEPS - SAVED
             for got, expected in zip(again, straight, strict=True):
                 assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_half_accumulated_step_goes_on_exactly(played: Any) -> None:
+    for rank in played[0]:
+        for held in ("copies", "parts"):
+            straight, again = rank["half"][held][HALF + 1 :], rank["half resumed"][held]
+            assert len(again) == len(straight) == STEPS - HALF - 1
+            for got, expected in zip(again, straight, strict=True):
+                assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert "half accumulated" not in rank["half resumed"]["said"], "nothing is lost"
 
 
 def test_gradients_are_clipped_by_the_norm_of_the_whole(played: Any) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lightning_commfree.comm.division import FSDPSettings
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.ddp import DataParallel
-from lightning_commfree.strategies.inside.fsdp import FSDPSettings, FullyShard
+from lightning_commfree.strategies.inside.fsdp import FullyShard
 from lightning_commfree.strategies.inside.tensor_replica import TensorReplica
 
 if TYPE_CHECKING:

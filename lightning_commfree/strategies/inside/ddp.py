@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_commfree.comm.averaging import refuse_sync_batchnorm
@@ -12,6 +13,7 @@ from lightning_commfree.comm.materialize import on_meta
 from lightning_commfree.comm.mesh import Mesh, replica_mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
+from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.strategies.checks import check_module
 from lightning_commfree.strategies.contracts import Inside
 
@@ -43,6 +45,9 @@ class DataParallel(Inside):
     def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:
         refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
         common_start(channels.world, strategy.module, strategy.fingerprint())
+        if self.uses_ddp:
+            set_ddp_group(strategy, channels.within.group)
+            DDPStrategy.configure_ddp(strategy)
 
     @override
     def mesh(self, world_size: int) -> Mesh:

@@ -16,21 +16,17 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.division import check_optimizers
-from lightning_commfree.comm.materialize import described
 from lightning_commfree.comm.mesh import Mesh, tensor_mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.comm.sharing import START_TAG, common_start, share_random_state
+from lightning_commfree.comm.sharing import share_random_state
 from lightning_commfree.domino import (
     DominoSettings,
     OptimizerParts,
     ShardedModule,
     check_module,
-    on_meta,
     refuse_nonfinite_weights,
 )
 from lightning_commfree.strategies.checks import (
@@ -42,7 +38,7 @@ from lightning_commfree.strategies.checks import (
     refuse_timed_validation,
 )
 from lightning_commfree.strategies.contracts import Inside
-from lightning_commfree.strategies.inside.saves import Saves
+from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -65,11 +61,9 @@ class TensorParallel(Inside):
 
     def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
         self._strategy, self._settings = strategy, settings
-        self._saves = Saves(strategy)
+        self._model = DividedModel(strategy)
         self.sharded: ShardedModule | None = None
         self._left: OptimizerParts | None = None  # by the latest fit
-        self._undivided: set[nn.Parameter] = set()
-        self._was_on_meta = False
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -77,15 +71,9 @@ class TensorParallel(Inside):
         return self._settings.tensor_parallel_size or self._strategy.num_processes
 
     @property
-    def on_meta(self) -> bool:
-        """Whether some of the module's tensors have no values."""
-        module = self._strategy.lightning_module
-        return module is not None and bool(on_meta(module))
-
-    @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """A model on `meta` has room for a checkpoint's values only once it is divided."""
-        return self._was_on_meta or self.on_meta
+        """As `DividedModel` says."""
+        return self._model.restores_after_setup
 
     @override
     def mesh(self, world_size: int) -> Mesh:
@@ -117,15 +105,10 @@ class TensorParallel(Inside):
 
         Gradients are averaged as they come.
         """
-        module, world = strategy.module, channels.world
-        self._was_on_meta = self.on_meta
-        common_start(world, module, {**strategy.fingerprint(), **described(module)})
-
-        seed = torch.initial_seed() % 2**31
-        init_seed = int(world.broadcast(torch.tensor(seed), START_TAG).wait())
-        self._undivided = set(module.parameters())
+        module, own_seed = strategy.module, torch.initial_seed() % 2**31
+        seed = self._model.start(channels.world)
         self.sharded = ShardedModule.prepare(
-            module, channels.within, self._settings, seed, init_seed
+            module, channels.within, self._settings, own_seed, seed
         )
         for model in self.sharded.models:
             model.fell_back = cache(rank_zero_warn)  # of each text once
@@ -134,28 +117,22 @@ class TensorParallel(Inside):
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        self._model.begin(optimizers)
         strategy = self._strategy
-        check_optimizers(optimizers, self._undivided - set(strategy.module.parameters()))
-        self._undivided = set()
         assert self.sharded is not None, "`prepare` has run"
         clip = self.sharded.clip_gradients  # Lightning clips by the norm of what a rank holds
         strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
-        self._saves.begin()
 
     @override
     def release(self) -> None:
         """Make the model whole again; collective but after Ctrl-C."""
-        module = self._strategy.lightning_module
-        if module is not None and self.on_meta:
-            # an error came first, whose text Lightning's move to the CPU would hide
-            self._strategy.patches.put(module, "cpu", lambda: module)
         if self.sharded is not None:
             self._left = None
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
                 self.sharded.join()
                 self._left = self.sharded.optimizer_parts
             self.sharded = None
-        self._was_on_meta = False
+        self._model.end()
 
     # -- in a fit
 
@@ -178,7 +155,7 @@ class TensorParallel(Inside):
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the whole module's state on rank 0; collective, empty on the other ranks.
 
-        For a checkpoint of a fit's it has stand-ins, see `Saves`.
+        For a checkpoint of a fit's it has stand-ins.
 
         Args:
             read: finds it in a module that is not divided.
@@ -193,7 +170,7 @@ class TensorParallel(Inside):
             return {}
         steps = strategy.module.trainer.global_step
         refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
-        return self.sharded.whole_state_dict(self._saves.wholes())
+        return self.sharded.whole_state_dict(self._model.wholes())
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -207,12 +184,12 @@ class TensorParallel(Inside):
             return state
         if not strategy.meets():  # after Ctrl-C
             return {}
-        with strategy.reaching() as channels:
-            return parts.whole_state_dict(optimizer, channels.within, self._saves.wholes())
+        with strategy.ranks.reaching() as channels:
+            return parts.whole_state_dict(optimizer, channels.within, self._model.wholes())
 
     @override
     def writing(self) -> AbstractContextManager[None]:
-        return self._saves.writing()
+        return self._model.writing()
 
     @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

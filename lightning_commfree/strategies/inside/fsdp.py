@@ -10,25 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.averaging import refuse_sync_batchnorm
 from lightning_commfree.comm.division import (
+    FSDPSettings,
     accumulating,
-    check_optimizers,
     divide,
     refuse_wrapped,
     step_bytes,
     why_not_divided,
 )
-from lightning_commfree.comm.materialize import Materializer, described, on_meta
+from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
 from lightning_commfree.comm.parts import (
     mapped_state,
@@ -38,7 +36,7 @@ from lightning_commfree.comm.parts import (
     whole_state,
 )
 from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.comm.sharing import START_TAG, common_start
+from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.lightning_internals import Processes
 from lightning_commfree.strategies.checks import (
@@ -48,7 +46,7 @@ from lightning_commfree.strategies.checks import (
     refuse_fp16,
 )
 from lightning_commfree.strategies.contracts import Inside
-from lightning_commfree.strategies.inside.saves import Saves
+from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -56,31 +54,6 @@ if TYPE_CHECKING:
 
 # of the group's ledger; FSDP sends by itself, so these are counted by its formulas
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
-
-
-@dataclass(frozen=True)
-class FSDPSettings:
-    """What `inside="fsdp"` takes for granted.
-
-    Args:
-        units: names of classes. Their outermost modules are gathered one at a time, and what stands
-            in none of them together. Empty: transformer blocks, which are found; a model without
-            blocks is gathered as a whole.
-
-    Raises:
-        TypeError: `units` is no sequence of names.
-    """
-
-    units: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        given: Any = self.units
-        is_list = isinstance(given, Sequence) and not isinstance(given, str)
-        if not is_list or not all(isinstance(name, str) for name in given):
-            raise TypeError(
-                f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
-            )
-        object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
 
 
 class FullyShard(Inside):
@@ -104,23 +77,21 @@ class FullyShard(Inside):
         strategy: ReplicaStrategy,
         size: int,
         argument: str,
-        settings: FSDPSettings = FSDPSettings(),
+        settings: FSDPSettings,
     ) -> None:
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
-        self._strategy, self.size, self._argument = strategy, size, argument
-        self._settings, self._saves = settings, Saves(strategy)
+        self._strategy, self._settings = strategy, settings
+        self.size, self._argument = size, argument
+        self._model = DividedModel(strategy)
         self._divided: nn.Module | None = None
-        self._undivided: set[nn.Parameter] = set()
-        self._was_on_meta = False
         self._accumulates = False
         self._step_bytes = 0, 0
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """A model on `meta` has room for a checkpoint's values only once it is divided."""
-        module = self._strategy.lightning_module
-        return self._was_on_meta or (module is not None and bool(on_meta(module)))
+        """As `DividedModel` says."""
+        return self._model.restores_after_setup
 
     @override
     def mesh(self, world_size: int) -> Mesh:
@@ -146,13 +117,8 @@ class FullyShard(Inside):
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)
         else:
-            self._was_on_meta = self.restores_after_setup
-            common_start(channels.world, module, {**fingerprint, **described(module)})
-            seed = torch.tensor(torch.initial_seed() % 2**31)
-            seed = channels.world.broadcast(seed, START_TAG).wait()
-            fill = Materializer(module, int(seed)) if self._was_on_meta else None
-
-            self._undivided = set(module.parameters())
+            seed = self._model.start(channels.world)
+            fill = Materializer(module, seed) if self._model.was_on_meta else None
             replicas = self.mesh(strategy.world_size).groups(DATA)
             units = self._settings.units
             divide(module, replicas, strategy.global_rank, device, fill, units)
@@ -163,10 +129,8 @@ class FullyShard(Inside):
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
-        self._undivided = set()
+        self._model.begin(optimizers)
         self._step_bytes = step_bytes(self._strategy.module)
-        self._saves.begin()
 
     @override
     def release(self) -> None:
@@ -174,7 +138,7 @@ class FullyShard(Inside):
 
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
-        self._was_on_meta = False
+        self._model.end()
         if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
             return
         wholes = Wholes(keep=self._strategy.local_rank == 0)
@@ -229,13 +193,13 @@ class FullyShard(Inside):
         """Return the whole module's state on rank 0, in host memory, put together tensor by tensor.
 
         Collective over the first replica; empty on other ranks. For a checkpoint of a fit's it has
-        stand-ins, see `Saves`.
+        stand-ins.
         """
         if not self._is_divided():
             return read()
         if not self._takes_part():
             return {}
-        return whole_state(self._strategy.module, read(), self._saves.wholes())
+        return whole_state(self._strategy.module, read(), self._model.wholes())
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +208,7 @@ class FullyShard(Inside):
             return state
         if not self._takes_part():
             return {}
-        wholes = self._saves.wholes()
+        wholes = self._model.wholes()
 
         def gathered(value: Tensor, parameter: Tensor) -> Tensor:
             return whole_on_host(part_like(value, parameter), wholes)
@@ -253,7 +217,7 @@ class FullyShard(Inside):
 
     @override
     def writing(self) -> AbstractContextManager[None]:
-        return self._saves.writing()
+        return self._model.writing()
 
     @override
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,8 +25,9 @@ from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
+from recipes.training.plan_rows import _alone
 from recipes.training.progress import History, RunRecorder
-from recipes.training.report import RunReport, _alone
+from recipes.training.report import RunReport
 from recipes.training.summary import RunSummary, print_panel, share, summary_rows
 from recipes.training.traffic import TrafficMeter, human_bytes
 

@@ -1,0 +1,80 @@
+"""What the panel before a run says: the model, its data, and what will be sent."""
+
+from __future__ import annotations
+
+import os
+
+import lightning.pytorch as pl
+
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.comm.parts import own
+from lightning_commfree.strategies import Traffic
+from recipes.data.training_data import TrainingData
+from recipes.training.language_model import LanguageModel
+from recipes.training.progress import RunRecorder
+from recipes.training.summary import shown
+from recipes.training.traffic import by_tag, human_bytes
+
+
+def plan_rows(
+    trainer: pl.Trainer, module: LanguageModel, data: TrainingData, recorder: RunRecorder
+) -> dict[str, str]:
+    """Return what the panel before a run says, label by label; in `on_fit_start`."""
+    strategy, traffic = trainer.strategy, recorder.meter.plan
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    held = sum(own(p).numel() for p in module.parameters())
+    fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
+    per_step = recorder.tokens_per_step(trainer)
+    rows_per_step = per_step / data.tokens_per_row()
+    epochs = trainer.max_steps * rows_per_step / data.num_rows()
+    model = f"{type(module.model).__name__}, vocabulary of {len(data.tokenizer):,}"
+    if origin := module.model.config.name_or_path:  # of fresh weights there is none
+        model += f", from {shown(origin) if os.path.isdir(origin) else origin}"
+    parameters, trained = recorder.num_parameters, recorder.num_trained
+    count = f"{parameters:,}, of which {trained:,} are trained"
+    if held != parameters:
+        count += f"; this rank holds {held:,}"
+    rows = {
+        "model": model,
+        "parameters": count,
+        "data": data.describe(),
+        "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)" + _alone(trainer),
+        "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
+        "tokens per step": f"{per_step:,}, in rows of {data.tokens_per_row()}",
+        "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
+        "one rank sends": _forecast(traffic),
+        "fp32 DDP sends": f"{human_bytes(traffic.ddp_bytes_per_step)} per step, and"
+        f" {human_bytes(recorder.meter.ddp_start_bytes)} before the first",
+    }
+    if isinstance(strategy, StreamingDiLoCoStrategy):
+        aside = sum(own(p).nbytes for p in module.parameters() if p.requires_grad)
+        rows["a save takes"] = (
+            f"{human_bytes(aside)} more memory on each rank, as a validation does: the outer"
+            " weights stand in the model, its own beside it"
+        )
+    return rows
+
+
+def _forecast(traffic: Traffic) -> str:
+    """Return what training steps will send."""
+    per_step = {tag: sent / traffic.cycle_steps for tag, sent in traffic.bytes_by_tag.items()}
+    text = f"{human_bytes(traffic.bytes_per_step)} per step"
+    if traffic.cycle_steps > 1:
+        text += (
+            f" in the mean over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
+            f" {traffic.cycle_steps} steps"
+        )
+    return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
+
+
+def _alone(trainer: pl.Trainer) -> str:
+    """Return what DiLoCo does where there is nobody to exchange with."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, StreamingDiLoCoStrategy):
+        return ""
+    if trainer.world_size > strategy.settings.replica_size:
+        return ""
+    return (
+        ", which are one replica: nothing is exchanged, and the outer optimizer makes of the inner"
+        " one a look-ahead optimizer; strategy=ddp is training without it"
+    )

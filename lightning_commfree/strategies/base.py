@@ -39,7 +39,7 @@ from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_log import FitLog
-from lightning_commfree.strategies.launching import Starter
+from lightning_commfree.strategies.launching import orderly
 from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.rarely import MeetRarely
@@ -77,7 +77,8 @@ class ReplicaStrategy(DDPStrategy):
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
-        self._starter = Starter(self, ddp_kwargs.get("start_method", "popen"))
+        self._starts_by = ddp_kwargs.get("start_method", "popen")
+        self._orderly: Any = None
         self._writer: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
@@ -118,7 +119,8 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        return self._starter.in_place_of(super().launcher)
+        self._orderly = self._orderly or orderly(super().launcher, self, self._starts_by)
+        return self._orderly
 
     @property
     @override
@@ -233,7 +235,6 @@ class ReplicaStrategy(DDPStrategy):
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()
-        self._starter.restore_callbacks()
         super().teardown()
         self.patches.remove()
         set_ddp_group(self, None)

@@ -185,15 +185,11 @@ class ShardedModule:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
         return self.optimizer_parts.whole_state_dict(optimizer, self._channel, wholes)
 
-    def part_optimizer_states(
-        self, optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return this rank's parts of the whole states of optimizers."""
-        parts, rank = self.optimizer_parts, self._channel.rank
-        return [
-            parts.part_state_dict(optimizer, state, rank)
-            for optimizer, state in zip(optimizers, states, strict=True)
-        ]
+    def part_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's parts of an optimizer's whole state."""
+        return self.optimizer_parts.part_state_dict(optimizer, state, self._channel.rank)
 
     # -- gradients
 

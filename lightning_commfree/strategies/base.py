@@ -79,7 +79,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
-        self._writer: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
+        self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
     @abstractmethod
@@ -125,12 +125,11 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        self._writer = writing_whole(self._writer, maps=self.inside.divides)
         return self._writer
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = io
+        self._writer = writing_whole(io, maps=self.inside.divides)
 
     @override
     def setup_environment(self) -> None:
@@ -158,7 +157,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if self.inside.moves_module or self.module.trainer.state.fn != TrainerFn.FITTING:
+        if not self.inside.divides or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
@@ -183,7 +182,7 @@ class ReplicaStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """In the body gradients accumulate on this rank; Lightning's word for it."""
-        with self.inside.accumulating() or super().block_backward_sync():
+        with self.now.accumulating(), self.inside.accumulating() or super().block_backward_sync():
             yield
 
     @override
@@ -195,8 +194,9 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        self.now.after_backward(closure_loss)
         if self.inside.size > 1:
-            self.inside.after_backward()
+            self.inside.after_backward(steps=not self.now.accumulates)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

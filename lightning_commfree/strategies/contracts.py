@@ -28,16 +28,14 @@ class Inside(Protocol):
     Attributes:
         size: ranks of a replica.
         uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
-        divides: they hold parts of one model.
+        divides: they hold parts of one model; `prepare` moves what a rank holds to its device.
         same_batch: the ranks of a replica must see the same batch.
-        moves_module: Lightning moves the whole module to the device before `prepare`.
         restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
     """
 
     size: int
     uses_ddp: bool = False
     divides: bool = False
-    moves_module: bool = True
     same_batch: bool = False
     restores_after_setup: bool = False
 
@@ -99,9 +97,13 @@ class Inside(Protocol):
         """
         del verb, batch
 
-    def after_backward(self) -> None:
-        """Make the gradients of a batch the replica's; collective within it."""
-        return
+    def after_backward(self, steps: bool) -> None:
+        """Make the gradients of a batch the replica's; collective within it.
+
+        Args:
+            steps: an optimizer step follows, else they accumulate.
+        """
+        del steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of this rank an exact resume needs besides weights and optimizers."""

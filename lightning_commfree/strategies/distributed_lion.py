@@ -14,7 +14,7 @@ from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import FSDPSettings, TensorReplica, chosen
+from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -90,7 +90,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         self.settings = LionSettings(
             vote, ties, momentum_sync_every, nonfinite, node_size, inside, check_drift_every
         )
-        if ties == "random" and isinstance(self.inside, TensorReplica):
+        if ties == "random" and isinstance(self.inside, TensorParallel):
             raise ValueError(
                 "`ties='random'` does not go with `inside='domino'`: ranks of a tensor group would"
                 " draw other ties for what all of them hold. Leave `ties` at 'zero', or take"

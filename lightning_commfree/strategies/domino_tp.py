@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
@@ -122,7 +119,7 @@ class DominoTPStrategy(ReplicaStrategy):
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
         sharded = present(self.inside.sharded, "no model has been divided")
-        return GradientMean(sharded, self.channels, self.settings, self.optimizers)
+        return GradientMean(sharded, self.channels, self.settings)
 
     @override
     def model_to_device(self) -> None:
@@ -135,18 +132,3 @@ class DominoTPStrategy(ReplicaStrategy):
         if batch_idx == 0:
             self.now.first_batch()
         super().on_train_batch_start(batch, batch_idx)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """In the body gradients accumulate on this rank; Lightning's word for it."""
-        average = self.now.between.average
-        average.active = False
-        try:
-            yield
-        finally:
-            average.active = True
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self.now.after_backward(closure_loss)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import lightning.pytorch as pl
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath
@@ -83,9 +84,10 @@ class Pace(Generic[B]):
     Attributes:
         between: the algorithm.
         computing: a training step is computed.
+        accumulates: no optimizer step follows it.
     """
 
-    computing = False
+    computing = accumulates = False
 
     def __init__(self, fit: Fit[B]) -> None:
         check_agreement(fit.world, fit.between.fingerprint())
@@ -108,6 +110,18 @@ class Pace(Generic[B]):
             yield
         finally:
             self.computing = False
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """In the body no optimizer step follows a training step."""
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+    def after_backward(self, loss: Tensor) -> None:
+        """The gradients of a batch with this loss are there."""
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_commfree.comm.division import FSDPSettings
+from lightning_commfree.comm.mesh import REPLICA
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.ddp import DataParallel
+from lightning_commfree.strategies.inside.domino import TensorParallel
 from lightning_commfree.strategies.inside.fsdp import FullyShard
-from lightning_commfree.strategies.inside.tensor_replica import TensorReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
-__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorReplica", "chosen"]
+__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorParallel", "chosen"]
 
 
 def chosen(
@@ -48,7 +49,7 @@ def chosen(
         inside = DominoSettings()
     if isinstance(inside, DominoSettings):
         settings = replace(inside, tensor_parallel_size=size)
-        return TensorReplica(strategy, settings, argument)
+        return TensorParallel(strategy, settings, argument, REPLICA)
     raise ValueError(
         f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
         " model, 'fsdp' (or `FSDPSettings`), each holds a part of it, or 'domino' (or"

@@ -8,8 +8,8 @@ Lightning's own strategies for sharded models leave it: `trainer.test` goes on w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -28,13 +28,7 @@ from lightning_commfree.comm.division import (
 )
 from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
-from lightning_commfree.comm.parts import (
-    mapped_state,
-    part_like,
-    part_state,
-    whole_on_host,
-    whole_state,
-)
+from lightning_commfree.comm.parts import RowParts, whole_on_host
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.wholes import Wholes
@@ -45,7 +39,6 @@ from lightning_commfree.strategies.checks import (
     refuse_callbacks,
     refuse_fp16,
 )
-from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
@@ -56,7 +49,7 @@ if TYPE_CHECKING:
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 
-class FullyShard(Inside):
+class FullyShard(DividedModel):
     """Ranks of a replica hold parts of its parameters, gradients and optimizer state.
 
     Args:
@@ -69,9 +62,6 @@ class FullyShard(Inside):
         ValueError: torch is too old.
     """
 
-    divides = True
-    moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
-
     def __init__(
         self,
         strategy: ReplicaStrategy,
@@ -81,17 +71,17 @@ class FullyShard(Inside):
     ) -> None:
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
-        self._strategy, self._settings = strategy, settings
-        self.size, self._argument = size, argument
-        self._model = DividedModel(strategy)
+        super().__init__(strategy)
+        self.size, self._argument, self._settings = size, argument, settings
         self._divided: nn.Module | None = None
-        self._accumulates = False
         self._step_bytes = 0, 0
 
     @property
-    def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """As `DividedModel` says."""
-        return self._model.restores_after_setup
+    @override
+    def states(self) -> RowParts | None:
+        divided = self._divided
+        here = divided is self._strategy.lightning_module  # else it is an earlier fit's
+        return RowParts(divided) if divided is not None and here else None
 
     @override
     def mesh(self, world_size: int) -> Mesh:
@@ -117,8 +107,8 @@ class FullyShard(Inside):
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)
         else:
-            seed = self._model.start(channels.world)
-            fill = Materializer(module, seed) if self._model.was_on_meta else None
+            seed = self._start(channels.world)
+            fill = Materializer(module, seed) if self._was_on_meta else None
             replicas = self.mesh(strategy.world_size).groups(DATA)
             units = self._settings.units
             divide(module, replicas, strategy.global_rank, device, fill, units)
@@ -129,7 +119,7 @@ class FullyShard(Inside):
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        self._model.begin(optimizers)
+        super().begin(optimizers)
         self._step_bytes = step_bytes(self._strategy.module)
 
     @override
@@ -138,8 +128,8 @@ class FullyShard(Inside):
 
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
-        self._model.end()
-        if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
+        super().release()
+        if self.states is None or not isinstance(self._strategy.launcher, Processes):
             return
         wholes = Wholes(keep=self._strategy.local_rank == 0)
 
@@ -153,7 +143,7 @@ class FullyShard(Inside):
 
     @override
     def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
-        if not self._is_divided():
+        if self.states is None:
             return False
         # as Lightning does it, but ranks do not take rank 0's part of a model for theirs
         strategy = self._strategy
@@ -167,80 +157,15 @@ class FullyShard(Inside):
     # -- in a fit
 
     @override
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Gradients of whole units stay on this rank in the body, as large as the model."""
-        self._accumulates = True
-        try:
-            with accumulating(self._strategy.module):
-                yield
-        finally:
-            self._accumulates = False
+        return accumulating(self._strategy.module)
 
     @override
-    def after_backward(self) -> None:
+    def after_backward(self, steps: bool) -> None:
         """Count what FSDP has sent for a forward and its backward."""
         gathered, scattered = self._step_bytes
         ledger = self._strategy.group_ledger
         ledger.count_sent(GATHER_TAG, gathered)
-        if not self._accumulates:
+        if steps:
             ledger.count_sent(SCATTER_TAG, scattered)
-
-    # -- states
-
-    @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole module's state on rank 0, in host memory, put together tensor by tensor.
-
-        Collective over the first replica; empty on other ranks. For a checkpoint of a fit's it has
-        stand-ins.
-        """
-        if not self._is_divided():
-            return read()
-        if not self._takes_part():
-            return {}
-        return whole_state(self._strategy.module, read(), self._model.wholes())
-
-    @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0, as `whole_module` does."""
-        if not self._is_divided():
-            return state
-        if not self._takes_part():
-            return {}
-        wholes = self._model.wholes()
-
-        def gathered(value: Tensor, parameter: Tensor) -> Tensor:
-            return whole_on_host(part_like(value, parameter), wholes)
-
-        return mapped_state(optimizer, state, gathered)
-
-    @override
-    def writing(self) -> AbstractContextManager[None]:
-        return self._model.writing()
-
-    @override
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._is_divided():
-            return checkpoint
-        parts = part_state(self._strategy.module, checkpoint["state_dict"])
-        return {**checkpoint, "state_dict": parts}
-
-    @override
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
-        parts = [
-            mapped_state(optimizer, state, part_like)
-            for optimizer, state in zip(optimizers, states, strict=True)
-        ]
-        return {**checkpoint, "optimizer_states": parts}
-
-    # -- inside
-
-    def _is_divided(self) -> bool:
-        return self._divided is not None and self._divided is self._strategy.lightning_module
-
-    def _takes_part(self) -> bool:
-        """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
-        strategy = self._strategy
-        return strategy.global_rank < self.size and strategy.meets()

@@ -14,7 +14,7 @@ from lightning_commfree.comm.mesh import Mesh, replica_mesh
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.lightning_internals import set_ddp_group
-from lightning_commfree.strategies.checks import check_module
+from lightning_commfree.strategies.checks import check_training
 from lightning_commfree.strategies.contracts import Inside
 
 
@@ -32,7 +32,7 @@ class DataParallel(Inside):
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        check_module(type(strategy).__name__, trainer, strategy.module)
+        check_training(type(strategy).__name__, trainer, strategy.module)
         if names := on_meta(strategy.module):
             raise ValueError(
                 f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more have"

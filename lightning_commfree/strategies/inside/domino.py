@@ -36,11 +36,10 @@ from lightning_commfree.domino import (
 )
 from lightning_commfree.strategies.checks import (
     PARTS,
+    check_training,
     refuse_callbacks,
     refuse_compiled,
     refuse_fp16,
-    refuse_manual_optimization,
-    refuse_timed_validation,
 )
 from lightning_commfree.strategies.inside.divided_model import DividedModel
 
@@ -102,9 +101,8 @@ class TensorParallel(DividedModel):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         name, module = type(strategy).__name__, strategy.module
-        refuse_timed_validation(name, trainer)
+        check_training(name, trainer, module)
         refuse_compiled(name, module)
-        refuse_manual_optimization(name, module)
         refuse_fp16(name, strategy.precision_plugin)
         check_module(name, module, self.size)
         if self.size > 1:

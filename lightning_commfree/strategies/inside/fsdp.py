@@ -35,7 +35,7 @@ from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.lightning_internals import Processes
 from lightning_commfree.strategies.checks import (
     PARTS,
-    check_module,
+    check_training,
     refuse_callbacks,
     refuse_fp16,
 )
@@ -92,7 +92,7 @@ class FullyShard(DividedModel):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         name, module = type(strategy).__name__, strategy.module
-        check_module(name, trainer, module)
+        check_training(name, trainer, module)
         refuse_fp16(name, strategy.precision_plugin)
         refuse_callbacks(trainer, name, PARTS)
         if module is not self._divided:

@@ -134,9 +134,9 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self.ledger.phase = START
-        with self.ranks.joining():
+        with self.ranks.joining(self.ranks.member()):
             super().setup_environment()
-        self.ranks.open()
+        self.ranks.reach()
         self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
 
     @override

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks:
-    """All ranks of a strategy's job.
+class Ranks(Network):
+    """All ranks of a strategy's job, and this process's way to them.
 
     Args:
         strategy: of this rank.
@@ -29,41 +29,25 @@ class Ranks:
     """
 
     def __init__(self, strategy: ReplicaStrategy, timeout: timedelta) -> None:
-        self._strategy, self._timeout, self._network = strategy, timeout, Network()
+        super().__init__()
+        self._strategy, self._timeout = strategy, timeout
 
-    @property
-    def channels(self) -> ReplicaChannels:
-        """To all ranks, between replicas, within one; open in a fit."""
-        return self._network.channels
-
-    def joining(self) -> AbstractContextManager[None]:
-        """In the body Lightning opens its process group."""
-        return self._network.joining(self._member())
-
-    def open(self) -> None:
+    def reach(self) -> None:
         """Open the channels, until `leave`; collective."""
         strategy = self._strategy
         mesh, ledgers = strategy.inside.mesh(self.size), (strategy.ledger, strategy.group_ledger)
-        self._network.open(mesh, self._member(), ledgers, strategy.liveness)
+        self.open(mesh, self.member(), ledgers, strategy.liveness)
 
     @contextmanager
     def reaching(self) -> Iterator[ReplicaChannels]:
         """In the body the channels are open, in a fit or not; collective."""
-        opens = not self._network.is_open
-        self.open()
+        opens = not self.is_open
+        self.reach()
         try:
             yield self.channels
         finally:
             if opens:
                 self.leave()
-
-    def leave(self) -> None:
-        """Close the channels."""
-        self._network.leave()
-
-    def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """In the body, a collective of Lightning's that fails names the rank that is gone."""
-        return self._network.naming_lost(what)
 
     @property
     def rank(self) -> int:
@@ -112,7 +96,7 @@ class Ranks:
             text = self.broadcast(str(failure), failed.index(True))
             raise failure or RuntimeError(text)
 
-    def _member(self) -> Member:
+    def member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()

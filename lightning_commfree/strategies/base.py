@@ -64,6 +64,7 @@ class ReplicaStrategy(DDPStrategy):
         liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
     """
 
+    settings: Any
     liveness = True
     pace: type[Pace[Any]] = MeetRarely
 
@@ -82,9 +83,9 @@ class ReplicaStrategy(DDPStrategy):
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
-    @abstractmethod
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks."""
+        return dict(self.settings.fingerprint())
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
@@ -134,16 +135,13 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self.ledger.phase = START
-        with self.ranks.joining(self.ranks.member()):
-            super().setup_environment()
-        self.ranks.reach()
+        self.ranks.join(super().setup_environment)
         self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            if not self.inside.set_up_evaluation(trainer):
-                super().setup(trainer)
+            self.inside.set_up_evaluation(trainer, super().setup)
             return
         probe(trainer)
         self.inside.check(self, trainer)
@@ -242,10 +240,6 @@ class ReplicaStrategy(DDPStrategy):
 
     # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
 
-    def meets(self) -> bool:
-        """Return whether the others come to the collective that this rank has come to."""
-        return not stopped_by_hand(self.lightning_module) and self.now.meets()
-
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         self.ranks.collective("barrier", super().barrier, *args, **kwargs)
@@ -288,9 +282,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module) and self.now.may_save(
-            filepath, weights_only="optimizer_states" not in checkpoint
-        ):
+        if not stopped_by_hand(self.lightning_module) and self.now.may_save(checkpoint, filepath):
             self._resume.save(checkpoint, filepath, storage_options)
 
     @override

@@ -117,10 +117,9 @@ class Inside(Protocol):
         """Let go of the model; the fit is over, or has failed."""
         return
 
-    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
-        """Set the module up outside of a fit; return whether that is done, else Lightning does."""
-        del trainer
-        return False
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        """Set the module up outside of a fit, as Lightning does (`setup`) or in its place."""
+        setup(trainer)
 
     # -- states: what a checkpoint holds is whole
 

@@ -109,10 +109,6 @@ class DistributedLionStrategy(ReplicaStrategy):
         self._lion = only_lion(type(self).__name__, self.optimizers)
 
     @override
-    def fingerprint(self) -> dict[str, str]:
-        return self.settings.fingerprint()
-
-    @override
     def begin(self, trainer: pl.Trainer) -> JoinedLion:
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)

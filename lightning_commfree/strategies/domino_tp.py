@@ -6,11 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import DominoSettings, GradientMean, refuse_meta
+from lightning_commfree.domino import DominoSettings, GradientMean
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
 from lightning_commfree.strategies.every_batch import MeetEveryBatch
@@ -113,19 +112,9 @@ class DominoTPStrategy(ReplicaStrategy):
     # -- the life of a fit
 
     @override
-    def fingerprint(self) -> dict[str, str]:
-        return self.settings.fingerprint()
-
-    @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
         sharded = present(self.inside.sharded, "no model has been divided")
         return GradientMean(sharded, self.channels, self.settings)
-
-    @override
-    def model_to_device(self) -> None:
-        if self.module.trainer.state.fn != TrainerFn.FITTING:
-            refuse_meta(type(self).__name__, self.module)
-        super().model_to_device()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

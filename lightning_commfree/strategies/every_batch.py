@@ -61,12 +61,13 @@ class MeetEveryBatch(Pace[GradientMean]):
                 may.
         """
         fit, steps = self._fit, not self.accumulates
-        finite = not steps or looks_finite(fit.module.parameters())
+        module, within = fit.strategy.module, fit.strategy.channels.within
+        finite = not steps or looks_finite(module.parameters())
         if not self._all_finite(steps, finite):
             step = fit.trainer.global_step + 1
-            refuse_nonfinite(fit.world, fit.module, loss, step, fit.channels.within.size)
+            refuse_nonfinite(fit.world, module, loss, step, within.size)
         if steps:
-            self.between.land(fit.module)
+            self.between.land(module)
 
     # -- inside
 

@@ -8,7 +8,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,11 +21,8 @@ from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import VALIDATION, Traffic
-from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.fit_log import FitLog
-from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import DeferredSigterm
 
 if TYPE_CHECKING:
@@ -36,16 +33,13 @@ B = TypeVar("B", bound=Between)
 
 @dataclass(frozen=True)
 class Fit(Generic[B]):
-    """What lives from `setup` to `teardown` of a fit; `patches` are taken off when it ends."""
+    """What lives from `setup` to `teardown` of a fit."""
 
+    strategy: ReplicaStrategy
     trainer: pl.Trainer
-    module: pl.LightningModule
     between: B
-    channels: ReplicaChannels
     sigterm: DeferredSigterm
     log: FitLog
-    ranks: Ranks
-    patches: Patches
 
     @classmethod
     def begun(
@@ -59,17 +53,15 @@ class Fit(Generic[B]):
             between: the algorithm.
             numel: numbers that the whole model trains.
         """
-        patches, ledger = strategy.patches, strategy.ledger
-        sigterm = DeferredSigterm(trainer, patches)
+        patches = strategy.patches
         traffic = Traffic.of(numel, strategy.world_size, *between.cycle())
-        log = FitLog(trainer, ledger, traffic, between.figures, patches)
-        own = sigterm, log, strategy.ranks, patches
-        return cls(trainer, strategy.module, between, strategy.channels, *own)
+        log = FitLog(trainer, strategy.ledger, traffic, between.figures, patches)
+        return cls(strategy, trainer, between, DeferredSigterm(trainer, patches), log)
 
     @property
     def world(self) -> Channel:
         """To all ranks."""
-        return self.channels.world
+        return self.strategy.channels.world
 
 
 class Pace(Generic[B]):
@@ -127,7 +119,7 @@ class Pace(Generic[B]):
     def stepping(self) -> Iterator[None]:
         """In the body an optimizer step is taken; the algorithm's part follows."""
         fit = self._fit
-        within = fit.channels.within.size > 1  # there DDP exchanges gradients
+        within = fit.strategy.channels.within.size > 1  # there DDP exchanges gradients
         named = fit.world.naming_lost("gradients", computing=True) if within else nullcontext()
         with self.between.stepping(), named:
             yield
@@ -170,9 +162,9 @@ class Pace(Generic[B]):
         """Return what `read` finds in the module where that holds what a checkpoint shall."""
         return read()
 
-    def may_save(self, filepath: FilePath, weights_only: bool) -> bool:
+    def may_save(self, checkpoint: Mapping[str, Any], filepath: FilePath) -> bool:
         """Return whether a checkpoint is written now; else it is when the fit ends."""
-        del filepath, weights_only
+        del checkpoint, filepath
         return True
 
     def removes(self, filepath: FilePath) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_commfree.comm.network import Member, Network
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.world import default_backend
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -32,17 +33,23 @@ class Ranks(Network):
         super().__init__()
         self._strategy, self._timeout = strategy, timeout
 
-    def reach(self) -> None:
+    def join(self, lightnings: Callable[[], None]) -> None:
+        """Join the job, in which Lightning opens its process group, and open the channels."""
+        with self.joining(self._member()):
+            lightnings()
+        self._reach()
+
+    def _reach(self) -> None:
         """Open the channels, until `leave`; collective."""
         strategy = self._strategy
         mesh, ledgers = strategy.inside.mesh(self.size), (strategy.ledger, strategy.group_ledger)
-        self.open(mesh, self.member(), ledgers, strategy.liveness)
+        self.open(mesh, self._member(), ledgers, strategy.liveness)
 
     @contextmanager
     def reaching(self) -> Iterator[ReplicaChannels]:
         """In the body the channels are open, in a fit or not; collective."""
         opens = not self.is_open
-        self.reach()
+        self._reach()
         try:
             yield self.channels
         finally:
@@ -59,13 +66,18 @@ class Ranks(Network):
         """How many they are."""
         return self._strategy.world_size
 
+    def come(self) -> bool:
+        """Return whether the others come to the collective that this rank has come to."""
+        strategy = self._strategy
+        return not stopped_by_hand(strategy.lightning_module) and strategy.now.meets()
+
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return what a collective of Lightning's returns; its first argument if no others come.
 
         Raises:
             RuntimeError: a rank is gone; it is named.
         """
-        if not self._strategy.meets():
+        if not self.come():
             return args[0] if args else None  # type: ignore[return-value]
         with self.naming_lost(what):
             return call(*args, **kwargs)
@@ -96,7 +108,7 @@ class Ranks(Network):
             text = self.broadcast(str(failure), failed.index(True))
             raise failure or RuntimeError(text)
 
-    def member(self) -> Member:
+    def _member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()

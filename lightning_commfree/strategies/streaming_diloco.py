@@ -170,10 +170,6 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     # -- the life of a fit
 
     @override
-    def fingerprint(self) -> dict[str, str]:
-        return self.settings.fingerprint()
-
-    @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
         eager = EAGER if self.settings.eager else {}
         refuse_callbacks(trainer, type(self).__name__, {**REPLICAS, **eager})

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-def let_finders_try(trainer: pl.Trainer, patches: Patches) -> None:
+def let_finders_try(strategy: ReplicaStrategy) -> None:
     """Make the search of every `LearningRateFinder` of the Trainer, `Tuner`'s too, a trial fit.
 
     Args:
-        trainer: has the callbacks; its fit begins.
-        patches: removed when the fit ends.
+        strategy: whose fit begins.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in strategy.module.trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
-            patches.put(callback, "lr_find", partial(_find, trainer, callback.lr_find))
+            find = partial(_find, strategy, callback.lr_find)
+            strategy.patches.put(callback, "lr_find", find)
 
 
-def _find(trainer: pl.Trainer, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with _trial(cast(Any, trainer.strategy)):
+def _find(strategy: ReplicaStrategy, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with _trial(strategy):
         find(*args, **kwargs)
 
 

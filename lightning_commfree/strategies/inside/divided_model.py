@@ -146,7 +146,7 @@ class DividedModel(Inside):
 
     def _takes_part(self) -> bool:
         """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
-        return self._is_of_first_replica() and self._strategy.meets()
+        return self._is_of_first_replica() and self._strategy.ranks.come()
 
     def _is_of_first_replica(self) -> bool:
         return self._strategy.global_rank < self.size

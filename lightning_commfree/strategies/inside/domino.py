@@ -32,6 +32,7 @@ from lightning_commfree.domino import (
     ShardedModule,
     check_module,
     check_states,
+    refuse_meta,
     refuse_nonfinite_weights,
 )
 from lightning_commfree.strategies.checks import (
@@ -148,6 +149,11 @@ class TensorParallel(DividedModel):
             self.sharded = None
         super().release()
 
+    @override
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        refuse_meta(type(self._strategy).__name__, self._strategy.module)
+        setup(trainer)
+
     # -- in a fit
 
     @override
@@ -197,7 +203,7 @@ class TensorParallel(DividedModel):
             RuntimeError: some rank's weights are not finite; on all ranks.
         """
         strategy = self._strategy
-        if self.sharded is not None and strategy.meets():  # they do not after Ctrl-C
+        if self.sharded is not None and strategy.ranks.come():  # they do not after Ctrl-C
             steps = strategy.module.trainer.global_step
             refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
         return super().whole_module(read)
@@ -210,7 +216,7 @@ class TensorParallel(DividedModel):
         """
         if self.sharded is not None or self._left is None:
             return super().whole_optimizer(optimizer, state)
-        if not self._strategy.meets():  # after Ctrl-C
+        if not self._strategy.ranks.come():  # after Ctrl-C
             return {}
         with self._strategy.ranks.reaching() as channels:
             return self._left.whole_state_dict(optimizer, channels.within, self._wholes())

@@ -8,7 +8,7 @@ Lightning's own strategies for sharded models leave it: `trainer.test` goes on w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -142,9 +142,10 @@ class FullyShard(DividedModel):
         self._strategy.module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
 
     @override
-    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
         if self.states is None:
-            return False
+            setup(trainer)
+            return
         # as Lightning does it, but ranks do not take rank 0's part of a model for theirs
         strategy = self._strategy
         assert strategy.accelerator is not None, "the Trainer has chosen one"
@@ -152,7 +153,6 @@ class FullyShard(DividedModel):
         strategy.precision_plugin.convert_module(strategy.module)
         strategy.module.to(strategy.root_device)
         strategy.setup_precision_plugin()
-        return True
 
     # -- in a fit
 

@@ -24,7 +24,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_commfree.checkpoint.own_tensors import OwnTensors
 from lightning_commfree.checkpoint.rank_files import SavedParts
 from lightning_commfree.checkpoint.rank_parts import copied, plain
-from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, ReplicaState, Saved
+from lightning_commfree.checkpoint.rank_state import (
+    Agreeing,
+    Part,
+    RankState,
+    ReplicaState,
+    Saved,
+    failing_as_one,
+)
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.patches import Patches
@@ -210,7 +217,7 @@ class ExactResume:
     def _write(self, checkpoint: dict[str, Any], options: Any, filepath: FilePath) -> None:
         """Write a checkpoint on rank 0."""
         writing = nullcontext() if self._fit is None else self._fit.inside.writing()
-        with self._ranks.failing_as_one(), writing:
+        with failing_as_one(self._ranks), writing:
             if self._strategy.is_global_zero and writes_later(self._strategy.checkpoint_io):
                 # Lightning before 2.6 writes what the tensors have become meanwhile
                 checkpoint = copied(checkpoint)

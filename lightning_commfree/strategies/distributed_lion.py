@@ -104,12 +104,8 @@ class DistributedLionStrategy(ReplicaStrategy):
     # -- the life of a fit
 
     @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self._lion = only_lion(type(self).__name__, self.optimizers)
-
-    @override
     def begin(self, trainer: pl.Trainer) -> JoinedLion:
+        self._lion = only_lion(type(self).__name__, self.optimizers)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
         if self.inside.size > 1:

@@ -6,54 +6,21 @@
    ever. No `on_exception` hook has run: Lightning calls them where it launches.
 
 Here the ranks run the hooks, which save what they save; the first rank says that it leaves without
-a result; and the launching process ends as the ranks did.
+a result; and the launching process ends as the ranks did (`OrderlyLauncher`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
-from lightning_commfree.lightning_internals import LAUNCH, Processes, interrupt
-from lightning_commfree.patches import Patches
+from lightning_commfree.lightning_internals import LAUNCH, OrderlyLauncher
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
-
-
-class _Left(NamedTuple):
-    """In place of a result."""
-
-    by_sigterm: bool
-
-
-class OrderlyLauncher(Processes):
-    """Starts ranks in processes; ends with `SystemExit` where they did so."""
-
-    @override
-    def leave(
-        self, rank: int, trainer: pl.Trainer | None, end: SystemExit, put: Callable[[Any], None]
-    ) -> None:
-        if trainer is not None and isinstance(end, SIGTERMException):  # all ranks are here
-            interrupt(trainer, end)
-        if rank == 0 and not end.code:  # else the launching process sees the code
-            put(_Left(isinstance(end, SIGTERMException)))
-
-    @override
-    def take(self, output: Any, trainer: pl.Trainer) -> None:
-        if not isinstance(output, _Left):
-            super().take(output, trainer)
-            return
-        # they have run on the ranks; here the model is untrained, and they must not save it
-        patches: Patches = cast(Any, trainer.strategy).patches
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            patches.put(callback, "on_exception", lambda *_: None)
-        raise SIGTERMException if output.by_sigterm else SystemExit
 
 
 def orderly(launcher: Any, strategy: ReplicaStrategy, start_method: str) -> Any:

@@ -95,19 +95,6 @@ class Ranks(Network):
             total = DDPStrategy.reduce(self._strategy, flags, reduce_op="sum")
         return [bool(flag) for flag in total.tolist()]
 
-    @contextmanager
-    def failing_as_one(self) -> Iterator[None]:
-        """If the body fails on some rank, let all ranks raise: their own error, or that one's."""
-        failure = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - it is raised below
-            failure = error
-        failed = self.all_flags(failure is not None)
-        if any(failed):
-            text = self.broadcast(str(failure), failed.index(True))
-            raise failure or RuntimeError(text)
-
     def _member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -26,6 +27,12 @@ from lightning_commfree.comm.materialize import described, on_meta
 from lightning_commfree.comm.sharing import START_TAG, common_start
 from lightning_commfree.comm.wholes import OneAtATime, Wholes
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.strategies.checks import (
+    PARTS,
+    check_training,
+    refuse_callbacks,
+    refuse_fp16,
+)
 from lightning_commfree.strategies.contracts import Inside
 
 if TYPE_CHECKING:
@@ -75,6 +82,14 @@ class DividedModel(Inside):
         """Whether a checkpoint has room in it only once it is divided: it is on `meta`."""
         module = self._strategy.lightning_module
         return self._was_on_meta or (module is not None and bool(on_meta(module)))
+
+    @override
+    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        name = type(strategy).__name__
+        check_training(name, trainer, strategy.module)
+        refuse_fp16(name, strategy.precision_plugin)
+        if self.size > 1:
+            refuse_callbacks(trainer, name, PARTS)
 
     def _start(self, world: Channel) -> int:
         """Start all ranks from the same undivided model; return a seed that they have alike."""

@@ -35,13 +35,7 @@ from lightning_commfree.domino import (
     refuse_meta,
     refuse_nonfinite_weights,
 )
-from lightning_commfree.strategies.checks import (
-    PARTS,
-    check_training,
-    refuse_callbacks,
-    refuse_compiled,
-    refuse_fp16,
-)
+from lightning_commfree.strategies.checks import refuse_compiled
 from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
@@ -101,13 +95,10 @@ class TensorParallel(DividedModel):
 
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        super().check(strategy, trainer)
         name, module = type(strategy).__name__, strategy.module
-        check_training(name, trainer, module)
         refuse_compiled(name, module)
-        refuse_fp16(name, strategy.precision_plugin)
         check_module(name, module, self.size)
-        if self.size > 1:
-            refuse_callbacks(trainer, name, PARTS)
 
     @override
     def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:

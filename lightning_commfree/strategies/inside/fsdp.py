@@ -32,13 +32,7 @@ from lightning_commfree.comm.parts import RowParts, whole_on_host
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.wholes import Wholes
-from lightning_commfree.lightning_internals import Processes
-from lightning_commfree.strategies.checks import (
-    PARTS,
-    check_training,
-    refuse_callbacks,
-    refuse_fp16,
-)
+from lightning_commfree.lightning_internals import OrderlyLauncher
 from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
@@ -91,12 +85,9 @@ class FullyShard(DividedModel):
 
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
-        name, module = type(strategy).__name__, strategy.module
-        check_training(name, trainer, module)
-        refuse_fp16(name, strategy.precision_plugin)
-        refuse_callbacks(trainer, name, PARTS)
-        if module is not self._divided:
-            refuse_wrapped(name, module)
+        super().check(strategy, trainer)
+        if strategy.module is not self._divided:
+            refuse_wrapped(type(strategy).__name__, strategy.module)
 
     @override
     def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
@@ -129,7 +120,7 @@ class FullyShard(DividedModel):
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
         super().release()
-        if self.states is None or not isinstance(self._strategy.launcher, Processes):
+        if self.states is None or not isinstance(self._strategy.launcher, OrderlyLauncher):
             return
         wholes = Wholes(keep=self._strategy.local_rank == 0)
 

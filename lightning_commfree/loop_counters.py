@@ -38,3 +38,10 @@ def steps_to_come(trainer: pl.Trainer) -> int | None:
     if not math.isfinite(total) or total < 0:
         return None
     return max(int(total) - trainer.global_step, 0)
+
+
+def in_accumulation(trainer: pl.Trainer) -> bool:
+    """Return whether there are gradients of batches whose optimizer step is still to come."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    stepped = batch.processed == batch.ready and not accumulates(trainer)
+    return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)

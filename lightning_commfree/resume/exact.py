@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.checkpoint.own_tensors import OwnTensors
+from lightning_commfree.checkpoint.own_tensors import OwnTensors, accumulate_further
 from lightning_commfree.checkpoint.rank_files import SavedParts
 from lightning_commfree.checkpoint.rank_parts import copied, plain
 from lightning_commfree.checkpoint.rank_state import (
@@ -34,15 +34,14 @@ from lightning_commfree.checkpoint.rank_state import (
 )
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
+from lightning_commfree.loop_counters import in_accumulation
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.epoch_start import EpochStart
 from lightning_commfree.resume.loops import open_plateaus, restore_loops
 from lightning_commfree.resume.position import (
-    accumulate_further,
     data_state,
     half_accumulated,
-    in_accumulation,
     not_saved,
     restore_place,
 )

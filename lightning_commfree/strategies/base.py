@@ -160,7 +160,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        self.inside.prepare(self, self.channels)
+        self.inside.prepare(self)
 
     @override
     def on_train_start(self) -> None:

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_commfree.checkpoint.rank_state import Adopted, RankState, Saved
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.mesh import Mesh
-from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.weight_swap import WeightSwap
 
 
@@ -51,7 +50,7 @@ class Inside(Protocol):
         """Refuse what cannot be trained so, before anything is made."""
         ...
 
-    def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: Any) -> None:
         """Start all ranks from the same weights, and prepare the model for what holds it.
 
         Collective; the optimizer is made after it.

@@ -24,7 +24,6 @@ from typing_extensions import override
 
 from lightning_commfree.comm.mesh import DATA, REPLICA, Mesh, tensor_mesh
 from lightning_commfree.comm.parts import mark_part
-from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import share_random_state
 from lightning_commfree.domino import (
     DominoSettings,
@@ -101,13 +100,14 @@ class TensorParallel(DividedModel):
         check_module(name, module, self.size)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: ReplicaStrategy) -> None:
         """Divide the model, and put this rank's part on its device, which need not hold the whole.
 
         Raises:
             ValueError: some ranks hold the same part, and others another one.
         """
-        module, own_seed = strategy.module, torch.initial_seed() % 2**31
+        module, channels = strategy.module, strategy.channels
+        own_seed = torch.initial_seed() % 2**31
         seed = self._start(channels.world)
         self.sharded = ShardedModule.prepare(
             module, channels.within, self._settings, own_seed, seed

@@ -29,7 +29,6 @@ from lightning_commfree.comm.division import (
 from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
 from lightning_commfree.comm.parts import RowParts, whole_on_host
-from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.lightning_internals import OrderlyLauncher
@@ -90,11 +89,11 @@ class FullyShard(DividedModel):
             refuse_wrapped(type(strategy).__name__, strategy.module)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: ReplicaStrategy) -> None:
         """Divide the model, unit by unit, on this rank's device; FSDP averages the gradients."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
-        fingerprint = strategy.fingerprint()
+        channels, fingerprint = strategy.channels, strategy.fingerprint()
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)
         else:

@@ -61,7 +61,7 @@ class MeetEveryBatch(Pace[GradientMean]):
                 may.
         """
         fit, steps = self._fit, not self.accumulates
-        module, within = fit.strategy.module, fit.strategy.channels.within
+        module, within = fit.strategy.module, fit.channels.within
         finite = not steps or looks_finite(module.parameters())
         if not self._all_finite(steps, finite):
             step = fit.trainer.global_step + 1

@@ -21,6 +21,7 @@ from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import VALIDATION, Traffic
+from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.fit_log import FitLog
 from lightning_commfree.strategies.signals import DeferredSigterm
@@ -38,6 +39,7 @@ class Fit(Generic[B]):
     strategy: ReplicaStrategy
     trainer: pl.Trainer
     between: B
+    channels: ReplicaChannels
     sigterm: DeferredSigterm
     log: FitLog
 
@@ -56,12 +58,13 @@ class Fit(Generic[B]):
         patches = strategy.patches
         traffic = Traffic.of(numel, strategy.world_size, *between.cycle())
         log = FitLog(trainer, strategy.ledger, traffic, between.figures, patches)
-        return cls(strategy, trainer, between, DeferredSigterm(trainer, patches), log)
+        sigterm = DeferredSigterm(trainer, patches)
+        return cls(strategy, trainer, between, strategy.channels, sigterm, log)
 
     @property
     def world(self) -> Channel:
         """To all ranks."""
-        return self.strategy.channels.world
+        return self.channels.world
 
 
 class Pace(Generic[B]):
@@ -119,7 +122,7 @@ class Pace(Generic[B]):
     def stepping(self) -> Iterator[None]:
         """In the body an optimizer step is taken; the algorithm's part follows."""
         fit = self._fit
-        within = fit.strategy.channels.within.size > 1  # there DDP exchanges gradients
+        within = fit.channels.within.size > 1  # there DDP exchanges gradients
         named = fit.world.naming_lost("gradients", computing=True) if within else nullcontext()
         with self.between.stepping(), named:
             yield

@@ -55,7 +55,7 @@ class MeetRarely(Pace[LocalUpdates]):
         if differ and not resumed:
             # `on_fit_start` or `on_train_start` has written to the weights, and DDP would train
             # what they are now; here all ranks must hold and share the same: rank 0's
-            channels = self._fit.strategy.channels
+            channels = self._fit.channels
             common_start(channels.world, self._fit.strategy.module, {}, channels.between)
             self._swap.take_local()
         # saved when a fit had ended: to finish a second time would move nothing

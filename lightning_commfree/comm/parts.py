@@ -111,6 +111,17 @@ class RowParts:
             result[name] = found.get(key, value)
         return result if wholes.keep else {}
 
+    def be_whole_from_here(self, wholes: Wholes) -> None:
+        """Let the module's own `state_dict` return whole tensors, collective, from now on."""
+
+        def make_whole(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+            del module
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = whole_on_host(value, wholes)
+
+        self._module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
+
     def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a module's state, whole or this rank's, as the module holds it."""
         held = self._module.state_dict()

@@ -5,6 +5,7 @@ Several ranks hold one model together. An algorithm around it asks for:
 =======================  =======================================================================
 `prepare`                divide the models, before the optimizer is made
 `held`                   the tensors of this rank, and which of them are whole, parts or copies
+`mark_parts`             let the tensors themselves say which of them are parts
 `whole_state_dict`       the module's state as if it were not divided, one tensor at a time
 `part_state_dict`        this rank's parts of such a state
 `own_state`              what is each rank's own: random numbers, and what splits have taken
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.parts import mark_part
 from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.domino.checks import check_batch, find_models
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
@@ -136,6 +138,30 @@ class ShardedModule:
             kind: Kind = "whole" if spec is None else "copy" if spec.overlapping else "part"
             found.append(HeldTensor(name, parameter, kind, spec))
         return found
+
+    def mark_parts(self, argument: str) -> None:
+        """Let the parameters say which of them are parts, to an algorithm that asks them.
+
+        Args:
+            argument: what the user calls the size of a tensor group.
+
+        Raises:
+            ValueError: some ranks hold the same part, and others another one.
+        """
+        for name, parameter, _, spec in self.held():
+            held = set(() if spec is None else spec.ranges)
+            if spec is not None and 1 < len(held) < len(spec.ranges):
+                raise ValueError(
+                    f"{name!r} is divided into {len(held)} parts among {self._channel.size} ranks:"
+                    " several of them hold the same one, as key heads that are fewer than ranks."
+                    f" With `inside='domino'` choose `{argument}` up to {len(held)}."
+                )
+            mark_part(parameter, len(held) > 1)
+
+    def forget_parts(self) -> None:
+        """Let no parameter say that it is a part."""
+        for held in self.held():
+            mark_part(held.tensor, False)
 
     # -- states
 

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.mesh import DATA, REPLICA, Mesh, tensor_mesh
-from lightning_commfree.comm.parts import mark_part
 from lightning_commfree.comm.sharing import share_random_state
 from lightning_commfree.domino import (
     DominoSettings,
@@ -117,7 +116,7 @@ class TensorParallel(DividedModel):
             model.trial.chosen = rank_zero_info
         module.to(strategy.root_device)
         if self._outside == REPLICA:
-            self._mark_parts(self.sharded)
+            self.sharded.mark_parts(self._argument)
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
@@ -132,8 +131,7 @@ class TensorParallel(DividedModel):
         """Make the model whole again; collective but after Ctrl-C."""
         if self.sharded is not None:
             self._left = None
-            for held in self.sharded.held():
-                mark_part(held.tensor, False)
+            self.sharded.forget_parts()
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
                 self.sharded.join()
                 self._left = self.sharded.optimizer_parts
@@ -211,20 +209,6 @@ class TensorParallel(DividedModel):
             return {}
         with self._strategy.ranks.reaching() as channels:
             return self._left.whole_state_dict(optimizer, channels.within, self._wholes())
-
-    # -- inside
-
-    def _mark_parts(self, sharded: ShardedModule) -> None:
-        """Let parameters say which of them are parts."""
-        for name, parameter, _, spec in sharded.held():
-            held = set(() if spec is None else spec.ranges)
-            if spec is not None and 1 < len(held) < len(spec.ranges):
-                raise ValueError(
-                    f"{name!r} is divided into {len(held)} parts among {self.size} ranks: several"
-                    " of them hold the same one, as key heads that are fewer than ranks. With"
-                    f" `inside='domino'` choose `{self._argument}` up to {len(held)}."
-                )
-            mark_part(parameter, len(held) > 1)
 
 
 def _may_change(module: pl.LightningModule) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,7 +28,7 @@ from lightning_commfree.comm.division import (
 )
 from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
-from lightning_commfree.comm.parts import RowParts, whole_on_host
+from lightning_commfree.comm.parts import RowParts
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.lightning_internals import OrderlyLauncher
@@ -119,17 +119,9 @@ class FullyShard(DividedModel):
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
         super().release()
-        if self.states is None or not isinstance(self._strategy.launcher, OrderlyLauncher):
-            return
-        wholes = Wholes(keep=self._strategy.local_rank == 0)
-
-        def make_whole(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-            del module
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = whole_on_host(value, wholes)
-
-        self._strategy.module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
+        states = self.states
+        if states is not None and isinstance(self._strategy.launcher, OrderlyLauncher):
+            states.be_whole_from_here(Wholes(keep=self._strategy.local_rank == 0))
 
     @override
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:

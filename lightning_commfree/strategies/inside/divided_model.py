@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.division import check_optimizers
 from lightning_commfree.comm.materialize import described, on_meta
 from lightning_commfree.comm.sharing import START_TAG, common_start
@@ -91,9 +90,9 @@ class DividedModel(Inside):
         if self.size > 1:
             refuse_callbacks(trainer, name, PARTS)
 
-    def _start(self, world: Channel) -> int:
+    def _start(self) -> int:
         """Start all ranks from the same undivided model; return a seed that they have alike."""
-        module = self._strategy.module
+        module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         common_start(world, module, {**self._strategy.fingerprint(), **described(module)})
         self._undivided = set(module.parameters())

@@ -105,12 +105,10 @@ class TensorParallel(DividedModel):
         Raises:
             ValueError: some ranks hold the same part, and others another one.
         """
-        module, channels = strategy.module, strategy.channels
+        module, within = strategy.module, strategy.channels.within
         own_seed = torch.initial_seed() % 2**31
-        seed = self._start(channels.world)
-        self.sharded = ShardedModule.prepare(
-            module, channels.within, self._settings, own_seed, seed
-        )
+        seed = self._start()
+        self.sharded = ShardedModule.prepare(module, within, self._settings, own_seed, seed)
         for model in self.sharded.models:
             model.fell_back = cache(rank_zero_warn)  # of each text once
             model.trial.chosen = rank_zero_info

@@ -97,7 +97,7 @@ class FullyShard(DividedModel):
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)
         else:
-            seed = self._start(channels.world)
+            seed = self._start()
             fill = Materializer(module, seed) if self._was_on_meta else None
             replicas = self.mesh(strategy.world_size).groups(DATA)
             units = self._settings.units

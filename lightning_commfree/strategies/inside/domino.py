@@ -200,7 +200,12 @@ class TensorParallel(DividedModel):
         """Return an optimizer's whole state on rank 0; after a fit as well.
 
         Each rank's optimizer then holds its part, as in the fit.
+
+        Raises:
+            ValueError: it keeps something else than numbers for single elements.
         """
+        if self.sharded is not None:
+            check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._left is None:
             return super().whole_optimizer(optimizer, state)
         if not self._strategy.ranks.come():  # after Ctrl-C

@@ -31,17 +31,13 @@ class Feature(NamedTuple):
         lost: what there is not where one of them is missing.
         names: attributes from the Trainer on, or from a module on: "module:name". One that is only
             written has a value behind it that its owner must understand: "name=value".
-        since: the release of Lightning that brought them.
     """
 
     lost: str
     names: tuple[str, ...]
-    since: str = "2.5.2"
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
         """Return the names that are not there; without a Trainer where all are a module's."""
-        if not RequirementCache(f"lightning>={self.since}"):
-            return []
         return [name for name in self.names if not _is_there(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
@@ -97,8 +93,7 @@ COMPILED = Feature(
 )
 TIMED = Feature(
     "the refusal of a time as `val_check_interval`, at which ranks may wait for each other",
-    ("_val_check_time_interval",),
-    since="2.6.0",
+    ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_commfree.checkpoint.own_tensors import gradients_of
 from lightning_commfree.checkpoint.random_state import (
     random_state,
+    set_drawn,
     set_epoch,
     set_generators,
     set_random_state,
@@ -159,9 +160,9 @@ def _restore_iterator(
     for loader in loaders:
         if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
             loader._iterator = None  # workers that persist; `setup_data` gave them other seeds
-    begin.set_for_iterator()
+    set_drawn(begin.iterator, loaders)
     iter(fetcher)
-    begin.set_for_batch()
+    set_drawn(begin.batch, loaders)
     for _ in range(moment.batches):
         next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself
     return []

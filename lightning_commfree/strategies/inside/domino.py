@@ -204,7 +204,7 @@ class TensorParallel(DividedModel):
         Raises:
             ValueError: it keeps something else than numbers for single elements.
         """
-        if self.sharded is not None:
+        if self.sharded is not None and self.size > 1:
             check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._left is None:
             return super().whole_optimizer(optimizer, state)

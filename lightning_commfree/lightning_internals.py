@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -30,17 +31,13 @@ class Feature(NamedTuple):
         lost: what there is not where one of them is missing.
         names: attributes from the Trainer on, or from a module on: "module:name". One that is only
             written has a value behind it that its owner must understand: "name=value".
-        since: the release of Lightning that brought them.
     """
 
     lost: str
     names: tuple[str, ...]
-    since: str = "2.5.2"
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
         """Return the names that are not there; without a Trainer where all are a module's."""
-        if not RequirementCache(f"lightning>={self.since}"):
-            return []
         return [name for name in self.names if not _is_there(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
@@ -96,8 +93,7 @@ COMPILED = Feature(
 )
 TIMED = Feature(
     "the refusal of a time as `val_check_interval`, at which ranks may wait for each other",
-    ("_val_check_time_interval",),
-    since="2.6.0",
+    ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
@@ -171,17 +167,14 @@ def add_to_rows(
 _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)
 
 
-class Processes(_Launcher):  # type: ignore[misc]
-    """Lightning's, which starts ranks in processes; a subclass says how they leave."""
+class _Left(NamedTuple):
+    """What a rank that has left puts in place of a result."""
 
-    def leave(
-        self, rank: int, trainer: pl.Trainer | None, end: SystemExit, put: Callable[[Any], None]
-    ) -> None:
-        """Leave a rank by `end`, without a result; what is `put` comes to the launching process."""
+    by_sigterm: bool
 
-    def take(self, output: Any, trainer: pl.Trainer) -> None:
-        """Take a result in the launching process, or what a rank has put in its place."""
-        super()._recover_results_in_main_process(output, trainer)
+
+class OrderlyLauncher(_Launcher):  # type: ignore[misc]
+    """Lightning's, which starts ranks in processes; it ends with `SystemExit` where they did so."""
 
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
@@ -189,18 +182,24 @@ class Processes(_Launcher):  # type: ignore[misc]
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SystemExit as end:
-            return_queue = args[3]  # behind a function, its arguments and its keyword arguments
-            self.leave(process_idx, trainer, end, return_queue.put)
+            by_sigterm = isinstance(end, SIGTERMException)
+            if trainer is not None and by_sigterm:  # all ranks are here
+                import_module(_CALL)._interrupt(trainer, end)
+                trainer._teardown()
+            if process_idx == 0 and not end.code:  # else the launching process sees the code
+                return_queue = args[3]  # behind a function, its arguments and its keyword arguments
+                return_queue.put(_Left(by_sigterm))
             raise
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        self.take(worker_output, trainer)
-
-
-def interrupt(trainer: pl.Trainer, exception: BaseException) -> None:
-    """Call the hooks of an exception and tear the Trainer down."""
-    import_module(_CALL)._interrupt(trainer, exception)
-    trainer._teardown()
+        if not isinstance(worker_output, _Left):
+            super()._recover_results_in_main_process(worker_output, trainer)
+            return
+        # they have run on the ranks; here the model is untrained, and they must not save it
+        patches: Patches = cast(Any, trainer.strategy).patches
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            patches.put(callback, "on_exception", lambda *_: None)
+        raise SIGTERMException if worker_output.by_sigterm else SystemExit
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:

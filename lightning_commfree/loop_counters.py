@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -29,3 +30,18 @@ def accumulates(trainer: pl.Trainer) -> bool:
     """Return whether the latest batch that was read brings no optimizer step."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return ready % trainer.accumulate_grad_batches != 0 and not data_used_up(trainer)
+
+
+def steps_to_come(trainer: pl.Trainer) -> int | None:
+    """Return how many optimizer steps its fit still takes; None where nobody knows."""
+    total = trainer.estimated_stepping_batches
+    if not math.isfinite(total) or total < 0:
+        return None
+    return max(int(total) - trainer.global_step, 0)
+
+
+def in_accumulation(trainer: pl.Trainer) -> bool:
+    """Return whether there are gradients of batches whose optimizer step is still to come."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    stepped = batch.processed == batch.ready and not accumulates(trainer)
+    return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)

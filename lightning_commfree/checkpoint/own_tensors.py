@@ -78,6 +78,18 @@ class OwnTensors:
         return _with_values(persistent), _with_values(others)
 
 
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients that are there, by parameter; not copies."""
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def accumulate_further(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Put back what `gradients_of` returned, ahead of a resumed fit's first batch."""
+    for name, gradient in gradients.items():
+        parameter = module.get_parameter(name)
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+
 def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: own(tensor)

@@ -76,6 +76,15 @@ def set_drawn(state: Drawn | None, loaders: Iterable[object]) -> None:
         set_generators(state["generators"], loaders)
 
 
+def set_epoch(epoch: int, loaders: Iterable[object]) -> None:
+    """Tell the loaders' samplers which epoch it is; some draw their order from its number."""
+    for loader in loaders:
+        for owner in (loader, getattr(loader, "batch_sampler", None)):
+            sampler: Any = getattr(owner, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+
 def set_generators(states: Sequence[Tensor], loaders: Iterable[object]) -> None:
     """Let generators of loaders and samplers go on from `states`."""
     generators = loader_generators(loaders)

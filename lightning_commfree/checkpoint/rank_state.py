@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from lightning_commfree.checkpoint.rank_files import SavedParts
@@ -26,14 +26,25 @@ class Agreeing(Protocol):
     def size(self) -> int:
         """How many they are."""
 
-    def broadcast(self, value: T) -> T:
-        """Return rank 0's value."""
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Return the value of rank `src`."""
 
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank."""
 
-    def failing_as_one(self) -> AbstractContextManager[None]:
-        """If the body fails on some rank, let all ranks raise."""
+
+@contextmanager
+def failing_as_one(ranks: Agreeing) -> Iterator[None]:
+    """If the body fails on some rank, let all ranks raise: their own error, or that one's."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - it is raised below
+        failure = error
+    failed = ranks.all_flags(failure is not None)
+    if any(failed):
+        text = ranks.broadcast(str(failure), failed.index(True))
+        raise failure or RuntimeError(text)
 
 
 class Adopted(NamedTuple):
@@ -108,7 +119,7 @@ class Saved:
         Raises:
             RuntimeError: what is there is another rank's, of another save, or damaged.
         """
-        with self._ranks.failing_as_one():
+        with failing_as_one(self._ranks):
             return [self._parts.load(rank) for rank in wanted]
 
     def load_all(self, wanted: Iterable[int]) -> list[Part]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_commfree.checkpoint.rank_files import RankFiles
 from lightning_commfree.checkpoint.rank_parts import Key, Owner
-from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState
+from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, failing_as_one
 from lightning_commfree.checkpoint.whole_files import FilePath
 
 
@@ -62,7 +62,7 @@ class Saving:
             said = algorithm.name, algorithm.fingerprint()
             known = files.enter(checkpoint, owner, *said, part)
         known = ranks.broadcast(known)
-        with ranks.failing_as_one():
+        with failing_as_one(ranks):
             if owner.rank:
                 files.save(owner, part, known)
 

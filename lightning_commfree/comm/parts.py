@@ -83,38 +83,70 @@ def whole_on_host(value: Tensor, wholes: Wholes) -> Tensor:
     return value.cpu() if wholes.keep else value.new_empty(0)
 
 
-def whole_state(module: nn.Module, state: Mapping[str, Any], wholes: Wholes) -> dict[str, Any]:
-    """Return a module's state as if it were not divided, in host memory.
-
-    Collective, one tensor at a time; a tied weight, which stands under several names, once.
+class RowParts:
+    """Whole states of a module that is divided by rows, and this rank's parts of such states.
 
     Args:
-        module: whose it is.
-        state: as the module returned it.
-        wholes: puts tensors together. Where this rank does not keep them the result is empty.
+        module: the divided one.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    found: dict[Any, Tensor] = {}
-    result = {}
-    for name, value in state.items():
-        key = parameters.get(name, name)
-        if isinstance(value, Tensor) and key not in found:
-            found[key] = whole_on_host(value, wholes)
-        result[name] = found.get(key, value)
-    return result if wholes.keep else {}
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def whole_state_dict(self, wholes: Wholes) -> dict[str, Any]:
+        """Return the module's state as if it were not divided, in host memory.
+
+        Collective, one tensor at a time; a tied weight, which stands under several names, once.
+
+        Args:
+            wholes: puts tensors together. Where this rank does not keep them the result is empty.
+        """
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        found: dict[Any, Tensor] = {}
+        result = {}
+        for name, value in self._module.state_dict().items():
+            key = parameters.get(name, name)
+            if isinstance(value, Tensor) and key not in found:
+                found[key] = whole_on_host(value, wholes)
+            result[name] = found.get(key, value)
+        return result if wholes.keep else {}
+
+    def be_whole_from_here(self, wholes: Wholes) -> None:
+        """Let the module's own `state_dict` return whole tensors, collective, from now on."""
+
+        def make_whole(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+            del module
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = whole_on_host(value, wholes)
+
+        self._module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
+
+    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a module's state, whole or this rank's, as the module holds it."""
+        held = self._module.state_dict()
+        return {
+            name: part_like(value, held[name]) if name in held else value
+            for name, value in state.items()
+        }
+
+    def whole_optimizer_state(self, optimizer: Optimizer, wholes: Wholes) -> dict[str, Any]:
+        """Return an optimizer's state as `whole_state_dict` returns the module's."""
+
+        def gathered(value: Tensor, parameter: Tensor) -> Tensor:
+            return whole_on_host(part_like(value, parameter), wholes)
+
+        return _mapped_state(optimizer, optimizer.state_dict(), gathered)
+
+    def part_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return an optimizer's state, whole or this rank's, as the optimizer holds it."""
+        return _mapped_state(optimizer, state, part_like)
 
 
-def part_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a module's state, whole or this rank's, as the module holds it."""
-    held = module.state_dict()
-    return {
-        name: part_like(value, held[name]) if name in held else value
-        for name, value in state.items()
-    }
-
-
-def mapped_state(
-    optimizer: Optimizer, state: dict[str, Any], convert: Callable[[Tensor, Tensor], Tensor]
+def _mapped_state(
+    optimizer: Optimizer, state: Mapping[str, Any], convert: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Any]:
     """Return an optimizer's `state_dict` with other tensors.
 

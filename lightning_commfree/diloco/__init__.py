@@ -38,13 +38,13 @@ Departures from the paper:
 """
 
 from lightning_commfree.diloco.eager import EagerDiLoCo
+from lightning_commfree.diloco.forecast import foretold
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
 from lightning_commfree.diloco.settings import (
     DiLoCoSettings,
     OuterOptimizerFactory,
-    cuts_whole,
     default_outer_optimizer,
 )
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
@@ -60,7 +60,7 @@ __all__ = [
     "Schedule",
     "StreamingDiLoCo",
     "WireFormat",
-    "cuts_whole",
     "default_outer_optimizer",
+    "foretold",
     "split_into_fragments",
 ]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import nn
 
 from lightning_commfree.diloco.schedule import Schedule
-from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.diloco.settings import DiLoCoSettings, cuts_whole
 
-ONE_FRAGMENT = (
+if TYPE_CHECKING:
+    from lightning_commfree.diloco.streaming import StreamingDiLoCo
+
+_ONE_FRAGMENT = (
     "No list of equal modules (transformer blocks) was found, so the whole model is one"
     " fragment, which leaves at once every `sync_every` steps."
     " `fragment_pattern='balanced'` cuts it into several of equal bytes, which leave one"
     " after the other."
 )
-ALONE = (
+_ALONE = (
     "There is one replica, so nothing is exchanged: the outer optimizer makes of the inner one a"
     " look-ahead optimizer. If more replicas were meant, ask the Trainer for more ranks"
     " (`devices=`, `num_nodes=`) than `replica_size` has."
@@ -57,6 +62,25 @@ def forecast_exchanges(settings: DiLoCoSettings, schedule: Schedule, last_step: 
         f" validation sees a fragment as it was at the start, unless `evaluate='mean'`. {advice}"
     )
     return Forecast(text, warns=True)
+
+
+def foretold(diloco: StreamingDiLoCo, module: nn.Module, steps: int | None) -> list[Forecast]:
+    """Return what to say at the start of a fit.
+
+    Args:
+        diloco: as it begins, or goes on.
+        module: that is trained.
+        steps: inner steps to come; None: nobody knows.
+    """
+    if diloco.num_replicas == 1:
+        return [Forecast(_ALONE, warns=False)]
+    said = []
+    if cuts_whole(module, diloco.settings):
+        said.append(Forecast(_ONE_FRAGMENT, warns=False))
+    if steps is not None:
+        last_step = diloco.step + steps
+        said.append(forecast_exchanges(diloco.settings, diloco.schedule, last_step))
+    return said
 
 
 def unready_weights(

@@ -20,20 +20,18 @@ half-accumulated step come back in the first only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_commfree.checkpoint.rank_state import PLACE, Adopted, Saved
 from lightning_commfree.comm.in_step import NUM_BYTES
 from lightning_commfree.comm.in_step import TAG as IN_STEP_TAG
 from lightning_commfree.comm.ledger import all_gather_bytes
 from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.domino.checks import check_states
 from lightning_commfree.domino.forecast import bytes_per_step
 from lightning_commfree.domino.gradients import GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
@@ -47,7 +45,6 @@ class GradientMean:
         sharded: the divided model.
         channels: between and within replicas.
         settings: decide in which order random numbers are drawn.
-        optimizers: that are looked at after their first step.
 
     Attributes:
         average: of the gradients.
@@ -64,10 +61,8 @@ class GradientMean:
         sharded: ShardedModule,
         channels: ReplicaChannels,
         settings: DominoSettings,
-        optimizers: Sequence[Optimizer] = (),
     ) -> None:
-        self._unseen = list(optimizers) if channels.within.size > 1 else []
-        self._sharded, self._channels, self._settings = sharded, channels, settings
+        self._channels, self._settings = channels, settings
         self.models = sharded.models
         self.average = GradientAverage(channels.between)
         for model in sharded.models:
@@ -76,21 +71,14 @@ class GradientMean:
     def land(self, module: nn.Module) -> None:
         """Put the mean gradients into place."""
         self.average.land(module.parameters())
-        self._sharded.sum_shared_gradients()
 
     def stepping(self) -> AbstractContextManager[None]:
         """In the body an optimizer step is taken."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Exchange nothing: the ranks have said behind backward whether they stop.
-
-        Raises:
-            ValueError: an optimizer keeps something else than numbers for single elements.
-        """
+        """Exchange nothing: the ranks have said behind backward whether they stop."""
         del stop
-        seen, self._unseen = self._unseen, []
-        check_states(seen, self._sharded.specs.keys())
         return False
 
     def figures(self) -> dict[str, float]:
@@ -125,12 +113,12 @@ class GradientMean:
         return {"tensor_parallel_size": str(size), **split}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what each rank keeps for itself."""
-        return self._sharded.own_state()
+        """Return nothing: what each rank keeps for itself is the divided model's."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self._sharded.load_own_state(state)
+        del state
 
     def adopt(self, saved: Saved) -> Adopted | None:
         """Go on in the data, with all random numbers or with those that a tensor group shares."""

@@ -5,6 +5,7 @@ Several ranks hold one model together. An algorithm around it asks for:
 =======================  =======================================================================
 `prepare`                divide the models, before the optimizer is made
 `held`                   the tensors of this rank, and which of them are whole, parts or copies
+`mark_parts`             let the tensors themselves say which of them are parts
 `whole_state_dict`       the module's state as if it were not divided, one tensor at a time
 `part_state_dict`        this rank's parts of such a state
 `own_state`              what is each rank's own: random numbers, and what splits have taken
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.parts import mark_part
 from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.domino.checks import check_batch, find_models
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
@@ -137,6 +139,30 @@ class ShardedModule:
             found.append(HeldTensor(name, parameter, kind, spec))
         return found
 
+    def mark_parts(self, argument: str) -> None:
+        """Let the parameters say which of them are parts, to an algorithm that asks them.
+
+        Args:
+            argument: what the user calls the size of a tensor group.
+
+        Raises:
+            ValueError: some ranks hold the same part, and others another one.
+        """
+        for name, parameter, _, spec in self.held():
+            held = set(() if spec is None else spec.ranges)
+            if spec is not None and 1 < len(held) < len(spec.ranges):
+                raise ValueError(
+                    f"{name!r} is divided into {len(held)} parts among {self._channel.size} ranks:"
+                    " several of them hold the same one, as key heads that are fewer than ranks."
+                    f" With `inside='domino'` choose `{argument}` up to {len(held)}."
+                )
+            mark_part(parameter, len(held) > 1)
+
+    def forget_parts(self) -> None:
+        """Let no parameter say that it is a part."""
+        for held in self.held():
+            mark_part(held.tensor, False)
+
     # -- states
 
     def whole_state_dict(self, wholes: Wholes) -> dict[str, Any]:
@@ -185,15 +211,11 @@ class ShardedModule:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
         return self.optimizer_parts.whole_state_dict(optimizer, self._channel, wholes)
 
-    def part_optimizer_states(
-        self, optimizers: Iterable[Optimizer], states: Iterable[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Return this rank's parts of the whole states of optimizers."""
-        parts, rank = self.optimizer_parts, self._channel.rank
-        return [
-            parts.part_state_dict(optimizer, state, rank)
-            for optimizer, state in zip(optimizers, states, strict=True)
-        ]
+    def part_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's parts of an optimizer's whole state."""
+        return self.optimizer_parts.part_state_dict(optimizer, state, self._channel.rank)
 
     # -- gradients
 

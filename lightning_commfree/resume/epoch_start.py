@@ -20,7 +20,6 @@ from lightning_commfree.checkpoint.random_state import (
     drawn,
     loader_generators,
     random_state,
-    set_drawn,
 )
 from lightning_commfree.patches import Patches
 
@@ -38,12 +37,16 @@ class EpochStart:
     Args:
         trainer: begins a fit, and has not made its loaders.
         patches: get what stands before two methods of its own objects.
+
+    Attributes:
+        iterator: the random numbers with which this epoch's iterator was made; None: it was not.
+        batch: those with which its first batch was read.
     """
 
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
         self._trainer, self._restored = trainer, False
-        self._iterator: Drawn | None = None
-        self._batch: Drawn | None = None
+        self.iterator: Drawn | None = None
+        self.batch: Drawn | None = None
         # at the latest preparation of a training loader
         self._host: dict[str, Any] | None = None
         self._prepared: dict[torch.Generator, Tensor] = {}
@@ -67,16 +70,16 @@ class EpochStart:
             if self._restored:  # this epoch was begun before the save
                 self._restored = False
                 return
-            self._iterator = before if is_new else self._when_prepared()
-            self._batch = self._now()
+            self.iterator = before if is_new else self._when_prepared()
+            self.batch = self._now()
 
         patches.put(strategy, "process_dataloader", note_and_prepare)
         patches.put(loop, "on_run_start", note_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was noted, None for a moment that has not been; and the generators' now."""
-        iterator = self._when_prepared() if self._iterator is None else self._iterator
-        return {"iterator": iterator, "batch": self._batch, "now": self._now()["generators"]}
+        iterator = self._when_prepared() if self.iterator is None else self.iterator
+        return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
         """Take what `state_dict` returned.
@@ -85,15 +88,7 @@ class EpochStart:
             state: of the save.
             begun: the resumed fit begins in the middle of an epoch, whose beginning this is.
         """
-        self._iterator, self._batch, self._restored = state["iterator"], state["batch"], begun
-
-    def set_for_iterator(self) -> None:
-        """Draw as when the epoch's iterator was made, if that is known."""
-        set_drawn(self._iterator, training_loaders(self._trainer))
-
-    def set_for_batch(self) -> None:
-        """Draw as when the epoch's first batch was read, if it has been."""
-        set_drawn(self._batch, training_loaders(self._trainer))
+        self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
     def _now(self) -> Drawn:
         return drawn(training_loaders(self._trainer))

@@ -21,21 +21,27 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.checkpoint.own_tensors import OwnTensors
+from lightning_commfree.checkpoint.own_tensors import OwnTensors, accumulate_further
 from lightning_commfree.checkpoint.rank_files import SavedParts
 from lightning_commfree.checkpoint.rank_parts import copied, plain
-from lightning_commfree.checkpoint.rank_state import Agreeing, Part, RankState, ReplicaState, Saved
+from lightning_commfree.checkpoint.rank_state import (
+    Agreeing,
+    Part,
+    RankState,
+    ReplicaState,
+    Saved,
+    failing_as_one,
+)
 from lightning_commfree.checkpoint.saving import Saving
 from lightning_commfree.checkpoint.whole_files import FilePath
+from lightning_commfree.loop_counters import in_accumulation
 from lightning_commfree.patches import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.epoch_start import EpochStart
 from lightning_commfree.resume.loops import open_plateaus, restore_loops
 from lightning_commfree.resume.position import (
-    accumulate_further,
     data_state,
     half_accumulated,
-    in_accumulation,
     not_saved,
     restore_place,
 )
@@ -210,7 +216,7 @@ class ExactResume:
     def _write(self, checkpoint: dict[str, Any], options: Any, filepath: FilePath) -> None:
         """Write a checkpoint on rank 0."""
         writing = nullcontext() if self._fit is None else self._fit.inside.writing()
-        with self._ranks.failing_as_one(), writing:
+        with failing_as_one(self._ranks), writing:
             if self._strategy.is_global_zero and writes_later(self._strategy.checkpoint_io):
                 # Lightning before 2.6 writes what the tensors have become meanwhile
                 checkpoint = copied(checkpoint)

@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_commfree.checkpoint.own_tensors import gradients_of
 from lightning_commfree.checkpoint.random_state import (
     random_state,
+    set_drawn,
+    set_epoch,
     set_generators,
     set_random_state,
 )
@@ -25,7 +28,7 @@ from lightning_commfree.lightning_internals import (
     loaded_later,
     reloaded_at,
 )
-from lightning_commfree.loop_counters import accumulates
+from lightning_commfree.loop_counters import in_accumulation
 from lightning_commfree.resume.epoch_start import EpochStart, training_loaders
 from lightning_commfree.resume.loops import Moment, left_out, restore_loops
 
@@ -53,32 +56,12 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
     }
 
 
-def in_accumulation(trainer: pl.Trainer) -> bool:
-    """Return whether there are gradients of batches whose optimizer step is still to come."""
-    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    stepped = batch.processed == batch.ready and not accumulates(trainer)
-    return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)
-
-
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the gradients of batches whose optimizer step is still to come, by parameter.
 
-    Those that are there, not copies; empty between two accumulations.
+    Not copies; empty between two accumulations, when those that are there have been stepped with.
     """
-    if not in_accumulation(trainer):
-        return {}  # what is there has been stepped with
-    return {
-        name: parameter.grad
-        for name, parameter in trainer.lightning_module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def accumulate_further(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Put back what `half_accumulated` returned, ahead of a resumed fit's first batch."""
-    for name, gradient in gradients.items():
-        parameter = module.get_parameter(name)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)
+    return gradients_of(trainer.lightning_module) if in_accumulation(trainer) else {}
 
 
 def not_saved(checkpoint: Mapping[str, Any], part: Mapping[str, Any], ranks: int) -> list[str]:
@@ -133,8 +116,7 @@ def restore_place(trainer: pl.Trainer, begin: EpochStart, data: Mapping[str, Any
     if every := int(cast(Any, trainer).reload_dataloaders_every_n_epochs):
         latest = moment.epoch if moment.begun or opened else max(moment.epoch - 1, 0)
         reloaded_at(trainer, latest // every * every)
-    for loader in loaders:
-        _begin_epoch(loader, moment.epoch)
+    set_epoch(moment.epoch, loaders)
     set_random_state(data["random"], trainer.strategy.root_device)
 
     # Lightning has not loaded them where it took the epoch for over
@@ -178,17 +160,9 @@ def _restore_iterator(
     for loader in loaders:
         if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
             loader._iterator = None  # workers that persist; `setup_data` gave them other seeds
-    begin.set_for_iterator()
+    set_drawn(begin.iterator, loaders)
     iter(fetcher)
-    begin.set_for_batch()
+    set_drawn(begin.batch, loaders)
     for _ in range(moment.batches):
         next(fetcher.iterator)  # not through the fetcher, which Lightning sets itself
     return []
-
-
-def _begin_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader's samplers which epoch it is, as Lightning does at an epoch's beginning."""
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        sampler: Any = getattr(owner, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)

@@ -10,34 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 
 from lightning_commfree.comm.weight_swap import OuterView, WeightSwap
-from lightning_commfree.patches import Patches
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
 
 _KIND = getattr(callbacks, "WeightAveraging", None)
 _UPDATES = ("on_train_batch_end", "on_train_epoch_end")
 
 
-def average_outer_weights(
-    trainer: pl.Trainer, module: pl.LightningModule, swap: WeightSwap, patches: Patches
-) -> Callable[[], None]:
-    """Let the callbacks average outer weights.
+def average_outer_weights(strategy: ReplicaStrategy, swap: WeightSwap) -> Callable[[], None]:
+    """Let the Trainer's callbacks average outer weights.
 
     Args:
-        trainer: has them; its fit begins.
-        module: that is trained.
-        swap: has its outer weights.
-        patches: removed when the fit ends.
+        strategy: whose fit begins.
+        swap: has the outer weights.
 
     Returns:
         Puts their averages into the module; call it after the last exchange, which must see the
         module's own weights.
     """
-    ends = []
+    trainer, patches, ends = strategy.module.trainer, strategy.patches, []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _KIND is None or not isinstance(callback, _KIND):
             continue
@@ -48,7 +46,7 @@ def average_outer_weights(
 
     def put_in() -> None:
         for end in ends:
-            end(trainer, module)
+            end(trainer, strategy.module)
 
     return put_in
 

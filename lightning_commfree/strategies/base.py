@@ -39,7 +39,7 @@ from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_log import FitLog
-from lightning_commfree.strategies.launching import Starter
+from lightning_commfree.strategies.launching import orderly
 from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.rarely import MeetRarely
@@ -64,6 +64,7 @@ class ReplicaStrategy(DDPStrategy):
         liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
     """
 
+    settings: Any
     liveness = True
     pace: type[Pace[Any]] = MeetRarely
 
@@ -77,13 +78,14 @@ class ReplicaStrategy(DDPStrategy):
         self.now: Pace[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
-        self._starter = Starter(self, ddp_kwargs.get("start_method", "popen"))
-        self._writer: CheckpointIO | None = ddp_kwargs.get("checkpoint_io")
+        self._starts_by = ddp_kwargs.get("start_method", "popen")
+        self._orderly: Any = None
+        self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
-    @abstractmethod
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks."""
+        return dict(self.settings.fingerprint())
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
@@ -118,31 +120,28 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        return self._starter.in_place_of(super().launcher)
+        self._orderly = self._orderly or orderly(super().launcher, self, self._starts_by)
+        return self._orderly
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        self._writer = writing_whole(self._writer, maps=self.inside.divides)
         return self._writer
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = io
+        self._writer = writing_whole(io, maps=self.inside.divides)
 
     @override
     def setup_environment(self) -> None:
         self.ledger.phase = START
-        with self.ranks.joining():
-            super().setup_environment()
-        self.ranks.open()
+        self.ranks.join(super().setup_environment)
         self._resume.install(self.module.trainer, self.patches)  # before the first loader is made
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
-            if not self.inside.set_up_evaluation(trainer):
-                super().setup(trainer)
+            self.inside.set_up_evaluation(trainer, super().setup)
             return
         probe(trainer)
         self.inside.check(self, trainer)
@@ -156,12 +155,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if self.inside.moves_module or self.module.trainer.state.fn != TrainerFn.FITTING:
+        if not self.inside.divides or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
     def configure_ddp(self) -> None:
-        self.inside.prepare(self, self.channels)
+        self.inside.prepare(self)
 
     @override
     def on_train_start(self) -> None:
@@ -181,7 +180,7 @@ class ReplicaStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """In the body gradients accumulate on this rank; Lightning's word for it."""
-        with self.inside.accumulating() or super().block_backward_sync():
+        with self.now.accumulating(), self.inside.accumulating() or super().block_backward_sync():
             yield
 
     @override
@@ -193,8 +192,9 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        self.now.after_backward(closure_loss)
         if self.inside.size > 1:
-            self.inside.after_backward()
+            self.inside.after_backward(steps=not self.now.accumulates)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,17 +233,12 @@ class ReplicaStrategy(DDPStrategy):
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()
-        self._starter.restore_callbacks()
         super().teardown()
         self.patches.remove()
         set_ddp_group(self, None)
         self.ranks.leave()
 
     # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
-
-    def meets(self) -> bool:
-        """Return whether the others come to the collective that this rank has come to."""
-        return not stopped_by_hand(self.lightning_module) and self.now.meets()
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -287,9 +282,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module) and self.now.may_save(
-            filepath, weights_only="optimizer_states" not in checkpoint
-        ):
+        if not stopped_by_hand(self.lightning_module) and self.now.may_save(checkpoint, filepath):
             self._resume.save(checkpoint, filepath, storage_options)
 
     @override

@@ -81,8 +81,12 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
                 )
 
 
-def check_module(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what replicas cannot train.
+def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what ranks cannot train together.
+
+    1. A validation that begins when each rank's own clock says so: Lightning does not let the ranks
+       agree on it, and one validates while the others train on.
+    2. A LightningModule that calls its optimizers itself.
 
     Args:
         strategy: its name.
@@ -90,18 +94,15 @@ def check_module(strategy: str, trainer: pl.Trainer, module: pl.LightningModule)
         module: that shall be trained.
 
     Raises:
-        ValueError: manual optimization, or a time for `val_check_interval`.
+        ValueError: the Trainer has a time for `val_check_interval`, or optimization is manual.
     """
-    refuse_timed_validation(strategy, trainer)
-    refuse_manual_optimization(strategy, module)
-
-
-def refuse_manual_optimization(strategy: str, module: pl.LightningModule) -> None:
-    """Refuse a LightningModule that calls its optimizers itself.
-
-    Raises:
-        ValueError: it does.
-    """
+    seconds = validation_seconds(trainer)
+    if seconds is not None and trainer.world_size > 1:
+        raise ValueError(
+            f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
+            " every rank would validate by its own clock, after another step than the others. Give"
+            " a number of batches, or a share of an epoch."
+        )
     if not module.automatic_optimization:
         raise ValueError(
             f"`{strategy}` does not support manual optimization: it counts optimizer steps, and a"
@@ -156,23 +157,6 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
             f"`{strategy}` does not support precision={precision.precision!r} where ranks hold"
             " parts of a model: they would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or"
             " '32-true'."
-        )
-
-
-def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
-    """Refuse a validation that begins when each rank's own clock says so.
-
-    Lightning does not let the ranks agree on it: one validates while the others train on.
-
-    Raises:
-        ValueError: the Trainer has a time for `val_check_interval`.
-    """
-    seconds = validation_seconds(trainer)
-    if seconds is not None and trainer.world_size > 1:
-        raise ValueError(
-            f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
-            " every rank would validate by its own clock, after another step than the others. Give"
-            " a number of batches, or a share of an epoch."
         )
 
 

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from lightning_commfree.checkpoint.rank_state import Adopted, RankState, Saved
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.mesh import Mesh
-from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.weight_swap import WeightSwap
 
 
@@ -28,16 +27,14 @@ class Inside(Protocol):
     Attributes:
         size: ranks of a replica.
         uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
-        divides: they hold parts of one model.
+        divides: they hold parts of one model; `prepare` moves what a rank holds to its device.
         same_batch: the ranks of a replica must see the same batch.
-        moves_module: Lightning moves the whole module to the device before `prepare`.
         restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
     """
 
     size: int
     uses_ddp: bool = False
     divides: bool = False
-    moves_module: bool = True
     same_batch: bool = False
     restores_after_setup: bool = False
 
@@ -53,7 +50,7 @@ class Inside(Protocol):
         """Refuse what cannot be trained so, before anything is made."""
         ...
 
-    def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: Any) -> None:
         """Start all ranks from the same weights, and prepare the model for what holds it.
 
         Collective; the optimizer is made after it.
@@ -99,9 +96,13 @@ class Inside(Protocol):
         """
         del verb, batch
 
-    def after_backward(self) -> None:
-        """Make the gradients of a batch the replica's; collective within it."""
-        return
+    def after_backward(self, steps: bool) -> None:
+        """Make the gradients of a batch the replica's; collective within it.
+
+        Args:
+            steps: an optimizer step follows, else they accumulate.
+        """
+        del steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of this rank an exact resume needs besides weights and optimizers."""
@@ -115,10 +116,9 @@ class Inside(Protocol):
         """Let go of the model; the fit is over, or has failed."""
         return
 
-    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
-        """Set the module up outside of a fit; return whether that is done, else Lightning does."""
-        del trainer
-        return False
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        """Set the module up outside of a fit, as Lightning does (`setup`) or in its place."""
+        setup(trainer)
 
     # -- states: what a checkpoint holds is whole
 

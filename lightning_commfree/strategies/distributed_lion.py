@@ -14,7 +14,7 @@ from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import FSDPSettings, TensorReplica, chosen
+from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -90,7 +90,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         self.settings = LionSettings(
             vote, ties, momentum_sync_every, nonfinite, node_size, inside, check_drift_every
         )
-        if ties == "random" and isinstance(self.inside, TensorReplica):
+        if ties == "random" and isinstance(self.inside, TensorParallel):
             raise ValueError(
                 "`ties='random'` does not go with `inside='domino'`: ranks of a tensor group would"
                 " draw other ties for what all of them hold. Leave `ties` at 'zero', or take"
@@ -104,16 +104,8 @@ class DistributedLionStrategy(ReplicaStrategy):
     # -- the life of a fit
 
     @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self._lion = only_lion(type(self).__name__, self.optimizers)
-
-    @override
-    def fingerprint(self) -> dict[str, str]:
-        return self.settings.fingerprint()
-
-    @override
     def begin(self, trainer: pl.Trainer) -> JoinedLion:
+        self._lion = only_lion(type(self).__name__, self.optimizers)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
         if self.inside.size > 1:

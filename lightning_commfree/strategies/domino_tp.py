@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import DominoSettings, GradientMean, refuse_meta
+from lightning_commfree.domino import DominoSettings, GradientMean
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
 from lightning_commfree.strategies.every_batch import MeetEveryBatch
@@ -116,37 +112,12 @@ class DominoTPStrategy(ReplicaStrategy):
     # -- the life of a fit
 
     @override
-    def fingerprint(self) -> dict[str, str]:
-        return self.settings.fingerprint()
-
-    @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
         sharded = present(self.inside.sharded, "no model has been divided")
-        return GradientMean(sharded, self.channels, self.settings, self.optimizers)
-
-    @override
-    def model_to_device(self) -> None:
-        if self.module.trainer.state.fn != TrainerFn.FITTING:
-            refuse_meta(type(self).__name__, self.module)
-        super().model_to_device()
+        return GradientMean(sharded, self.channels, self.settings)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
             self.now.first_batch()
         super().on_train_batch_start(batch, batch_idx)
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """In the body gradients accumulate on this rank; Lightning's word for it."""
-        average = self.now.between.average
-        average.active = False
-        try:
-            yield
-        finally:
-            average.active = True
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self.now.after_backward(closure_loss)

@@ -167,7 +167,7 @@ class LocalEnd(CommonEnd):
             self.meeting.enter(Stage.EPOCH_END)
             end_of_epoch()
 
-        fit.patches.put(fit.trainer.fit_loop, "on_advance_end", end_epoch)
+        fit.strategy.patches.put(fit.trainer.fit_loop, "on_advance_end", end_epoch)
 
     def begin(self, finished: bool) -> None:
         """Train from now on; before, the ranks do the same without being asked.

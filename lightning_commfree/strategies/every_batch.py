@@ -11,7 +11,11 @@ per batch:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_commfree.comm.in_step import InStep, Place, Where, Word, refuse_half_steps
 from lightning_commfree.domino import GradientMean, looks_finite, refuse_nonfinite
@@ -39,6 +43,15 @@ class MeetEveryBatch(Pace[GradientMean]):
         """
         self._tell(Where.BATCH, Word())
 
+    @contextmanager
+    @override
+    def accumulating(self) -> Iterator[None]:
+        self.between.average.active = False  # gradients stay here
+        with super().accumulating():
+            yield
+        self.between.average.active = True
+
+    @override
     def after_backward(self, loss: Tensor) -> None:
         """Put the mean of all replicas' gradients into place, if an optimizer step follows.
 
@@ -47,13 +60,14 @@ class MeetEveryBatch(Pace[GradientMean]):
                 same batch, some would step and others accumulate, or the fit would end before it
                 may.
         """
-        fit, steps = self._fit, self.between.average.active
-        finite = not steps or looks_finite(fit.module.parameters())
+        fit, steps = self._fit, not self.accumulates
+        module, within = fit.strategy.module, fit.channels.within
+        finite = not steps or looks_finite(module.parameters())
         if not self._all_finite(steps, finite):
             step = fit.trainer.global_step + 1
-            refuse_nonfinite(fit.world, fit.module, loss, step, fit.channels.within.size)
+            refuse_nonfinite(fit.world, module, loss, step, within.size)
         if steps:
-            self.between.land(fit.module)
+            self.between.land(module)
 
     # -- inside
 

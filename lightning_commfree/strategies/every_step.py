@@ -56,8 +56,8 @@ class LockstepEnd(CommonEnd):
             end_of_epoch()
             self._stop_or_go_on()
 
-        fit.patches.put(loop.epoch_loop, "on_advance_end", end_batch)
-        fit.patches.put(loop, "on_advance_end", end_epoch)
+        fit.strategy.patches.put(loop.epoch_loop, "on_advance_end", end_batch)
+        fit.strategy.patches.put(loop, "on_advance_end", end_epoch)
 
     @override
     def why(self, in_step: bool = True) -> Why:
@@ -113,7 +113,7 @@ class MeetEveryStep(Pace[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not stopped_by_hand(self._fit.module):
+        if not stopped_by_hand(self._fit.strategy.module):
             self.between.average_buffers()
         return read()
 

@@ -8,12 +8,13 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import lightning.pytorch as pl
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath
@@ -21,10 +22,8 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import VALIDATION, Traffic
 from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.fit_log import FitLog
-from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import DeferredSigterm
 
 if TYPE_CHECKING:
@@ -35,16 +34,14 @@ B = TypeVar("B", bound=Between)
 
 @dataclass(frozen=True)
 class Fit(Generic[B]):
-    """What lives from `setup` to `teardown` of a fit; `patches` are taken off when it ends."""
+    """What lives from `setup` to `teardown` of a fit."""
 
+    strategy: ReplicaStrategy
     trainer: pl.Trainer
-    module: pl.LightningModule
     between: B
     channels: ReplicaChannels
     sigterm: DeferredSigterm
     log: FitLog
-    ranks: Ranks
-    patches: Patches
 
     @classmethod
     def begun(
@@ -58,12 +55,11 @@ class Fit(Generic[B]):
             between: the algorithm.
             numel: numbers that the whole model trains.
         """
-        patches, ledger = strategy.patches, strategy.ledger
-        sigterm = DeferredSigterm(trainer, patches)
+        patches = strategy.patches
         traffic = Traffic.of(numel, strategy.world_size, *between.cycle())
-        log = FitLog(trainer, ledger, traffic, between.figures, patches)
-        own = sigterm, log, strategy.ranks, patches
-        return cls(trainer, strategy.module, between, strategy.channels, *own)
+        log = FitLog(trainer, strategy.ledger, traffic, between.figures, patches)
+        sigterm = DeferredSigterm(trainer, patches)
+        return cls(strategy, trainer, between, strategy.channels, sigterm, log)
 
     @property
     def world(self) -> Channel:
@@ -83,9 +79,10 @@ class Pace(Generic[B]):
     Attributes:
         between: the algorithm.
         computing: a training step is computed.
+        accumulates: no optimizer step follows it.
     """
 
-    computing = False
+    computing = accumulates = False
 
     def __init__(self, fit: Fit[B]) -> None:
         check_agreement(fit.world, fit.between.fingerprint())
@@ -108,6 +105,18 @@ class Pace(Generic[B]):
             yield
         finally:
             self.computing = False
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """In the body no optimizer step follows a training step."""
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+    def after_backward(self, loss: Tensor) -> None:
+        """The gradients of a batch with this loss are there."""
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -156,9 +165,9 @@ class Pace(Generic[B]):
         """Return what `read` finds in the module where that holds what a checkpoint shall."""
         return read()
 
-    def may_save(self, filepath: FilePath, weights_only: bool) -> bool:
+    def may_save(self, checkpoint: Mapping[str, Any], filepath: FilePath) -> bool:
         """Return whether a checkpoint is written now; else it is when the fit ends."""
-        del filepath, weights_only
+        del checkpoint, filepath
         return True
 
     def removes(self, filepath: FilePath) -> None:

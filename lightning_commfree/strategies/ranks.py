@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_commfree.comm.network import Member, Network
 from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.world import default_backend
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Ranks:
-    """All ranks of a strategy's job.
+class Ranks(Network):
+    """All ranks of a strategy's job, and this process's way to them.
 
     Args:
         strategy: of this rank.
@@ -29,41 +30,31 @@ class Ranks:
     """
 
     def __init__(self, strategy: ReplicaStrategy, timeout: timedelta) -> None:
-        self._strategy, self._timeout, self._network = strategy, timeout, Network()
+        super().__init__()
+        self._strategy, self._timeout = strategy, timeout
 
-    @property
-    def channels(self) -> ReplicaChannels:
-        """To all ranks, between replicas, within one; open in a fit."""
-        return self._network.channels
+    def join(self, lightnings: Callable[[], None]) -> None:
+        """Join the job, in which Lightning opens its process group, and open the channels."""
+        with self.joining(self._member()):
+            lightnings()
+        self._reach()
 
-    def joining(self) -> AbstractContextManager[None]:
-        """In the body Lightning opens its process group."""
-        return self._network.joining(self._member())
-
-    def open(self) -> None:
+    def _reach(self) -> None:
         """Open the channels, until `leave`; collective."""
         strategy = self._strategy
         mesh, ledgers = strategy.inside.mesh(self.size), (strategy.ledger, strategy.group_ledger)
-        self._network.open(mesh, self._member(), ledgers, strategy.liveness)
+        self.open(mesh, self._member(), ledgers, strategy.liveness)
 
     @contextmanager
     def reaching(self) -> Iterator[ReplicaChannels]:
         """In the body the channels are open, in a fit or not; collective."""
-        opens = not self._network.is_open
-        self.open()
+        opens = not self.is_open
+        self._reach()
         try:
             yield self.channels
         finally:
             if opens:
                 self.leave()
-
-    def leave(self) -> None:
-        """Close the channels."""
-        self._network.leave()
-
-    def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """In the body, a collective of Lightning's that fails names the rank that is gone."""
-        return self._network.naming_lost(what)
 
     @property
     def rank(self) -> int:
@@ -75,13 +66,18 @@ class Ranks:
         """How many they are."""
         return self._strategy.world_size
 
+    def come(self) -> bool:
+        """Return whether the others come to the collective that this rank has come to."""
+        strategy = self._strategy
+        return not stopped_by_hand(strategy.lightning_module) and strategy.now.meets()
+
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return what a collective of Lightning's returns; its first argument if no others come.
 
         Raises:
             RuntimeError: a rank is gone; it is named.
         """
-        if not self._strategy.meets():
+        if not self.come():
             return args[0] if args else None  # type: ignore[return-value]
         with self.naming_lost(what):
             return call(*args, **kwargs)
@@ -98,19 +94,6 @@ class Ranks:
         with self.naming_lost("reduce"):
             total = DDPStrategy.reduce(self._strategy, flags, reduce_op="sum")
         return [bool(flag) for flag in total.tolist()]
-
-    @contextmanager
-    def failing_as_one(self) -> Iterator[None]:
-        """If the body fails on some rank, let all ranks raise: their own error, or that one's."""
-        failure = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - it is raised below
-            failure = error
-        failed = self.all_flags(failure is not None)
-        if any(failed):
-            text = self.broadcast(str(failure), failed.index(True))
-            raise failure or RuntimeError(text)
 
     def _member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""

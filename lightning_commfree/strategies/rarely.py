@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,22 +43,20 @@ class MeetRarely(Pace[LocalUpdates]):
         self._swap = fit.between.weight_swap
         self._end, self._early_saves = LocalEnd(fit), EarlySaves()
         self._unready_said = False
-        self._put_averages_in = average_outer_weights(
-            fit.trainer, fit.module, self._swap, fit.patches
-        )
-        let_finders_try(fit.trainer, fit.patches)
+        self._put_averages_in = average_outer_weights(fit.strategy, self._swap)
+        let_finders_try(fit.strategy)
         self._settle_around_saves()
 
     # -- the moments of a fit
 
     @override
     def begin(self, resumed: bool) -> None:
-        differ = any(self._fit.ranks.all_flags(not self._swap.is_local()))
+        differ = any(self._fit.strategy.ranks.all_flags(not self._swap.is_local()))
         if differ and not resumed:
             # `on_fit_start` or `on_train_start` has written to the weights, and DDP would train
             # what they are now; here all ranks must hold and share the same: rank 0's
             channels = self._fit.channels
-            common_start(channels.world, self._fit.module, {}, channels.between)
+            common_start(channels.world, self._fit.strategy.module, {}, channels.between)
             self._swap.take_local()
         # saved when a fit had ended: to finish a second time would move nothing
         self._end.begin(finished=resumed and not differ)
@@ -115,7 +113,8 @@ class MeetRarely(Pace[LocalUpdates]):
             return state if stays else copied(state, only=self._swap.in_module)
 
     @override
-    def may_save(self, filepath: FilePath, weights_only: bool) -> bool:
+    def may_save(self, checkpoint: Mapping[str, Any], filepath: FilePath) -> bool:
+        weights_only = "optimizer_states" not in checkpoint
         if self._end.meeting.alone:
             self._early_saves.owe(filepath, weights_only)
             return False
@@ -142,7 +141,7 @@ class MeetRarely(Pace[LocalUpdates]):
 
         It is given whether these weights stay in the module after it.
         """
-        if stopped_by_hand(self._fit.module):
+        if stopped_by_hand(self._fit.strategy.module):
             yield True
             return
         if not scores_its_saves(self._fit.trainer):  # else the scored weights are saved first
@@ -156,8 +155,7 @@ class MeetRarely(Pace[LocalUpdates]):
             yield stays
 
     def _settle_around_saves(self) -> None:
-        strategy: Any = self._fit.trainer.strategy
-        save = self._fit.trainer.save_checkpoint
+        strategy, save = self._fit.strategy, self._fit.trainer.save_checkpoint
 
         def save_settled(*args: Any, **kwargs: Any) -> None:
             if strategy.now is not self:  # this rank tries something by itself
@@ -167,7 +165,7 @@ class MeetRarely(Pace[LocalUpdates]):
             with self._settled():  # hooks that add to a checkpoint see what it holds
                 save(*args, **kwargs)
 
-        self._fit.patches.put(self._fit.trainer, "save_checkpoint", save_settled)
+        self._fit.strategy.patches.put(self._fit.trainer, "save_checkpoint", save_settled)
 
     def _shown(self) -> Sequence[Tensor] | None:
         """Return what the module holds in place of the shared weights; None: these."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_commfree.diloco import (
@@ -15,12 +16,13 @@ from lightning_commfree.diloco import (
     OuterOptimizerFactory,
     StreamingDiLoCo,
     default_outer_optimizer,
+    foretold,
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.loop_counters import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
-from lightning_commfree.strategies.foretell import foretell
 from lightning_commfree.strategies.inside import FSDPSettings, chosen
 
 
@@ -168,10 +170,6 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     # -- the life of a fit
 
     @override
-    def fingerprint(self) -> dict[str, str]:
-        return self.settings.fingerprint()
-
-    @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
         eager = EAGER if self.settings.eager else {}
         refuse_callbacks(trainer, type(self).__name__, {**REPLICAS, **eager})
@@ -188,7 +186,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if self._diloco is not None:
-            foretell(self.module.trainer, self._diloco)
+            steps = steps_to_come(self.module.trainer)
+            for text, warns in foretold(self._diloco, self.module, steps):
+                rank_zero_warn(text) if warns else rank_zero_info(text)
 
     @override
     def teardown(self) -> None:

@@ -7,16 +7,15 @@ it, would give all of them rank 0's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 
 from lightning_commfree.patches import Patches
 from lightning_commfree.strategies.pace import OutsideOfFit
@@ -25,33 +24,27 @@ if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-def let_finders_try(trainer: pl.Trainer, patches: Patches) -> None:
+def let_finders_try(strategy: ReplicaStrategy) -> None:
     """Make the search of every `LearningRateFinder` of the Trainer, `Tuner`'s too, a trial fit.
 
     Args:
-        trainer: has the callbacks; its fit begins.
-        patches: removed when the fit ends.
+        strategy: whose fit begins.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in strategy.module.trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, LearningRateFinder):
-            patches.put(callback, "lr_find", partial(_find, trainer, callback.lr_find))
+            find = partial(_try, strategy, callback.lr_find)
+            strategy.patches.put(callback, "lr_find", find)
 
 
-def _find(trainer: pl.Trainer, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with _trial(cast(Any, trainer.strategy)):
-        find(*args, **kwargs)
-
-
-@contextmanager
-def _trial(strategy: ReplicaStrategy) -> Iterator[None]:
+def _try(strategy: ReplicaStrategy, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     module, patches = strategy.module, Patches()
-    weights = {name: tensor.to("cpu", copy=True) for name, tensor in _tensors(module).items()}
+    weights = [tensor.detach().to("cpu", copy=True) for tensor in _tensors(module)]
     states = [deepcopy(optimizer.state_dict()) for optimizer in strategy.optimizers]
 
+    @torch.no_grad()
     def put_weights_back(*_: Any, **__: Any) -> None:
-        with torch.no_grad():
-            for name, tensor in _tensors(module).items():
-                tensor.copy_(weights[name])
+        for tensor, before in zip(_tensors(module), weights, strict=True):
+            tensor.copy_(before)
 
     def put_states_back(*_: Any) -> None:
         DDPStrategy.load_optimizer_state_dict(strategy, {"optimizer_states": states})
@@ -63,12 +56,11 @@ def _trial(strategy: ReplicaStrategy) -> Iterator[None]:
     fit, strategy.now = strategy.now, OutsideOfFit()
     try:
         with strategy.ledger.during(strategy.ledger.phase):
-            yield
+            find(*args, **kwargs)
     finally:
         strategy.now = fit
         patches.remove()
 
 
-def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named}
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

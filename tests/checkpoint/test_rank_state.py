@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ class Alone:
 
     def all_flags(self, mine: bool) -> list[bool]:
         return [mine, False]
-
-    def failing_as_one(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 class Algorithm:

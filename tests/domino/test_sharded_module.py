@@ -78,7 +78,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
     own = {name: value.clone() for name, value in module.state_dict().items()}
     parts = sharded.part_state_dict(whole)
     found["parts"] = all(torch.equal(parts[name], value) for name, value in own.items())
-    part = sharded.part_optimizer_states([optimizer], [state])[0]["state"]
+    part = sharded.part_optimizer_state(optimizer, state)["state"]
     mine = optimizer.state_dict()["state"]
     found["optimizer's parts"] = part.keys() == mine.keys() and all(
         torch.equal(part[i][key], mine[i][key]) for i in mine for key in mine[i]

@@ -51,7 +51,7 @@ def fit(folder: Path, group: int) -> dict[str, Any]:
         "model": all_gather_bytes(module.part_bytes, group),
         "in parts": held == module.parts,
         "whole": [p.shape for p in module.parameters()],
-        "open": strategy.ranks._network.is_open,
+        "open": strategy.ranks.is_open,
     }
 
 

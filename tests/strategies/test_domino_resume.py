@@ -185,7 +185,7 @@ def test_groups_differ_in_data_and_ranks_in_random_numbers(ranks: list[Any], fol
         assert torch.equal(batches[0][0], batches[1][0])
         assert not torch.equal(batches[0][0], batches[2][0])
     path = folder / "shuffled" / "step=3.ckpt"
-    own = [part_of(path, rank)["algorithm"]["random"][0][0] for rank in range(SIZE)]
+    own = [part_of(path, rank)["inside"]["random"][0][0] for rank in range(SIZE)]
     assert not torch.equal(own[0], own[1])
 
 

@@ -37,7 +37,7 @@ def what_is_said(**changes: Any) -> tuple[list[str], list[str]]:
     strategy = StreamingDiLoCoStrategy(**changes)
     trainer = quiet_trainer(strategy=strategy, devices=2, **trained)
     with pytest.MonkeyPatch.context() as patch:
-        place = "lightning_commfree.strategies.foretell.rank_zero_"
+        place = "lightning_commfree.strategies.streaming_diloco.rank_zero_"
         patch.setattr(place + "info", said[0].append)
         patch.setattr(place + "warn", said[1].append)
         trainer.fit(module, loader(160) if data is None else data)

@@ -6,16 +6,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_commfree.comm.division import FSDPSettings
+from lightning_commfree.comm.mesh import REPLICA
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.ddp import DataParallel
+from lightning_commfree.strategies.inside.domino import TensorParallel
 from lightning_commfree.strategies.inside.fsdp import FullyShard
-from lightning_commfree.strategies.inside.tensor_replica import TensorReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
-__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorReplica", "chosen"]
+__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorParallel", "chosen"]
+
+
+_SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
 def chosen(
@@ -34,23 +38,18 @@ def chosen(
     """
     if inside == "ddp":
         return DataParallel(size, argument)
-    parts = inside in ("fsdp", "domino") or isinstance(inside, FSDPSettings | DominoSettings)
-    if parts and size < 2:
+    settings = _SETTINGS.get(inside, inside) if isinstance(inside, str) else inside
+    if not isinstance(settings, FSDPSettings | DominoSettings):
+        raise ValueError(
+            f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
+            " model, 'fsdp' (or `FSDPSettings`), each holds a part of it, or 'domino' (or"
+            " `DominoSettings`), each computes a part of every layer."
+        )
+    if size < 2:
         raise ValueError(
             f"`inside={inside!r}` divides a replica among its ranks, and with `{argument}={size}`"
             f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at 'ddp'."
         )
-    if inside == "fsdp":
-        inside = FSDPSettings()
-    if isinstance(inside, FSDPSettings):
-        return FullyShard(strategy, size, argument, inside)
-    if inside == "domino":
-        inside = DominoSettings()
-    if isinstance(inside, DominoSettings):
-        settings = replace(inside, tensor_parallel_size=size)
-        return TensorReplica(strategy, settings, argument)
-    raise ValueError(
-        f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
-        " model, 'fsdp' (or `FSDPSettings`), each holds a part of it, or 'domino' (or"
-        " `DominoSettings`), each computes a part of every layer."
-    )
+    if isinstance(settings, FSDPSettings):
+        return FullyShard(strategy, size, argument, settings)
+    return TensorParallel(strategy, replace(settings, tensor_parallel_size=size), argument, REPLICA)

@@ -11,10 +11,9 @@ from typing_extensions import override
 from lightning_commfree.comm.averaging import refuse_sync_batchnorm
 from lightning_commfree.comm.materialize import on_meta
 from lightning_commfree.comm.mesh import Mesh, replica_mesh
-from lightning_commfree.comm.replica_channels import ReplicaChannels
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.lightning_internals import set_ddp_group
-from lightning_commfree.strategies.checks import check_module
+from lightning_commfree.strategies.checks import check_training
 from lightning_commfree.strategies.contracts import Inside
 
 
@@ -32,7 +31,7 @@ class DataParallel(Inside):
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        check_module(type(strategy).__name__, trainer, strategy.module)
+        check_training(type(strategy).__name__, trainer, strategy.module)
         if names := on_meta(strategy.module):
             raise ValueError(
                 f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more have"
@@ -42,11 +41,11 @@ class DataParallel(Inside):
             )
 
     @override
-    def prepare(self, strategy: Any, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: Any) -> None:
         refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
-        common_start(channels.world, strategy.module, strategy.fingerprint())
+        common_start(strategy.channels.world, strategy.module, strategy.fingerprint())
         if self.uses_ddp:
-            set_ddp_group(strategy, channels.within.group)
+            set_ddp_group(strategy, strategy.channels.within.group)
             DDPStrategy.configure_ddp(strategy)
 
     @override

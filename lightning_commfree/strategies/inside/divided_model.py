@@ -9,81 +9,163 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path
-from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.division import check_optimizers
 from lightning_commfree.comm.materialize import described, on_meta
 from lightning_commfree.comm.sharing import START_TAG, common_start
 from lightning_commfree.comm.wholes import OneAtATime, Wholes
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.strategies.checks import (
+    PARTS,
+    check_training,
+    refuse_callbacks,
+    refuse_fp16,
+)
+from lightning_commfree.strategies.contracts import Inside
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-class DividedModel:
-    """The model of a fit, from before it is divided to the end.
+class States(Protocol):
+    """Whole states out of the ranks' parts, collective within a replica, and parts of wholes."""
+
+    def whole_state_dict(self, wholes: Wholes) -> dict[str, Any]:
+        """Return the module's whole state."""
+
+    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this rank holds of it."""
+
+    def whole_optimizer_state(self, optimizer: Optimizer, wholes: Wholes) -> dict[str, Any]:
+        """Return an optimizer's whole state."""
+
+    def part_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what this rank holds of it."""
+
+
+class DividedModel(Inside):
+    """Ranks of a replica hold parts of its model, from before the optimizer is made on.
 
     Args:
-        strategy: whose ranks divide it.
-
-    Attributes:
-        was_on_meta: it had no values when it was divided.
+        strategy: whose ranks.
     """
+
+    divides = True
 
     def __init__(self, strategy: ReplicaStrategy) -> None:
         self._strategy = strategy
         self._undivided: set[nn.Parameter] = set()
-        self.was_on_meta = False
+        self._was_on_meta = False  # it had no values when it was divided
         self._one_at_a_time: OneAtATime | None = None  # while `Trainer.save_checkpoint` runs
 
     @property
-    def restores_after_setup(self) -> bool:
+    @abstractmethod
+    def states(self) -> States | None:
+        """The states of what is divided now; None: nothing is."""
+
+    @property
+    def restores_after_setup(self) -> bool:  # type: ignore[override]
         """Whether a checkpoint has room in it only once it is divided: it is on `meta`."""
         module = self._strategy.lightning_module
-        return self.was_on_meta or (module is not None and bool(on_meta(module)))
+        return self._was_on_meta or (module is not None and bool(on_meta(module)))
 
-    def start(self, world: Channel) -> int:
+    @override
+    def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        name = type(strategy).__name__
+        check_training(name, trainer, strategy.module)
+        refuse_fp16(name, strategy.precision_plugin)
+        if self.size > 1:
+            refuse_callbacks(trainer, name, PARTS)
+
+    def _start(self) -> int:
         """Start all ranks from the same undivided model; return a seed that they have alike."""
-        module = self._strategy.module
-        self.was_on_meta = self.restores_after_setup
+        module, world = self._strategy.module, self._strategy.channels.world
+        self._was_on_meta = self.restores_after_setup
         common_start(world, module, {**self._strategy.fingerprint(), **described(module)})
         self._undivided = set(module.parameters())
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())
 
+    @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Look at the optimizers, and let the fit's checkpoints be put together when written.
-
-        Raises:
-            ValueError: an optimizer holds parameters of the undivided model.
-        """
+        """Look at the optimizers, and let the fit's checkpoints be put together when written."""
         check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
         self._undivided = set()
         self._put_together_while_written()
 
-    def end(self) -> None:
-        """The fit is over."""
-        self.was_on_meta = False
+    @override
+    def release(self) -> None:
+        self._was_on_meta = False
 
-    # -- checkpoints
+    # -- states
 
+    @override
+    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the whole module's state on rank 0, in host memory, put together tensor by tensor.
+
+        Collective over the first replica; empty on other ranks. For a checkpoint of a fit's it has
+        stand-ins.
+        """
+        states = self.states
+        if states is None:
+            return read()
+        return states.whole_state_dict(self._wholes()) if self._takes_part() else {}
+
+    @override
+    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, as `whole_module` does."""
+        states = self.states
+        if states is None:
+            return state
+        wholes = self._wholes()
+        return states.whole_optimizer_state(optimizer, wholes) if self._takes_part() else {}
+
+    @override
+    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        states = self.states
+        if states is None:
+            return checkpoint
+        return {**checkpoint, "state_dict": states.part_state_dict(checkpoint["state_dict"])}
+
+    @override
+    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        states = self.states
+        if states is None:
+            return checkpoint
+        saved = zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True)
+        parts = [states.part_optimizer_state(optimizer, state) for optimizer, state in saved]
+        return {**checkpoint, "optimizer_states": parts}
+
+    @override
     def writing(self) -> AbstractContextManager[None]:
         """In the body rank 0 writes, and the others of its replica answer."""
-        first = self._strategy.global_rank < self._strategy.inside.size
-        if self._one_at_a_time is None or not first:
+        if self._one_at_a_time is None or not self._is_of_first_replica():
             return nullcontext()
         return self._one_at_a_time.writing()
 
-    def wholes(self) -> Wholes:
+    # -- inside
+
+    def _takes_part(self) -> bool:
+        """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
+        return self._is_of_first_replica() and self._strategy.ranks.come()
+
+    def _is_of_first_replica(self) -> bool:
+        return self._strategy.global_rank < self.size
+
+    def _wholes(self) -> Wholes:
         """Return what puts tensors together now."""
         return self._one_at_a_time or Wholes(self._strategy.is_global_zero)
 

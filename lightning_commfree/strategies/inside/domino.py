@@ -2,12 +2,15 @@
 
 The model is divided before the optimizer is made, and whole again after the fit. In between
 checkpoints hold whole states, put together one tensor at a time.
+
+Between replicas is either a mean of gradients that knows Domino, or an algorithm that does not know
+it. That one asks a parameter whether it is a part (`comm.parts`); all others are equal on all ranks
+of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -19,51 +22,51 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.mesh import Mesh, tensor_mesh
-from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.mesh import DATA, REPLICA, Mesh, tensor_mesh
 from lightning_commfree.comm.sharing import share_random_state
 from lightning_commfree.domino import (
     DominoSettings,
     OptimizerParts,
     ShardedModule,
     check_module,
+    check_states,
+    refuse_meta,
     refuse_nonfinite_weights,
 )
-from lightning_commfree.strategies.checks import (
-    PARTS,
-    refuse_callbacks,
-    refuse_compiled,
-    refuse_fp16,
-    refuse_manual_optimization,
-    refuse_timed_validation,
-)
-from lightning_commfree.strategies.contracts import Inside
+from lightning_commfree.strategies.checks import refuse_compiled
 from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-class TensorParallel(Inside):
+class TensorParallel(DividedModel):
     """Ranks of a tensor group share a model.
 
     Args:
         strategy: whose ranks.
         settings: of Domino.
+        argument: what the user calls the size of a group.
+        outside: the axis between groups: `REPLICA` for an algorithm that does not know Domino.
 
     Attributes:
         sharded: the divided model, from `prepare` to `release`.
     """
 
-    divides = True
     same_batch = True
-    moves_module = False  # `prepare` moves this rank's part
 
-    def __init__(self, strategy: ReplicaStrategy, settings: DominoSettings) -> None:
-        self._strategy, self._settings = strategy, settings
-        self._model = DividedModel(strategy)
+    def __init__(
+        self,
+        strategy: ReplicaStrategy,
+        settings: DominoSettings,
+        argument: str = "tensor_parallel_size",
+        outside: str = DATA,
+    ) -> None:
+        super().__init__(strategy)
+        self._settings, self._argument, self._outside = settings, argument, outside
         self.sharded: ShardedModule | None = None
         self._left: OptimizerParts | None = None  # by the latest fit
+        self._seen = False  # what optimizers keep
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -71,13 +74,13 @@ class TensorParallel(Inside):
         return self._settings.tensor_parallel_size or self._strategy.num_processes
 
     @property
-    def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """As `DividedModel` says."""
-        return self._model.restores_after_setup
+    @override
+    def states(self) -> ShardedModule | None:
+        return self.sharded
 
     @override
     def mesh(self, world_size: int) -> Mesh:
-        return tensor_mesh(world_size, self.size)
+        return tensor_mesh(world_size, self.size, self._argument, self._outside)
 
     # -- before and after a fit
 
@@ -90,35 +93,33 @@ class TensorParallel(Inside):
 
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
+        super().check(strategy, trainer)
         name, module = type(strategy).__name__, strategy.module
-        refuse_timed_validation(name, trainer)
         refuse_compiled(name, module)
-        refuse_manual_optimization(name, module)
-        refuse_fp16(name, strategy.precision_plugin)
         check_module(name, module, self.size)
-        if self.size > 1:
-            refuse_callbacks(trainer, name, PARTS)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: ReplicaStrategy) -> None:
         """Divide the model, and put this rank's part on its device, which need not hold the whole.
 
-        Gradients are averaged as they come.
+        Raises:
+            ValueError: some ranks hold the same part, and others another one.
         """
-        module, own_seed = strategy.module, torch.initial_seed() % 2**31
-        seed = self._model.start(channels.world)
-        self.sharded = ShardedModule.prepare(
-            module, channels.within, self._settings, own_seed, seed
-        )
+        module, within = strategy.module, strategy.channels.within
+        own_seed = torch.initial_seed() % 2**31
+        seed = self._start()
+        self.sharded = ShardedModule.prepare(module, within, self._settings, own_seed, seed)
         for model in self.sharded.models:
             model.fell_back = cache(rank_zero_warn)  # of each text once
             model.trial.chosen = rank_zero_info
         module.to(strategy.root_device)
+        if self._outside == REPLICA:
+            self.sharded.mark_parts(self._argument)
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        self._model.begin(optimizers)
-        strategy = self._strategy
+        super().begin(optimizers)
+        strategy, self._seen = self._strategy, False
         assert self.sharded is not None, "`prepare` has run"
         clip = self.sharded.clip_gradients  # Lightning clips by the norm of what a rank holds
         strategy.patches.put(strategy.precision_plugin, "clip_grad_by_norm", clip)
@@ -128,11 +129,17 @@ class TensorParallel(Inside):
         """Make the model whole again; collective but after Ctrl-C."""
         if self.sharded is not None:
             self._left = None
+            self.sharded.forget_parts()
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
                 self.sharded.join()
                 self._left = self.sharded.optimizer_parts
             self.sharded = None
-        self._model.end()
+        super().release()
+
+    @override
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        refuse_meta(type(self._strategy).__name__, self._strategy.module)
+        setup(trainer)
 
     # -- in a fit
 
@@ -149,63 +156,62 @@ class TensorParallel(Inside):
         if self.sharded is not None:
             self.sharded.check_first(verb, batch)
 
+    @override
+    def after_backward(self, steps: bool) -> None:
+        """Add up the gradients of what several ranks use in part, if a step follows.
+
+        Raises:
+            ValueError: an optimizer keeps something else than numbers for single elements.
+        """
+        if self.sharded is None or not steps:
+            return
+        self.sharded.sum_shared_gradients()
+        if not self._seen and any(one.state for one in self._strategy.optimizers):
+            self._seen = True
+            check_states(self._strategy.optimizers, self.sharded.specs.keys())
+
     # -- states
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return what each rank of the group keeps for itself."""
+        return {} if self.sharded is None else self.sharded.own_state()
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.sharded is not None:
+            self.sharded.load_own_state(state)
+
+    @override
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole module's state on rank 0; collective, empty on the other ranks.
-
-        For a checkpoint of a fit's it has stand-ins.
-
-        Args:
-            read: finds it in a module that is not divided.
+        """Return the whole module's state on rank 0, see `DividedModel`; collective over all ranks.
 
         Raises:
             RuntimeError: some rank's weights are not finite; on all ranks.
         """
         strategy = self._strategy
-        if self.sharded is None:
-            return read()
-        if not strategy.meets():  # after Ctrl-C
-            return {}
-        steps = strategy.module.trainer.global_step
-        refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
-        return self.sharded.whole_state_dict(self._model.wholes())
+        if self.sharded is not None and strategy.ranks.come():  # they do not after Ctrl-C
+            steps = strategy.module.trainer.global_step
+            refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
+        return super().whole_module(read)
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0; collective, empty on the other ranks.
+        """Return an optimizer's whole state on rank 0; after a fit as well.
 
-        After a fit as well, where each rank's optimizer holds its part, as in the fit.
+        Each rank's optimizer then holds its part, as in the fit.
+
+        Raises:
+            ValueError: it keeps something else than numbers for single elements.
         """
-        strategy = self._strategy
-        parts = self._left if self.sharded is None else self.sharded.optimizer_parts
-        if parts is None:
-            return state
-        if not strategy.meets():  # after Ctrl-C
+        if self.sharded is not None and self.size > 1:
+            check_states([optimizer], self.sharded.specs.keys())
+        if self.sharded is not None or self._left is None:
+            return super().whole_optimizer(optimizer, state)
+        if not self._strategy.ranks.come():  # after Ctrl-C
             return {}
-        with strategy.ranks.reaching() as channels:
-            return parts.whole_state_dict(optimizer, channels.within, self._model.wholes())
-
-    @override
-    def writing(self) -> AbstractContextManager[None]:
-        return self._model.writing()
-
-    @override
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's parts of the module, in a fit."""
-        if self.sharded is None:
-            return checkpoint
-        return {**checkpoint, "state_dict": self.sharded.part_state_dict(checkpoint["state_dict"])}
-
-    @override
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's parts of the optimizers, in a fit."""
-        if self.sharded is None:
-            return checkpoint
-        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
-        parts = self.sharded.part_optimizer_states(optimizers, states)
-        return {**checkpoint, "optimizer_states": parts}
+        with self._strategy.ranks.reaching() as channels:
+            return self._left.whole_state_dict(optimizer, channels.within, self._wholes())
 
 
 def _may_change(module: pl.LightningModule) -> bool:

@@ -8,12 +8,12 @@ Lightning's own strategies for sharded models leave it: `trainer.test` goes on w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -28,24 +28,10 @@ from lightning_commfree.comm.division import (
 )
 from lightning_commfree.comm.materialize import Materializer
 from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
-from lightning_commfree.comm.parts import (
-    mapped_state,
-    part_like,
-    part_state,
-    whole_on_host,
-    whole_state,
-)
-from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.comm.parts import RowParts
 from lightning_commfree.comm.sharing import common_start
 from lightning_commfree.comm.wholes import Wholes
-from lightning_commfree.lightning_internals import Processes
-from lightning_commfree.strategies.checks import (
-    PARTS,
-    check_module,
-    refuse_callbacks,
-    refuse_fp16,
-)
-from lightning_commfree.strategies.contracts import Inside
+from lightning_commfree.lightning_internals import OrderlyLauncher
 from lightning_commfree.strategies.inside.divided_model import DividedModel
 
 if TYPE_CHECKING:
@@ -56,7 +42,7 @@ if TYPE_CHECKING:
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 
-class FullyShard(Inside):
+class FullyShard(DividedModel):
     """Ranks of a replica hold parts of its parameters, gradients and optimizer state.
 
     Args:
@@ -69,9 +55,6 @@ class FullyShard(Inside):
         ValueError: torch is too old.
     """
 
-    divides = True
-    moves_module = False  # `prepare` moves unit by unit, and divides what it has moved
-
     def __init__(
         self,
         strategy: ReplicaStrategy,
@@ -81,17 +64,17 @@ class FullyShard(Inside):
     ) -> None:
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
-        self._strategy, self._settings = strategy, settings
-        self.size, self._argument = size, argument
-        self._model = DividedModel(strategy)
+        super().__init__(strategy)
+        self.size, self._argument, self._settings = size, argument, settings
         self._divided: nn.Module | None = None
-        self._accumulates = False
         self._step_bytes = 0, 0
 
     @property
-    def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """As `DividedModel` says."""
-        return self._model.restores_after_setup
+    @override
+    def states(self) -> RowParts | None:
+        divided = self._divided
+        here = divided is self._strategy.lightning_module  # else it is an earlier fit's
+        return RowParts(divided) if divided is not None and here else None
 
     @override
     def mesh(self, world_size: int) -> Mesh:
@@ -101,24 +84,21 @@ class FullyShard(Inside):
 
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
-        name, module = type(strategy).__name__, strategy.module
-        check_module(name, trainer, module)
-        refuse_fp16(name, strategy.precision_plugin)
-        refuse_callbacks(trainer, name, PARTS)
-        if module is not self._divided:
-            refuse_wrapped(name, module)
+        super().check(strategy, trainer)
+        if strategy.module is not self._divided:
+            refuse_wrapped(type(strategy).__name__, strategy.module)
 
     @override
-    def prepare(self, strategy: ReplicaStrategy, channels: ReplicaChannels) -> None:
+    def prepare(self, strategy: ReplicaStrategy) -> None:
         """Divide the model, unit by unit, on this rank's device; FSDP averages the gradients."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
-        fingerprint = strategy.fingerprint()
+        channels, fingerprint = strategy.channels, strategy.fingerprint()
         if module is self._divided:  # by an earlier fit
             common_start(channels.world, module, fingerprint, channels.between)
         else:
-            seed = self._model.start(channels.world)
-            fill = Materializer(module, seed) if self._model.was_on_meta else None
+            seed = self._start()
+            fill = Materializer(module, seed) if self._was_on_meta else None
             replicas = self.mesh(strategy.world_size).groups(DATA)
             units = self._settings.units
             divide(module, replicas, strategy.global_rank, device, fill, units)
@@ -129,7 +109,7 @@ class FullyShard(Inside):
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        self._model.begin(optimizers)
+        super().begin(optimizers)
         self._step_bytes = step_bytes(self._strategy.module)
 
     @override
@@ -138,23 +118,16 @@ class FullyShard(Inside):
 
         Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
         """
-        self._model.end()
-        if not (self._is_divided() and isinstance(self._strategy.launcher, Processes)):
-            return
-        wholes = Wholes(keep=self._strategy.local_rank == 0)
-
-        def make_whole(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
-            del module
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = whole_on_host(value, wholes)
-
-        self._strategy.module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
+        super().release()
+        states = self.states
+        if states is not None and isinstance(self._strategy.launcher, OrderlyLauncher):
+            states.be_whole_from_here(Wholes(keep=self._strategy.local_rank == 0))
 
     @override
-    def set_up_evaluation(self, trainer: pl.Trainer) -> bool:
-        if not self._is_divided():
-            return False
+    def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
+        if self.states is None:
+            setup(trainer)
+            return
         # as Lightning does it, but ranks do not take rank 0's part of a model for theirs
         strategy = self._strategy
         assert strategy.accelerator is not None, "the Trainer has chosen one"
@@ -162,85 +135,19 @@ class FullyShard(Inside):
         strategy.precision_plugin.convert_module(strategy.module)
         strategy.module.to(strategy.root_device)
         strategy.setup_precision_plugin()
-        return True
 
     # -- in a fit
 
     @override
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> AbstractContextManager[None]:
         """Gradients of whole units stay on this rank in the body, as large as the model."""
-        self._accumulates = True
-        try:
-            with accumulating(self._strategy.module):
-                yield
-        finally:
-            self._accumulates = False
+        return accumulating(self._strategy.module)
 
     @override
-    def after_backward(self) -> None:
+    def after_backward(self, steps: bool) -> None:
         """Count what FSDP has sent for a forward and its backward."""
         gathered, scattered = self._step_bytes
         ledger = self._strategy.group_ledger
         ledger.count_sent(GATHER_TAG, gathered)
-        if not self._accumulates:
+        if steps:
             ledger.count_sent(SCATTER_TAG, scattered)
-
-    # -- states
-
-    @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole module's state on rank 0, in host memory, put together tensor by tensor.
-
-        Collective over the first replica; empty on other ranks. For a checkpoint of a fit's it has
-        stand-ins.
-        """
-        if not self._is_divided():
-            return read()
-        if not self._takes_part():
-            return {}
-        return whole_state(self._strategy.module, read(), self._model.wholes())
-
-    @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0, as `whole_module` does."""
-        if not self._is_divided():
-            return state
-        if not self._takes_part():
-            return {}
-        wholes = self._model.wholes()
-
-        def gathered(value: Tensor, parameter: Tensor) -> Tensor:
-            return whole_on_host(part_like(value, parameter), wholes)
-
-        return mapped_state(optimizer, state, gathered)
-
-    @override
-    def writing(self) -> AbstractContextManager[None]:
-        return self._model.writing()
-
-    @override
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not self._is_divided():
-            return checkpoint
-        parts = part_state(self._strategy.module, checkpoint["state_dict"])
-        return {**checkpoint, "state_dict": parts}
-
-    @override
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        optimizers, states = self._strategy.optimizers, checkpoint["optimizer_states"]
-        parts = [
-            mapped_state(optimizer, state, part_like)
-            for optimizer, state in zip(optimizers, states, strict=True)
-        ]
-        return {**checkpoint, "optimizer_states": parts}
-
-    # -- inside
-
-    def _is_divided(self) -> bool:
-        return self._divided is not None and self._divided is self._strategy.lightning_module
-
-    def _takes_part(self) -> bool:
-        """Return whether this rank gathers what rank 0 writes; none does after Ctrl-C."""
-        strategy = self._strategy
-        return strategy.global_rank < self.size and strategy.meets()

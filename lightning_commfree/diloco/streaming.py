@@ -109,15 +109,11 @@ class StreamingDiLoCo(Replica):
     def finish(self, stop: bool = False, goes_on: bool = False) -> bool:
         """Land what is in flight, then take the plain mean of the replicas' local weights.
 
-        Where this replica ends before others it waits for them (`last_round`).
-
         Global and local copies are that mean then, to the bit and on all replicas, averaged buffers
-        too; a second call moves nothing. An outer step in its place would throw away most of what a
-        short fit has learnt. One replica alone keeps its local weights.
+        too; a second call moves nothing. One replica alone keeps its local weights. Where this
+        replica ends before others it waits for them (`last_round`).
 
-        The differences to the global copies travel in the run's wire format, as at every launch:
-        N/2 bytes in fp4. In fp32 the demo's validation loss is the same to 0.1 %. The outer
-        momentum stays what it was: where training goes on it still says where it was going.
+        The differences travel in the run's wire format: N/2 bytes in fp4. The outer momentum stays.
 
         Args:
             stop: as `after_step` takes it.

@@ -39,8 +39,7 @@ class StreamingDiLoCo(Replica):
         module: the model that trains; all replicas hold the same weights now.
         fragments: a partition of its trainable parameters.
         settings: the knobs.
-        channel: to the other replicas. One replica alone sends no bytes and is a Nesterov
-            look-ahead optimizer.
+        channel: to the other replicas. One alone sends nothing: a Nesterov look-ahead optimizer.
         replica: channel to the other ranks of the same replica, which have the same gradients;
             None where a rank is a replica. Each of its k ranks holds 1/k of the outer state and
             exchanges it with its like in the other replicas; all of them call the methods.
@@ -53,8 +52,8 @@ class StreamingDiLoCo(Replica):
         weight_swap: puts the outer weights into the module for a while.
         means: how the mean of the local copies is formed; `evaluation` shows it to a validation.
         lands_first: what is due lands ahead of a step's launches, and not behind them.
-        parted: whether the replicas' trainings have ended after different steps, or some would have
-            gone on. The same on all, from the landing on at which they learn of it.
+        parted: the replicas' trainings have ended after different steps, or some would have gone
+            on; the same on all, from the landing on at which they learn of it.
     """
 
     lands_first = False

@@ -53,6 +53,7 @@ _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉╴]+")
 # what runs on slow machines say besides
 _STAGES = "making|loading the|validating|exporting|writing|training|tokenizing|reading"
 _SLOW = re.compile(rf"({_STAGES}) |loading .*, #:#$")
+_LIBRARY = re.compile(rf"{re.escape(str(ROOT))}/lightning_commfree/[\w/]+\.py")
 _NUMBER = re.compile(r"(?<![\w.])[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?%?|(?<=[\w/=:.-])\d+(\.\d+)?")
 
 
@@ -115,7 +116,7 @@ def marked(lines: list[str]) -> str:
     found: list[str] = []
     for line in lines:
         folded = line.startswith("│      ")
-        line = re.sub(r"\d+:\d\d:\d\d", "#:#", line.replace(str(ROOT), "<root>"))
+        line = re.sub(r"\d+:\d\d:\d\d", "#:#", _LIBRARY.sub("<library>", line))
         line = _NUMBER.sub("#", _BAR.sub("━", line))
         line = re.sub(r" +", " ", re.sub(r"│ sample .*│", "│ sample │", line)).rstrip()
         if _SLOW.match(line) or (found and line == found[-1]):
@@ -124,7 +125,7 @@ def marked(lines: list[str]) -> str:
             found = [other for other in found if not other.startswith("step ")]
         if folded:
             found[-1] = found[-1].removesuffix("│") + line.removeprefix("│ ")
-        elif found and _is_text(line) and _is_text(found[-1]) and not line.startswith("<root>"):
+        elif found and _is_text(line) and _is_text(found[-1]) and not line.startswith("<library>"):
             found[-1] += f" {line}"
         else:
             found.append(line)

@@ -1,16 +1,23 @@
 """What one node of `benchmarks.auto_split` runs: passes of a GPT-2 under every split, by lot.
 
-`python -m benchmarks.auto_split.job PLAN OUT`: lines of JSON in OUT, that is rows, what, and a
-value: "chosen" by "auto", the passes of its "trial", and the seconds of a pass by its split. All
-splits train one model: two models with the same code differ by where their memory lies.
+`python -m benchmarks.auto_split.job PLAN OUT`: a line of JSON in OUT for each number of rows, with
+what "auto" has chosen, after how many passes, and seconds of passes, of the slower node's each:
+
+1. Rounds of all fixed splits, in an order drawn anew for each. They say which is the best.
+2. If that is not what "auto" has chosen: rounds of "auto" and of the best one. They alone say how
+   far "auto" is behind, for which one was the best has been said by others.
+
+All splits train one model: two models with the same code differ by where their memory lies.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +31,10 @@ from lightning_commfree.domino import DominoSettings, ParallelModel
 from lightning_commfree.domino.settings import AUTO
 
 FIXED = ("none", "batch", "token")
-SPLITS = (*FIXED, AUTO)
 TOKENS, VOCABULARY, WIDTH, LAYERS = 128, 512, 256, 4
-SECONDS, LEAST, MOST = 12.0, 31, 241  # of a split's passes together, and how many they may be
+SECONDS, LEAST = 5.0, 21  # of a split's passes in the first rounds, and how many at least
+PAIR_SECONDS, PAIR_LEAST = 45.0, 41  # the same of the second
+MOST = 601
 
 
 def divided(channel: Channel) -> tuple[Any, ParallelModel]:
@@ -58,6 +66,19 @@ def pass_s(model: Any, words: torch.Tensor) -> float:
     return seconds
 
 
+def compared(
+    splits: Sequence[str], run: Callable[[str], float], rounds: int, lots: random.Random
+) -> dict[str, list[float]]:
+    """Return the seconds of passes, round by round, of the slower node's each; collective."""
+    passes: dict[str, list[float]] = {split: [] for split in splits}
+    for _ in range(rounds):
+        for split in lots.sample(splits, len(splits)):
+            passes[split].append(run(split))
+    slower = torch.tensor([*passes.values()], dtype=torch.float64)
+    dist.all_reduce(slower, dist.ReduceOp.MAX)
+    return dict(zip(splits, slower.tolist(), strict=True))
+
+
 def main() -> None:
     """Measure what the first argument says, and write it to the second's file."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -73,7 +94,10 @@ def main() -> None:
         parallel.trace = None if events is None else lambda *event: events.append(event)
         return pass_s(model, words)
 
-    with path.open("w") as file:
+    def rounds(seconds: float, least: int) -> int:
+        return min(max(int(seconds / float(longest)), least), plan["most_rounds"])
+
+    with path.open("w", buffering=1) as file:
         for rows in plan["rows"]:
             words = torch.randint(VOCABULARY, (rows, TOKENS))
             dist.broadcast(words, 0)
@@ -82,18 +106,19 @@ def main() -> None:
                 run(AUTO)
                 trial += 1
             chosen = parallel.trial.state_dict()["best"][-1][-1]
-            file.write(json.dumps([rows, "chosen", chosen]) + "\n")
-            file.write(json.dumps([rows, "trial", trial]) + "\n")
 
             own: list[Any] = []
             its: list[Any] = []
             longest = torch.tensor(run(AUTO, own) + run(chosen, its)) / 2
             assert own == its, "auto runs its choice"
             dist.all_reduce(longest, dist.ReduceOp.MAX)
-            rounds = min(max(int(SECONDS / float(longest)), LEAST), plan["most_rounds"])
-            for _ in range(rounds):
-                for split in lots.sample(SPLITS, len(SPLITS)):
-                    file.write(json.dumps([rows, split, run(split)]) + "\n")
+            passes = compared(FIXED, run, rounds(SECONDS, LEAST), lots)
+            best = min(FIXED, key=lambda split: statistics.median(passes[split]))
+            pair = {}
+            if best != chosen:
+                pair = compared((AUTO, best), run, rounds(PAIR_SECONDS, PAIR_LEAST), lots)
+            line = {"rows": rows, "chosen": chosen, "trial": trial, "passes": passes, "pair": pair}
+            file.write(json.dumps(line) + "\n")
 
     channel.close()
     dist.barrier()

@@ -2,10 +2,12 @@
 
 Whether a split pays depends on the batch, the model, the processor and the link: products of half
 a batch take more than half the time, and what they hide may be less. So the first batches of each
-size are trained in turns by every legal split, and each pass of the stack is timed. A pass is
-forward and backward of the blocks, its waiting included; the seconds of the slowest rank count, so
-that all ranks of a tensor group choose alike. Other tensor groups choose for themselves: a split
-changes the order in which gradients are added, and nothing else.
+size are trained in turns by every legal split, and each pass is timed: from before the forward of
+the first block to behind its backward, with all that lies between. That includes the loss: ranks
+that leave the blocks apart wait for each other there, and the blocks alone have shown a tie where
+whole passes differed by 4 %. The seconds of the slowest rank count, so that all ranks of a tensor
+group choose alike. Other tensor groups choose for themselves: a split changes the order in which
+gradients are added, and nothing else.
 
 It is a race. After 9, 18, 36, ... passes of each, splits that are surely slower than the best one
 leave it, and it is over when one is left, or when all that are left are within 2 %. Passes vary by
@@ -166,7 +168,7 @@ class SplitTrial:
         times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in means.items())
         self.chosen(
             f"`split='auto'`: batches of {size.rows} x {size.tokens} tokens are split by"
-            f" {best!r}. Forward and backward of the blocks took: {times}."
+            f" {best!r}. Forward, loss and backward took: {times}."
         )
         return best
 
@@ -180,7 +182,7 @@ class SplitTrial:
 
 
 class TimedRun:
-    """A `ScheduleRun` that says how long it has taken, forward and backward.
+    """A `ScheduleRun` that says how long it has taken, from its forward to behind its backward.
 
     Args:
         run: what is timed.
@@ -192,20 +194,17 @@ class TimedRun:
         self, run: ScheduleRun, now: Callable[[], float], passed: Callable[[float], None]
     ) -> None:
         self._run, self._now, self._passed = run, now, passed
-        self._seconds = 0.0
+        self._begun = 0.0
 
     def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
         """See `ScheduleRun`."""
-        begun = self._now()
-        output = self._run.forward(hidden, arguments)
-        self._seconds = self._now() - begun
-        return output
+        self._begun = self._now()
+        return self._run.forward(hidden, arguments)
 
     def backward(self, gradient: Tensor) -> Tensor:
         """See `ScheduleRun`."""
-        begun = self._now()
         gradient = self._run.backward(gradient)
-        self._passed(self._seconds + self._now() - begun)
+        self._passed(self._now() - self._begun)
         return gradient
 
 

@@ -41,7 +41,7 @@ class Clock:
     def __call__(self) -> float:
         assert self.trial.trying is not None, "nothing else is timed"
         self.calls += 1
-        first = self.calls <= 4 * len(self.costs)
+        first = self.calls <= 2 * len(self.costs)
         self.time += self.costs[self.trial.trying] * (10 if first else 1)
         return self.time
 
@@ -140,7 +140,7 @@ def test_the_fastest_is_taken_and_said(ranks: list[dict[str, Any]], winner: str)
         assert early == []
         assert late == [(2, 8, winner)]
         assert f"batches of 2 x 8 tokens are split by {winner!r}" in said
-        assert calls == 4 * 3 * PASSES, "nothing is timed after the choice"
+        assert calls == 2 * 3 * PASSES, "nothing is timed after the choice"
 
 
 def test_every_pass_of_the_trial_trains_on_the_same_loss(ranks: list[dict[str, Any]]) -> None:
@@ -222,7 +222,7 @@ def raced(costs: dict[str, float], spread: float, seed: int) -> tuple[str, dict[
 
     def now() -> float:
         nonlocal time
-        time += costs[trial.trying or ""] * noise.lognormvariate(0, spread) / 2
+        time += costs[trial.trying or ""] * noise.lognormvariate(0, spread)
         return time
 
     trial.now = now
@@ -236,9 +236,21 @@ def raced(costs: dict[str, float], spread: float, seed: int) -> tuple[str, dict[
         run.backward(run.forward(hidden, []))
 
 
+def test_what_happens_between_forward_and_backward_counts() -> None:
+    trial, time = SplitTrial(cast(Any, Echo())), 0.0
+    trial.now = lambda: time
+    hidden = torch.zeros(2, 8, 1)
+    while (turn := trial.choose(Size(2, 8), lambda: ["none", "batch"]))[1]:
+        run = trial.timed(cast(Any, Still()), turn[0], hidden)
+        run.forward(hidden, [])
+        time += 1.1 if turn[0] == "batch" else 1.0  # a loss that waits for the other ranks
+        run.backward(hidden)
+    assert turn == ("none", False)
+
+
 def test_what_is_nearly_as_fast_is_tried_for_longer() -> None:
     costs = {"none": 1.0, "batch": 1.05, "token": 1.5}
-    races = [raced(costs, 0.2, seed) for seed in range(40)]
+    races = [raced(costs, 0.14, seed) for seed in range(40)]
     wrong = sum(winner != "none" for winner, _ in races)
     assert wrong <= 3
     assert all(passes["token"] <= WARM_UP + CHECKS[1] for _, passes in races)
@@ -260,8 +272,10 @@ def test_a_race_between_equals_ends() -> None:
     winner, passes = raced({"none": 1.001, "batch": 1.0}, 0.005, 0)
     assert winner in passes
     assert max(passes.values()) == PASSES, "they are known to be within 2 %"
-    _, passes = raced({"none": 1.0, "batch": 1.0}, 0.2, 0)
-    assert CHECKS[1] < max(passes.values()) <= WARM_UP + CHECKS[-1]
+    races = [raced({"none": 1.0, "batch": 1.0}, 0.14, seed)[1] for seed in range(20)]
+    lengths = [max(passes.values()) for passes in races]
+    assert max(lengths) == WARM_UP + CHECKS[-1]
+    assert sum(length > CHECKS[1] for length in lengths) >= 15, "chance ends few of them early"
 
 
 def test_rounds_are_compared_one_by_one() -> None:

@@ -29,8 +29,8 @@ HEADINGS = {
 }
 ASKED = (
     'The ranks of a replica hold a model each (`inside="ddp"`), or parts of one'
-    ' (`inside="fsdp"`). What does a rank hold, how long is a step over a slow link between'
-    " replicas, and how large may the model be?"
+    ' (`inside="fsdp"`, `"domino"`). What does a rank hold, how long is a step over a slow link'
+    " between replicas, and how large may the model be?"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,13 +18,13 @@ from typing_extensions import override
 
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.sync_cost.job import outer_state
-from lightning_commfree import StreamingDiLoCoStrategy, from_pretrained_on_meta
+from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy, from_pretrained_on_meta
 from lightning_commfree.comm.blocks import block_names
 from lightning_commfree.comm.parts import own
 
 STEPS, BATCH, TOKENS, VOCABULARY = 4, 2, 32, 4096
 KINDS = ("parameters", "gradients", "optimizer", "outer")
-BUILT, META, FOLDER = "built", "meta", "folder"
+BUILT, META, FOLDER, APART = "built", "meta", "folder", "apart"
 
 
 class Late(Module):
@@ -127,11 +128,11 @@ class Count(pl.Callback):
 
 
 class Save(pl.Callback):
-    """Writes a checkpoint after the last step and tells how far memory rises for it."""
+    """Writes a checkpoint after the last step: how far memory rises, and how long it takes."""
 
     def __init__(self, path: Path, peak: Peak) -> None:
         self._path, self._peak = path, peak
-        self.growth = 0
+        self.growth, self.seconds = 0, 0.0
 
     @override
     def on_train_batch_end(
@@ -145,7 +146,9 @@ class Save(pl.Callback):
         if trainer.global_step == STEPS:
             dist.barrier()
             self._peak.begin()
+            begun = time.perf_counter()
             trainer.save_checkpoint(self._path)
+            self.seconds = time.perf_counter() - begun
             self.growth = self._peak.growth()
 
 
@@ -159,7 +162,10 @@ def every_row(plan: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 
 def _fit(row: str, ranks: int, model: dict[str, int], folder: Path) -> dict[str, Any]:
-    """Train a replica: "INSIDE" counts; "INSIDE BUILT", META or FOLDER has peaks."""
+    """Train a replica: "INSIDE" counts; "INSIDE BUILT", META, FOLDER or APART has peaks.
+
+    APART is META, whose checkpoint is a folder.
+    """
     inside, _, how = row.partition(" ")
     peak, count, filled = Peak(), Count(), [0]
     save = Save(folder / f"{inside}_{how}.ckpt", peak)
@@ -173,12 +179,13 @@ def _fit(row: str, ranks: int, model: dict[str, int], folder: Path) -> dict[str,
     if how:
         module = Late(
             make,
-            how == META,
+            how in (META, APART),
             peak.begin,
             lambda: filled.append(peak.growth()),
         )
+    layout: Any = FSDPSettings(folder_above_bytes=0) if how == APART else inside
     strategy = StreamingDiLoCoStrategy(
-        sync_every=2, overlap_steps=0, replica_size=ranks, inside=inside
+        sync_every=2, overlap_steps=0, replica_size=ranks, inside=layout
     )
     callbacks: list[pl.Callback] = [save] if how else [count]
     trainer = quiet_trainer(strategy, 1, STEPS, callbacks, devices=ranks)
@@ -187,6 +194,7 @@ def _fit(row: str, ranks: int, model: dict[str, int], folder: Path) -> dict[str,
     if how:
         units = list(unit_bytes(module))
         found |= {"fill": filled[-1], "save": save.growth, "model": sum(units)}
+        found["save_s"] = save.seconds
         found["largest_unit"] = max(units)
         found["largest_tensor"] = max(p.numel() * p.element_size() for p in module.parameters())
     return found

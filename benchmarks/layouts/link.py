@@ -12,8 +12,8 @@ from benchmarks.bandwidth.measure import HEAP, NODES, Results
 from benchmarks.bandwidth.page import table, target
 from benchmarks.bandwidth.window import LEG_STEPS
 from benchmarks.lab import NetLab
-from benchmarks.layouts.linked import ALONE
-from benchmarks.layouts.memory import DDP, FSDP, LAYOUTS
+from benchmarks.layouts.linked import ALONE, DOMINO
+from benchmarks.layouts.memory import DDP, FSDP
 from benchmarks.layouts.ranks import run_in_lab
 
 RATE = "100mbit"
@@ -23,7 +23,10 @@ LABELS = {
     DDP: "DDP inside, DiLoCo between",
     f"{FSDP}_{ALONE}": "FSDP2 inside, no syncs",
     FSDP: "FSDP2 inside, DiLoCo between",
+    f"{DOMINO}_{ALONE}": "Domino inside, no syncs",
+    DOMINO: "Domino inside, DiLoCo between",
 }
+LAYOUTS = (DDP, FSDP, DOMINO)
 SETTINGS: dict[str, Any] = {
     "sync_every": 20,
     "ranks": 2,
@@ -88,12 +91,14 @@ def figures(records: Sequence[dict[str, Any]]) -> dict[str, Figures]:
 def opening(records: Sequence[dict[str, Any]]) -> list[str]:
     """Return what was found, for the top of the page."""
     found = figures(records)
-    slower = {layout: compared(found[layout], found[f"{layout}_{ALONE}"])[0] for layout in LAYOUTS}
+    told = []
+    for layout in LAYOUTS:
+        slower, _ = compared(found[layout], found[f"{layout}_{ALONE}"])
+        told.append(f"{slower:.3f} ({found[layout].ledger_bytes or 0:,.0f} bytes) with {layout}")
     return [
         f"- **Found, link:** over {RATE} between two nodes of two ranks each, a step with syncs"
-        f" takes {slower[DDP]:.3f} times as long as without with DDP inside and {slower[FSDP]:.3f}"
-        f" times with FSDP2, and a node sends {found[DDP].ledger_bytes or 0:,.0f} and"
-        f" {found[FSDP].ledger_bytes or 0:,.0f} bytes a step.",
+        " takes so many times as long as without, and so many bytes of a node:"
+        f" {', '.join(told)} inside.",
     ]
 
 
@@ -114,9 +119,11 @@ def targets(found: Mapping[str, Figures]) -> list[str]:
         agreement = ours.wire_bytes / (ours.ledger_bytes or 1)
         text = f"{layout}: interface / ledger, within {100 * AGREE:.0f} %"
         lines.append(target(text, agreement, abs(agreement - 1) <= AGREE))
-    alike = (found[FSDP].ledger_bytes or 0) / (found[DDP].ledger_bytes or 1)
-    text = f"fsdp's bytes / ddp's, ledger, within {100 * ALIKE:.0f} %"
-    return [*lines, target(text, alike, abs(alike - 1) <= ALIKE)]
+    for layout in (FSDP, DOMINO):
+        alike = (found[layout].ledger_bytes or 0) / (found[DDP].ledger_bytes or 1)
+        text = f"{layout}'s bytes / ddp's, ledger, within {100 * ALIKE:.0f} %"
+        lines.append(target(text, alike, abs(alike - 1) <= ALIKE))
+    return lines
 
 
 def page_lines(records: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list[str]:
@@ -138,8 +145,8 @@ def _inside(num_bytes: int, ranks: int) -> list[str]:
     """Return what a rank sends within its replica at every step, by formula."""
     share = num_bytes * (ranks - 1) / ranks
     return [
-        "Within a replica, by formula and in no ledger of ours: a unit of b bytes, divided among k"
-        " ranks, is gathered for its forward and for its backward, and its gradients are"
+        "Within a replica, by FSDP2's formula, as `group_ledger` has it: a unit of b bytes, divided"
+        " among k ranks, is gathered for its forward and for its backward, and its gradients are"
         " reduce-scattered, b (k - 1) / k bytes a rank each time. Together a step sends"
         f" {3 * share / 1e6:.1f} MB a rank, and DDP's all-reduce {2 * share / 1e6:.1f} MB.",
     ]
@@ -153,7 +160,8 @@ Two nodes of the network laboratory, {ranks} ranks each, which are one replica. 
 between nodes is shaped to {RATE}; ranks of a node reach each other over loopback. GPT-2 of
 {layers} blocks, {width} wide, {VOCABULARY} words, batch {BATCH} x {TOKENS} a rank, AdamW, fp32
 inside, fp4 between, `sync_every={sync_every}` (the default is 100: syncs weigh more here), all else
-by default. *No syncs*: the same strategy, whose first sync lies behind the end. All rows of a round
+by default. Domino's ranks have the same batch, `split="none"`.
+*No syncs*: the same strategy, whose first sync lies behind the end. All rows of a round
 run in the same processes, {legs} steps of one and then of the next, as in
 [bandwidth](../bandwidth/result.md), which says what the columns are; a window is one cycle. A
 node's step is that of its slowest rank, its bytes those of all its ranks. No row has utilization 1.

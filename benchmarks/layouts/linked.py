@@ -13,14 +13,16 @@ from benchmarks.bandwidth.window import WARM_UP, Stopwatch, Window
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.common.relay import Relay, Run
 from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.domino import DominoSettings
 
-ALONE = "alone"
+ALONE, DOMINO = "alone", "domino"
 NEVER = 10_000  # steps: no fragment leaves in the fit
 
 
-def inside_of(row: str) -> str:
+def inside_of(row: str) -> Any:
     """Return what is inside the replicas of a row."""
-    return row.split("_")[0]
+    layout = row.split("_")[0]
+    return DominoSettings(split="none") if layout == DOMINO else layout
 
 
 def measure(row: str, plan: dict[str, Any], pass_on: Any) -> Window:

@@ -9,7 +9,17 @@ from typing import Any
 from benchmarks.bandwidth.measure import Results
 from benchmarks.bandwidth.page import target
 from benchmarks.common.page import draw_bars
-from benchmarks.layouts.held import BATCH, BUILT, FOLDER, KINDS, META, STEPS, TOKENS, VOCABULARY
+from benchmarks.layouts.held import (
+    APART,
+    BATCH,
+    BUILT,
+    FOLDER,
+    KINDS,
+    META,
+    STEPS,
+    TOKENS,
+    VOCABULARY,
+)
 from benchmarks.layouts.ranks import run_here
 from benchmarks.sync_cost.__main__ import GIVE_BACK
 
@@ -23,6 +33,7 @@ PEAK_ROWS = {
     f"{FSDP} {BUILT}": "fsdp, built in memory",
     f"{FSDP} {META}": "fsdp, built on meta",
     f"{FSDP} {FOLDER}": "fsdp, from a folder",
+    f"{FSDP} {APART}": "fsdp, built on meta, checkpoint in a folder",
 }
 SETTINGS: dict[str, Any] = {
     "sizes": [1, 2, 4],
@@ -129,7 +140,7 @@ def page_lines(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
         fill = fill_of_bound(peaks[PEAK_RANKS, f"{FSDP} {how}"])
         text = f"{how}: fill / (model / {PEAK_RANKS} + two units), at most {1 + WITHIN}"
         lines.append(target(text, fill, fill <= 1 + WITHIN))
-    for how in (BUILT, META):
+    for how in (BUILT, META, APART):
         beside = save_of_tensor(peaks[PEAK_RANKS, f"{FSDP} {how}"])
         text = f"{how}, checkpoint: (rank 0's rise - the other's) / the largest tensor, at most 1"
         lines.append(target(text, beside, beside <= 1))
@@ -142,12 +153,15 @@ def page_lines(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
         cells.append(f"{fullest['largest_unit'] / 1e6:.2f}")
         lines.append(f"| {k}, {layout} | {' | '.join(cells)} |")
     lines += ["", _how_it_was_counted(settings), ""]
-    lines += ["| two ranks | model, MB | fill: rank 0 | rank 1 | checkpoint: rank 0 | rank 1 |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines += [
+        "| two ranks | model, MB | fill: rank 0 | rank 1 | checkpoint: rank 0 | rank 1 | seconds |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
     for row, label in PEAK_ROWS.items():
         nodes = peaks[PEAK_RANKS, row]
         cells = [f"{rank['fill'] / 1e6:.0f}" for rank in nodes]
         cells += [f"{rank['save'] / 1e6:.0f}" for rank in nodes]
+        cells.append(f"{max(rank['save_s'] for rank in nodes):.2f}")
         lines.append(f"| {label} | {nodes[0]['model'] / 1e6:.0f} | {' | '.join(cells)} |")
     return [*lines, "", _how_peaks_were_taken(settings)]
 
@@ -174,4 +188,6 @@ model's making in `configure_model` to `configure_optimizers`, where it is divid
 DDP with its buckets. *Checkpoint*: while `trainer.save_checkpoint` runs after the last step. Rank
 0 writes whole weights and AdamW's two whole moments, three times the model, and puts one tensor
 together at a time. What rises on every rank is a second copy of its own weights, for a checkpoint
-holds the outer ones; and what a gathered tensor takes beside itself."""
+holds the outer ones; and what a gathered tensor takes beside itself. Into a folder
+(`FSDPSettings(folder_above_bytes=0)`) each rank writes its own parts, and no tensor is put
+together. *Seconds*: of the slower rank, once, on the one disk of this machine."""

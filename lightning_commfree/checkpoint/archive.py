@@ -29,15 +29,6 @@ _HEADER, _LONG_SIZES = 30, 20  # bytes in front of them, beside the record's nam
 _PADDING_HEAD = 4
 
 
-def has_stand_ins(state: Any) -> bool:
-    """Return whether nested dictionaries, lists and tuples hold a stand-in."""
-    if isinstance(state, dict):
-        return any(map(has_stand_ins, state.values()))
-    if isinstance(state, list | tuple):
-        return any(map(has_stand_ins, state))
-    return is_stand_in(state)
-
-
 def write_archive(state: Any, file: IO[bytes]) -> None:
     """Write a state; stand-ins are fetched one after another.
 

@@ -25,7 +25,8 @@ import fsspec  # type: ignore[import-untyped]
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-from lightning_commfree.checkpoint.archive import has_stand_ins, write_archive
+from lightning_commfree.checkpoint.archive import write_archive
+from lightning_commfree.comm.wholes import has_stand_ins
 
 FilePath = str | Path
 
@@ -61,7 +62,7 @@ def write_whole(state: Any, path: FilePath) -> None:
             sink.write_all(state, file)
         os.replace(half, target)
         for folder in (target.parent, *(folder.parent for folder in new)):
-            _sync_folder(folder)
+            sync_folder(folder)
     except OSError as error:
         written = half.stat().st_size if half.exists() else 0
         raise RuntimeError(_why_not_written(target, error, sink.needed, written)) from error
@@ -117,7 +118,8 @@ class _Sink:
         """The file is flushed at the end."""
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network disks cannot; they need not
@@ -199,18 +201,27 @@ def check_whole(path: FilePath) -> None:
     if local is None or not local.is_file():
         return
     try:
-        if not zipfile.is_zipfile(local):
-            return
-        with zipfile.ZipFile(local) as archive:
-            records = archive.infolist()
-            # torch reads nothing where one is said to be a folder, and does not notice
-            bad = next((r.filename for r in records if r.external_attr & _FOLDER_BIT), None)
-            if any(record.CRC for record in records):  # else `set_crc32_options(False)` was on
-                bad = bad or archive.testzip()
+        if zipfile.is_zipfile(local):
+            check_records(local)
     except Exception as error:  # whatever a damaged directory makes zipfile raise
         raise damaged(path, error) from error
+
+
+def check_records(archive: Path | IO[bytes]) -> None:
+    """Compare every record of an archive that `torch.save` wrote with its checksum.
+
+    Raises:
+        ValueError: a record is another one than was written. A damaged directory makes zipfile
+            raise anything.
+    """
+    with zipfile.ZipFile(archive) as opened:
+        records = opened.infolist()
+        # torch reads nothing where one is said to be a folder, and does not notice
+        bad = next((r.filename for r in records if r.external_attr & _FOLDER_BIT), None)
+        if any(record.CRC for record in records):  # else `set_crc32_options(False)` was on
+            bad = bad or opened.testzip()
     if bad is not None:
-        raise damaged(path, ValueError(f"its record {bad!r} is not as it was written"))
+        raise ValueError(f"its record {bad!r} is not as it was written")
 
 
 def damaged(path: FilePath, error: Exception) -> RuntimeError:

@@ -37,12 +37,16 @@ class FSDPSettings:
         units: names of classes. Their outermost modules are gathered one at a time, and what stands
             in none of them together. Empty: transformer blocks, which are found; a model without
             blocks is gathered as a whole.
+        folder_above_bytes: checkpoints of a fit whose parameters take more are folders, which all
+            ranks of the first replica write at once, to one disk; `checkpoint.one_file` makes one
+            file of such a folder. None: checkpoints are files.
 
     Raises:
-        TypeError: `units` is no sequence of names.
+        TypeError: `units` is no sequence of names, or `folder_above_bytes` no number.
     """
 
     units: Sequence[str] = ()
+    folder_above_bytes: float | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.units
@@ -52,6 +56,11 @@ class FSDPSettings:
                 f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
             )
         object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
+        size: Any = self.folder_above_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float)):
+            raise TypeError(
+                f"`folder_above_bytes={size!r}` must be a number of bytes, such as 20e9, or None."
+            )
 
 
 def why_not_divided() -> str | None:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_commfree.comm.wholes import Wholes
+from lightning_commfree.comm.wholes import Wholes, filled, is_stand_in, with_values
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -47,15 +48,18 @@ def part_like(values: Tensor, like: Tensor) -> Tensor:
     """Return values as `like` is held: a part of them where that is one.
 
     Args:
-        values: all of the tensor, on any device, or this rank's part of it.
+        values: all of the tensor, on any device, or this rank's part of it, or what stands for a
+            tensor in a folder.
         like: a tensor of the same shape.
 
     Raises:
         ValueError: they are neither.
     """
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
-        return values
+        return with_values(values)  # type: ignore[no-any-return]
 
+    if is_stand_in(values) and values.shape == like.shape:  # read no more than the part
+        return filled(values, torch.empty_like(like.detach(), dtype=values.dtype))
     mine, mesh, (placement,) = like.to_local(), like.device_mesh, like.placements
     assert isinstance(placement, Shard), "FSDP divides by rows"
     if values.shape != mine.shape:
@@ -79,7 +83,7 @@ def part_like(values: Tensor, like: Tensor) -> Tensor:
 def whole_on_host(value: Tensor, wholes: Wholes) -> Tensor:
     """Return all of a tensor, as `wholes` puts it together; collective as `whole`."""
     if isinstance(value, DTensor):
-        return wholes(value.shape, value.dtype, partial(whole, value))
+        return wholes(value.shape, value.dtype, partial(whole, value), part=value)
     return value.cpu() if wholes.keep else value.new_empty(0)
 
 

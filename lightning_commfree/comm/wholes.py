@@ -13,7 +13,7 @@ by itself it gets *stand-ins*, tensors on `meta` with a shape and without values
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,11 @@ class Wholes:
         self.keep = keep
 
     def __call__(
-        self, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor]
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        gather: Callable[[], Tensor],
+        part: Tensor | None = None,
     ) -> Tensor:
         """Return a whole tensor; collective over the ranks that hold its parts.
 
@@ -46,10 +50,15 @@ class Wholes:
             shape: of the whole.
             dtype: the same.
             gather: puts it together; collective.
+            part: what this rank holds, if it is a `DTensor`.
         """
-        del shape, dtype
+        del shape, dtype, part
         whole = gather()
         return whole.cpu() if self.keep else whole.new_empty(0)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """In the body the rank that keeps them writes what this object has returned."""
+        return nullcontext()
 
 
 class OneAtATime(Wholes):
@@ -67,11 +76,16 @@ class OneAtATime(Wholes):
 
     @override
     def __call__(
-        self, shape: Sequence[int], dtype: torch.dtype, gather: Callable[[], Tensor]
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        gather: Callable[[], Tensor],
+        part: Tensor | None = None,
     ) -> Tensor:
         self._gathers.append(gather)
         return stand_in(shape, dtype, partial(self._fetch, len(self._gathers) - 1))
 
+    @override
     @contextmanager
     def writing(self) -> Iterator[None]:
         """In the body rank 0 asks for values; the others have answered it when theirs begins."""
@@ -94,18 +108,56 @@ class OneAtATime(Wholes):
         return int(self._channel.broadcast(said, SAVE_TAG).wait())
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype, fetch: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor on `meta` that stands for the one, in host memory, which `fetch` returns."""
+def stand_in(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    fetch: Callable[[], Tensor],
+    fill: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Return a tensor on `meta` that stands for another one.
+
+    Args:
+        shape: of the other one.
+        dtype: the same.
+        fetch: returns it, in host memory.
+        fill: writes its values into a tensor, or into a part of one: `DTensor`s.
+    """
     made: Any = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    made.fetch_values = fetch
+    made.fetch_values, made.fill_values = fetch, fill
     return made  # type: ignore[no-any-return]
 
 
 def is_stand_in(value: Any) -> bool:
-    """Return whether it stands for a tensor that is put together later."""
+    """Return whether it stands for a tensor that is put together, or read, later."""
     return hasattr(value, "fetch_values")
 
 
+def has_stand_ins(state: Any) -> bool:
+    """Return whether nested dictionaries, lists and tuples hold a stand-in."""
+    if isinstance(state, dict):
+        return any(map(has_stand_ins, state.values()))
+    if isinstance(state, list | tuple):
+        return any(map(has_stand_ins, state))
+    return is_stand_in(state)
+
+
 def values_of(standing: Any) -> Tensor:
-    """Return the tensor that one stands for; in the body of `writing`, on rank 0."""
+    """Return the tensor that one stands for; if it is put together, in `writing` on rank 0."""
     return standing.fetch_values()  # type: ignore[no-any-return]
+
+
+def filled(standing: Any, empty: Tensor) -> Tensor:
+    """Return `empty`, as large as the tensor that one stands for, with values that were read."""
+    standing.fill_values(empty)
+    return empty
+
+
+def with_values(state: Any) -> Any:
+    """Return nested dictionaries, lists and tuples with values in place of stand-ins."""
+    if not has_stand_ins(state):
+        return state
+    if isinstance(state, dict):
+        return {key: with_values(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(with_values, state))
+    return values_of(state)

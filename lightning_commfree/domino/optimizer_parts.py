@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.wholes import Wholes
+from lightning_commfree.comm.wholes import Wholes, with_values
 from lightning_commfree.domino.shard_spec import ShardSpec
 from lightning_commfree.domino.sharding import whole_tensor
 
@@ -65,7 +65,8 @@ class OptimizerParts:
         for index, parameter in enumerate(parameters_of(optimizer)):
             spec, _ = self._parts.get(parameter, (None, None))
             own = dict(state["state"].get(index, {}))
-            for key, value in own.items():
+            for key, saved in own.items():
+                own[key] = value = with_values(saved)
                 if spec is None or not isinstance(value, Tensor) or value.dim() <= spec.dim:
                     continue
                 if value.shape != parameter.shape:  # else it is this rank's already

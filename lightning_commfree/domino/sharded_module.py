@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.parts import mark_part
-from lightning_commfree.comm.wholes import Wholes
+from lightning_commfree.comm.wholes import Wholes, with_values
 from lightning_commfree.domino.checks import check_batch, find_models
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
 from lightning_commfree.domino.optimizer_parts import (
@@ -189,10 +189,11 @@ class ShardedModule:
         """Return this rank's parts of a whole module's state."""
         own = self._module.state_dict(keep_vars=True)
         specs, rank = self.specs, self._channel.rank
-        return {
-            name: specs[own[name]].part(value, rank) if own.get(name) in specs else value
-            for name, value in state.items()
-        }
+        parts = {}
+        for name, saved in state.items():
+            value = with_values(saved)
+            parts[name] = specs[own[name]].part(value, rank) if own.get(name) in specs else value
+        return parts
 
     def own_state(self) -> dict[str, Any]:
         """Return what is each rank's own: random numbers, and what `auto_split` has measured."""

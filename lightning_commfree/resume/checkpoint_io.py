@@ -12,7 +12,9 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
+from lightning_commfree.checkpoint.folder import IntoFolder, is_folder, read_folder
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path, write_whole
+from lightning_commfree.comm.wholes import with_values
 
 # earlier releases of Lightning do not ask how a file is to be read
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
@@ -24,18 +26,26 @@ class WholeCheckpointIO(TorchCheckpointIO):
     Args:
         maps: files on a disk are mapped, not read: of a tensor a rank reads what it uses. While
             such a fit runs the file it resumed from may be replaced or removed, not written to.
+            Of a folder it gets stand-ins (`comm.wholes`).
+
+    Attributes:
+        into: writes checkpoints into folders; None: they are files.
     """
 
     def __init__(self, maps: bool = False) -> None:
         self._maps = maps
+        self.into: IntoFolder | None = None
 
     @override
     def load_checkpoint(self, path: FilePath, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return a checkpoint, as Lightning does."""
         local = local_path(path)
+        asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
+        if local is not None and is_folder(local):
+            saved: dict[str, Any] = read_folder(local, asked is not False)
+            return saved if self._maps else with_values(saved)
         if not self._maps or local is None or not zipfile.is_zipfile(local):
             return super().load_checkpoint(path, *args, **kwargs)
-        asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
         weights_only = asked if _ASKS else False
         state: dict[str, Any] = torch.load(
             local, map_location="cpu", mmap=True, weights_only=weights_only
@@ -51,7 +61,10 @@ class WholeCheckpointIO(TorchCheckpointIO):
         Raises:
             RuntimeError: it cannot be written; what was there before is as it was.
         """
-        if storage_options is not None or local_path(path) is None:
+        local = local_path(path)
+        if self.into is not None and local is not None:
+            self.into.write(checkpoint, local)
+        elif storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
             write_whole(checkpoint, path)

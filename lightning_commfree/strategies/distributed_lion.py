@@ -14,7 +14,7 @@ from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen
+from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen, name_of
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -88,7 +88,13 @@ class DistributedLionStrategy(ReplicaStrategy):
     ) -> None:
         super().__init__(chosen(self, inside, node_size, "node_size"), **ddp_kwargs)
         self.settings = LionSettings(
-            vote, ties, momentum_sync_every, nonfinite, node_size, inside, check_drift_every
+            vote,
+            ties,
+            momentum_sync_every,
+            nonfinite,
+            node_size,
+            name_of(inside),
+            check_drift_every,
         )
         if ties == "random" and isinstance(self.inside, TensorParallel):
             raise ValueError(

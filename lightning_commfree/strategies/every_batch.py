@@ -47,9 +47,11 @@ class MeetEveryBatch(Pace[GradientMean]):
     @override
     def accumulating(self) -> Iterator[None]:
         self.between.average.active = False  # gradients stay here
-        with super().accumulating():
-            yield
-        self.between.average.active = True
+        try:
+            with super().accumulating():
+                yield
+        finally:
+            self.between.average.active = True
 
     @override
     def after_backward(self, loss: Tensor) -> None:

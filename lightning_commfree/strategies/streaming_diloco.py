@@ -23,7 +23,7 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.loop_counters import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
-from lightning_commfree.strategies.inside import FSDPSettings, chosen
+from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
@@ -130,7 +130,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             wire_dtype,
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
-            inside,
+            name_of(inside),
             nonfinite,
             evaluate,
             check_drift_every,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_commfree.checkpoint.folder import REST, is_folder
 from recipes.training.report import CHECKPOINT_FOLDER
 
 _LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning looks for these itself
@@ -74,9 +75,10 @@ def _example(folder: Path) -> str:
 
 def _steps_taken(path: Path) -> int | None:
     """Return a checkpoint's optimizer steps, without reading its tensors; None if unreadable."""
+    file = path / REST if is_folder(path) else path
     try:
         return int(
-            torch.load(path, map_location="cpu", mmap=True, weights_only=True)["global_step"]
+            torch.load(file, map_location="cpu", mmap=True, weights_only=True)["global_step"]
         )
     except Exception:  # noqa: BLE001 - whatever a damaged file makes torch raise
         return None

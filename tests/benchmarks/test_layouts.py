@@ -138,8 +138,11 @@ def test_a_node_is_as_slow_as_its_slowest_rank_and_sends_what_both_send() -> Non
 def test_targets_are_met_or_missed_by_the_medians(tmp_path: Path) -> None:
     results = Results(tmp_path / "link.json", link.SETTINGS)
     for round_ in range(3):
-        for row, ms in (("ddp_alone", 100), ("ddp", 104), ("fsdp_alone", 100), ("fsdp", 108)):
-            windows = [window(row, [ms, ms], 50, 102 if row == "ddp" else 110)] * 4
+        rows = {"ddp_alone": 100, "ddp": 104, "fsdp_alone": 100, "fsdp": 108}
+        rows |= {"domino_alone": 100, "domino": 101}
+        for row, ms in rows.items():
+            sent = 60 if row == "domino" else 50
+            windows = [window(row, [ms, ms], sent, 102 if row == "ddp" else 110)] * 4
             results.add(link.RATE, round_, link.by_node(windows, 2))
     page = "\n".join(link.page_lines(results.raw["records"], link.SETTINGS))
     assert "| ddp: step time / no syncs, at most 1.05 | 1.04 | met |" in page
@@ -147,6 +150,7 @@ def test_targets_are_met_or_missed_by_the_medians(tmp_path: Path) -> None:
     assert "| ddp: interface / ledger, within 3 % | 1.02 | met |" in page
     assert "| fsdp: interface / ledger, within 3 % | 1.1 | missed |" in page
     assert "| fsdp's bytes / ddp's, ledger, within 1 % | 1 | met |" in page
+    assert "| domino's bytes / ddp's, ledger, within 1 % | 1.2 | missed |" in page
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commfree.checkpoint.archive import has_stand_ins, write_archive
+from lightning_commfree.checkpoint.archive import write_archive
 from lightning_commfree.checkpoint.whole_files import _Sink, read_whole, write_whole
 from lightning_commfree.comm import wholes
+from lightning_commfree.comm.wholes import has_stand_ins
 
 WEIGHT = torch.randn(5, 7)
 VALUES: dict[str, Tensor] = {

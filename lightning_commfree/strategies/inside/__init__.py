@@ -16,10 +16,15 @@ from lightning_commfree.strategies.inside.fsdp import FullyShard
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
-__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorParallel", "chosen"]
+__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorParallel", "chosen", "name_of"]
 
 
 _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
+
+
+def name_of(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
+    """Return what an exact resume must find again: settings of FSDP change no value."""
+    return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
 def chosen(

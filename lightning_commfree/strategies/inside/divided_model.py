@@ -20,11 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.checkpoint.folder import IntoFolder
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path
 from lightning_commfree.comm.division import check_optimizers
 from lightning_commfree.comm.materialize import described, on_meta
 from lightning_commfree.comm.sharing import START_TAG, common_start
-from lightning_commfree.comm.wholes import OneAtATime, Wholes
+from lightning_commfree.comm.wholes import OneAtATime, Wholes, with_values
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 from lightning_commfree.strategies.checks import (
     PARTS,
@@ -61,20 +62,26 @@ class DividedModel(Inside):
 
     Args:
         strategy: whose ranks.
+        settings: equal on all of them.
     """
 
     divides = True
 
-    def __init__(self, strategy: ReplicaStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: ReplicaStrategy, settings: Any) -> None:
+        self._strategy, self._settings = strategy, settings
         self._undivided: set[nn.Parameter] = set()
         self._was_on_meta = False  # it had no values when it was divided
-        self._one_at_a_time: OneAtATime | None = None  # while `Trainer.save_checkpoint` runs
+        self._writes: Wholes | None = None  # while `Trainer.save_checkpoint` runs
 
     @property
     @abstractmethod
     def states(self) -> States | None:
         """The states of what is divided now; None: nothing is."""
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether the fit's checkpoints are folders."""
+        return False
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
@@ -94,7 +101,8 @@ class DividedModel(Inside):
         """Start all ranks from the same undivided model; return a seed that they have alike."""
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
-        common_start(world, module, {**self._strategy.fingerprint(), **described(module)})
+        settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
+        common_start(world, module, {**settings, **described(module)})
         self._undivided = set(module.parameters())
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())
@@ -137,7 +145,7 @@ class DividedModel(Inside):
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         states = self.states
         if states is None:
-            return checkpoint
+            return {**checkpoint, "state_dict": with_values(checkpoint["state_dict"])}
         return {**checkpoint, "state_dict": states.part_state_dict(checkpoint["state_dict"])}
 
     @override
@@ -152,9 +160,9 @@ class DividedModel(Inside):
     @override
     def writing(self) -> AbstractContextManager[None]:
         """In the body rank 0 writes, and the others of its replica answer."""
-        if self._one_at_a_time is None or not self._is_of_first_replica():
+        if self._writes is None or not self._is_of_first_replica():
             return nullcontext()
-        return self._one_at_a_time.writing()
+        return self._writes.writing()
 
     # -- inside
 
@@ -167,7 +175,7 @@ class DividedModel(Inside):
 
     def _wholes(self) -> Wholes:
         """Return what puts tensors together now."""
-        return self._one_at_a_time or Wholes(self._strategy.is_global_zero)
+        return self._writes or Wholes(self._strategy.is_global_zero)
 
     def _put_together_while_written(self) -> None:
         strategy, trainer = self._strategy, self._strategy.module.trainer
@@ -175,13 +183,19 @@ class DividedModel(Inside):
 
         def save_one_at_a_time(filepath: FilePath, *args: Any, **kwargs: Any) -> None:
             options = kwargs.get("storage_options", args[1] if len(args) > 1 else None)
-            ours = type(strategy.checkpoint_io) is WholeCheckpointIO and options is None
-            if ours and local_path(filepath) is not None:
-                within = strategy.channels.within
-                self._one_at_a_time = OneAtATime(strategy.is_global_zero, within)
+            writer = strategy.checkpoint_io
+            on_disk = local_path(filepath) is not None and options is None
+            if type(writer) is not WholeCheckpointIO or not on_disk:
+                save(filepath, *args, **kwargs)
+                return
+            here = strategy.is_global_zero, strategy.channels.within
+            if self.saves_folders:
+                self._writes = writer.into = IntoFolder(*here)
+            else:
+                self._writes = OneAtATime(*here)
             try:
                 save(filepath, *args, **kwargs)
             finally:
-                self._one_at_a_time = None
+                self._writes = writer.into = None
 
         strategy.patches.put(trainer, "save_checkpoint", save_one_at_a_time)

@@ -62,8 +62,8 @@ class TensorParallel(DividedModel):
         argument: str = "tensor_parallel_size",
         outside: str = DATA,
     ) -> None:
-        super().__init__(strategy)
-        self._settings, self._argument, self._outside = settings, argument, outside
+        super().__init__(strategy, settings)
+        self._argument, self._outside = argument, outside
         self.sharded: ShardedModule | None = None
         self._left: OptimizerParts | None = None  # by the latest fit
         self._seen = False  # what optimizers keep

@@ -64,8 +64,8 @@ class FullyShard(DividedModel):
     ) -> None:
         if why := why_not_divided():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
-        super().__init__(strategy)
-        self.size, self._argument, self._settings = size, argument, settings
+        super().__init__(strategy, settings)
+        self.size, self._argument = size, argument
         self._divided: nn.Module | None = None
         self._step_bytes = 0, 0
 
@@ -75,6 +75,13 @@ class FullyShard(DividedModel):
         divided = self._divided
         here = divided is self._strategy.lightning_module  # else it is an earlier fit's
         return RowParts(divided) if divided is not None and here else None
+
+    @property
+    @override
+    def saves_folders(self) -> bool:
+        limit = self._settings.folder_above_bytes
+        parameters = self._strategy.module.parameters()
+        return limit is not None and sum(p.numel() * p.itemsize for p in parameters) > limit
 
     @override
     def mesh(self, world_size: int) -> Mesh:

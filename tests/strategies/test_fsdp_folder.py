@@ -1,0 +1,301 @@
+"""Checkpoints that are folders: the ranks of a replica write their parts, and nobody puts them
+together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from lightning_commfree import (
+    DistributedLionStrategy,
+    DominoTPStrategy,
+    FSDPSettings,
+    StreamingDiLoCoStrategy,
+)
+from lightning_commfree.checkpoint import folder as folders
+from lightning_commfree.checkpoint.folder import IntoFolder, is_folder, read_folder
+from lightning_commfree.comm.division import why_not_divided
+from lightning_commfree.comm.parts import whole
+from lightning_commfree.comm.wholes import with_values
+from tests.strategies.causal_lm import CausalLM
+from tests.strategies.causal_lm import loader as words
+from tests.strategies.models import loader, quiet_trainer, rank_loader
+from tests.strategies.test_fsdp import BATCH, MIDDLE, SETTINGS, STEPS, Uneven, fit, weights
+from tests.strategies.test_fsdp_models import OnMeta
+from tests.world import run_ranks
+
+WHY_NOT = why_not_divided()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+ALWAYS = FSDPSettings(folder_above_bytes=0)
+NEVER = FSDPSettings(folder_above_bytes=1e9)
+
+
+def one_file(folder: Path, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_commfree.checkpoint.one_file",
+        folder,
+        file,
+        *options,
+    ]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def every_way(rank: int, size: int, place: Path) -> dict[str, Any]:
+    def trained(inside: Any, to: str | None = None, **changes: Any) -> Any:
+        where = None if to is None else place / to
+        return fit(rank, size, where, inside=inside, wire_dtype="fp4", **changes)
+
+    saved = place / "folder" / f"step={MIDDLE}.ckpt"
+    played = {"file": trained(NEVER, "file"), "folder": trained(ALWAYS, "folder")}
+    if rank == 0:
+        done = one_file(saved, saved.with_name("one.ckpt"))
+        assert done.returncode == 0, done.stderr
+    torch.distributed.barrier()
+    played["resumed"] = trained(ALWAYS, "resumed", ckpt_path=saved)
+    played["from one file"] = trained("fsdp", ckpt_path=saved.with_name("one.ckpt"))
+    played["ddp"] = trained("ddp", ckpt_path=saved)
+    played["four"] = trained(ALWAYS, replica_size=4, ckpt_path=saved)
+
+    played["validated"] = {}
+    for inside in ("fsdp", "ddp"):
+        strategy = StreamingDiLoCoStrategy(**SETTINGS, inside=inside)
+        trainer = quiet_trainer(strategy=strategy, devices=size)
+        module, data = Uneven(), loader(4 * size)
+        (found,) = trainer.validate(module, data, ckpt_path=saved, verbose=False)
+        played["validated"][inside] = found["val_loss"], weights(module)
+    return played
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    place = tmp_path_factory.mktemp("saved")
+    return run_ranks(every_way, 4, tmp_path_factory.mktemp("four"), place), place
+
+
+@pytest.mark.parametrize("step", [7, MIDDLE, STEPS])
+def test_a_folder_holds_what_a_file_does(played: Any, step: int) -> None:
+    place = played[1]
+    folder, file = (place / how / f"step={step}.ckpt" for how in ("folder", "file"))
+    assert is_folder(folder)
+    assert file.is_file()
+    got, expected = with_values(read_folder(folder)), torch.load(file, weights_only=True)
+    for one in (got, expected):  # token and own time: another save
+        one.pop("lightning_commfree")
+        one.pop("callbacks")
+    assert str(got["loops"]) == str(expected["loops"])
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=0)
+    (state,) = got["optimizer_states"]
+    assert set(state["state"]) == set(expected["optimizer_states"][0]["state"]), "numbers"
+
+
+def test_what_is_divided_lies_in_the_parts_alone(played: Any) -> None:
+    folder = played[1] / "folder" / f"step={MIDDLE}.ckpt"
+    assert {file.name for file in folder.iterdir()} == {
+        "checkpoint.pt",
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+    }
+    rest = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert rest["state_dict"]["head.weight"] == {"in the folder": "state_dict.head.weight"}
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata["state_dict.tied.weight"]
+    assert [tuple(chunk.sizes) for chunk in stored.chunks] == [(4, 7), (3, 7)]
+
+
+@pytest.mark.parametrize("how", ["resumed", "from one file"])
+def test_a_resume_is_exact(played: Any, how: str) -> None:
+    for rank in played[0]:
+        straight, resumed = rank["folder"], rank[how]
+        assert len(resumed["local"]) == STEPS - MIDDLE
+        for got, expected in zip(resumed["local"], straight["local"][MIDDLE:], strict=True):
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert all(
+            torch.equal(rank["file"]["final"][name], tensor)
+            for name, tensor in straight["final"].items()
+        )
+
+
+@pytest.mark.parametrize("how", ["ddp", "four"])
+def test_another_layout_begins_with_the_weights(played: Any, how: str) -> None:
+    assert all(len(rank[how]["local"]) == STEPS - MIDDLE for rank in played[0])
+    assert all(value.isfinite().all() for value in played[0][0][how]["final"].values())
+
+
+@pytest.mark.parametrize("inside", ["fsdp", "ddp"])
+def test_a_folder_is_validated(played: Any, inside: str) -> None:
+    saved = torch.load(played[1] / "file" / f"step={MIDDLE}.ckpt", weights_only=True)["state_dict"]
+    module = Uneven()
+    module.load_state_dict(saved)
+    (found,) = quiet_trainer(devices=1).validate(module, loader(16), verbose=False)
+    for rank in played[0]:
+        loss, held = rank["validated"][inside]
+        assert loss == pytest.approx(found["val_loss"], rel=1e-6)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in held.items())
+
+
+class Elsewhere(pl.Callback):
+    """In one save rank 1 writes to a disk of its own, and in one to a disk that is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, own: Path) -> None:
+        self.monkeypatch, self.own = monkeypatch, own
+        self.texts: list[str] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        path, writer = self.own.parent / "last.ckpt", FileSystemWriter
+        if i == 2:
+            trainer.save_checkpoint(path)
+        elif i in (4, 5) and module.global_rank == 1:
+            wrong = self.full if i == 5 else lambda path: writer(self.own)
+            self.monkeypatch.setattr(folders, "FileSystemWriter", wrong)
+        if i in (4, 5):
+            with pytest.raises(RuntimeError) as error:
+                trainer.save_checkpoint(path)
+            self.texts.append(str(error.value))
+        self.monkeypatch.setattr(folders, "FileSystemWriter", writer)
+
+    def full(self, path: Path) -> Any:
+        return FileSystemWriter("/dev/full/x")
+
+
+def misfortunes(rank: int, size: int, place: Path) -> dict[str, Any]:
+    monkeypatch = pytest.MonkeyPatch()
+    elsewhere = Elsewhere(monkeypatch, place / "of rank 1")
+    saves = ModelCheckpoint(place / "kept", "{step}", every_n_train_steps=3, save_last=True)
+    trainer = quiet_trainer(
+        strategy=StreamingDiLoCoStrategy(**SETTINGS, inside=ALWAYS),
+        devices=size,
+        max_steps=9,
+        enable_checkpointing=True,
+        callbacks=[saves, elsewhere],
+    )
+    trainer.fit(Uneven(), rank_loader(STEPS * BATCH * size, BATCH, rank, size))
+    found = {"texts": elsewhere.texts, "kept": sorted(os.listdir(place / "kept"))}
+    torch.distributed.barrier()
+    if rank == 1:
+        (place / "last.ckpt" / "__1_0.distcp").unlink()
+    torch.distributed.barrier()
+    with pytest.raises((RuntimeError, OSError)) as error:
+        fit(rank, size, inside=ALWAYS, ckpt_path=place / "last.ckpt")
+    return {**found, "damaged": str(error.value)}
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    for found in run_ranks(misfortunes, 4, tmp_path, place):
+        apart, full = found["texts"]
+        assert "the ranks of a replica must have one disk" in apart
+        assert "__1_0.distcp" in apart
+        assert "cannot be written" in full
+        assert "(rank 1)" in full
+        assert found["kept"] == [".commfree", "last.ckpt", "step=9.ckpt"], "nothing half-written"
+        assert "__1_0.distcp" in found["damaged"]
+
+
+def models(rank: int, size: int, place: Path) -> dict[str, Any]:
+    """A GPT-2 on `meta`: Lion resumes a folder of its own, and Domino one of DiLoCo's."""
+    played: dict[str, Any] = {}
+    lion = DistributedLionStrategy(node_size=2, inside=ALWAYS)
+    lion_again = DistributedLionStrategy(node_size=2, inside=ALWAYS)
+    diloco = StreamingDiLoCoStrategy(sync_every=2, replica_size=2, inside=ALWAYS)
+    domino = DominoTPStrategy(tensor_parallel_size=2)
+    for name, strategy, resumed in (
+        ("lion", lion, None),
+        ("lion again", lion_again, "lion"),
+        ("diloco", diloco, None),
+        ("domino", domino, "diloco"),
+    ):
+        save = ModelCheckpoint(place / name, "{step}", every_n_train_steps=3)
+        torch.manual_seed(3)
+        is_lion = name.startswith("lion")
+        module = CausalLM("gpt2") if name == "domino" else OnMeta("gpt2", is_lion)
+        begun = Begun()
+        trainer = quiet_trainer(
+            strategy=strategy,
+            devices=size,
+            max_steps=3 if resumed is None else 4,
+            enable_checkpointing=resumed is None,
+            callbacks=[begun] if resumed else [save],
+            num_sanity_val_steps=0,
+        )
+        path = None if resumed is None else place / resumed / "step=3.ckpt"
+        trainer.fit(module, words(16 * BATCH, BATCH), ckpt_path=path)
+        played[name] = begun.state
+    return played
+
+
+class Begun(pl.Callback):
+    """Keeps the state with which training begins."""
+
+    state: dict[str, Any]
+
+    def __init__(self) -> None:
+        self.state = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.state = {key: whole(value).clone() for key, value in module.state_dict().items()}
+
+
+def test_models_on_meta_and_other_strategies_read_it(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    ranks = run_ranks(models, 4, tmp_path, place)
+    lion, diloco = (
+        with_values(read_folder(place / name / "step=3.ckpt"))["state_dict"]
+        for name in ("lion", "diloco")
+    )
+    norm = "wrapped.lm.transformer.ln_f.weight"
+    assert not torch.equal(lion[norm], diloco[norm])
+    for found in ranks:
+        for name, tensor in found["lion again"].items():
+            assert torch.equal(tensor, lion[name]), name
+        assert torch.equal(found["domino"][norm], diloco[norm])
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch ran",)
+
+
+def test_reading_runs_no_code(played: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(RuntimeError, match=r"`posix\.system` does not belong there"):
+        read_folder(folder)
+    pickle.loads(pickle.dumps(Runs()))
+    assert (tmp_path / "ran").exists(), "it would have been seen"
+
+
+def test_a_container_that_is_not_looked_into_is_refused(tmp_path: Path) -> None:
+    into = IntoFolder(True, cast(Any, None))
+    part = torch.ones(3)
+    standing = into(part.shape, part.dtype, part.clone, part)
+    with pytest.raises(RuntimeError, match="a container that is no plain dictionary"):
+        into.write({"extra": defaultdict(list, kept=standing)}, tmp_path / "last.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
+    done = one_file(tmp_path, tmp_path / "one.ckpt")
+    assert done.returncode == 2
+    assert "is no such folder: it has no `checkpoint.pt`" in done.stderr
+    with pytest.raises(TypeError, match="`folder_above_bytes='20e9'` must be a number of bytes"):
+        FSDPSettings(folder_above_bytes="20e9")  # type: ignore[arg-type]
+    assert folders.is_folder(tmp_path) is False

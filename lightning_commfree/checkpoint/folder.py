@@ -51,7 +51,7 @@ from lightning_commfree.checkpoint.whole_files import (
 )
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import gather_texts
-from lightning_commfree.comm.wholes import Wholes, has_stand_ins, stand_in
+from lightning_commfree.comm.wholes import Divided, Wholes, has_stand_ins, stand_in
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
 _NAME = "in the folder"  # the key of a dictionary that stands for a divided tensor
@@ -80,16 +80,11 @@ class IntoFolder(Wholes):
         self._told = False
 
     @override
-    def __call__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        gather: Callable[[], Tensor],
-        part: Tensor | None = None,
-    ) -> Tensor:
-        assert part is not None, "such tensors go into one file"
-        self._made.append((stand_in(shape, dtype, gather), part))
-        return self._made[-1][0]
+    def __call__(self, divided: Divided) -> Tensor:
+        assert divided.part is not None, "such tensors go into one file"
+        standing = stand_in(divided.shape, divided.dtype, divided.gather)
+        self._made.append((standing, divided.part))
+        return standing
 
     @override
     @contextmanager
@@ -208,7 +203,8 @@ def read_folder(folder: Path, weights_only: bool = True) -> Any:
             return value
         name = value[_NAME]
         tensor = stored[name]
-        assert isinstance(tensor, TensorStorageMetadata), "nothing else goes there"
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise KeyError(name)
         shape, dtype = tensor.size, tensor.properties.dtype
         return stand_in(
             shape, dtype, partial(_whole, reader, name, shape, dtype), partial(_fill, reader, name)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from lightning_commfree.comm.wholes import Wholes, filled, is_stand_in, with_values
+from lightning_commfree.comm.wholes import Divided, Wholes, filled, is_stand_in, with_values
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def part_like(values: Tensor, like: Tensor) -> Tensor:
 def whole_on_host(value: Tensor, wholes: Wholes) -> Tensor:
     """Return all of a tensor, as `wholes` puts it together; collective as `whole`."""
     if isinstance(value, DTensor):
-        return wholes(value.shape, value.dtype, partial(whole, value), part=value)
+        return wholes(Divided(value.shape, value.dtype, partial(whole, value), value))
     return value.cpu() if wholes.keep else value.new_empty(0)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,22 @@ from lightning_commfree.comm.channel import Channel
 
 SAVE_TAG = "save"  # of the ledger
 _WRITTEN = -1  # in place of a stand-in's number
+
+
+class Divided(NamedTuple):
+    """A tensor of which each rank of a replica holds a part.
+
+    Attributes:
+        shape: of the whole.
+        dtype: the same.
+        gather: puts it together; collective.
+        part: what this rank holds, if it is a `DTensor`.
+    """
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    gather: Callable[[], Tensor]
+    part: Tensor | None = None
 
 
 class Wholes:
@@ -37,23 +53,9 @@ class Wholes:
     def __init__(self, keep: bool) -> None:
         self.keep = keep
 
-    def __call__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        gather: Callable[[], Tensor],
-        part: Tensor | None = None,
-    ) -> Tensor:
-        """Return a whole tensor; collective over the ranks that hold its parts.
-
-        Args:
-            shape: of the whole.
-            dtype: the same.
-            gather: puts it together; collective.
-            part: what this rank holds, if it is a `DTensor`.
-        """
-        del shape, dtype, part
-        whole = gather()
+    def __call__(self, divided: Divided) -> Tensor:
+        """Return a whole tensor; collective over the ranks that hold its parts."""
+        whole = divided.gather()
         return whole.cpu() if self.keep else whole.new_empty(0)
 
     def writing(self) -> AbstractContextManager[None]:
@@ -75,15 +77,10 @@ class OneAtATime(Wholes):
         self._gathers: list[Callable[[], Tensor]] = []
 
     @override
-    def __call__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        gather: Callable[[], Tensor],
-        part: Tensor | None = None,
-    ) -> Tensor:
-        self._gathers.append(gather)
-        return stand_in(shape, dtype, partial(self._fetch, len(self._gathers) - 1))
+    def __call__(self, divided: Divided) -> Tensor:
+        self._gathers.append(divided.gather)
+        fetch = partial(self._fetch, len(self._gathers) - 1)
+        return stand_in(divided.shape, divided.dtype, fetch)
 
     @override
     @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.wholes import Wholes, with_values
+from lightning_commfree.comm.wholes import Divided, Wholes, with_values
 from lightning_commfree.domino.shard_spec import ShardSpec
 from lightning_commfree.domino.sharding import whole_tensor
 
@@ -88,7 +88,8 @@ def put_together(part: Tensor, spec: ShardSpec, channel: Channel, wholes: Wholes
     """Return the whole tensor of a part, as `wholes` puts it together; collective."""
     shape = list(part.shape)
     shape[spec.dim] = spec.size
-    return wholes(shape, part.dtype, partial(whole_tensor, part, spec, channel, STATE_TAG))
+    gather = partial(whole_tensor, part, spec, channel, STATE_TAG)
+    return wholes(Divided(shape, part.dtype, gather))
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

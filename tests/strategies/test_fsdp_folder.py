@@ -28,7 +28,7 @@ from lightning_commfree.checkpoint import folder as folders
 from lightning_commfree.checkpoint.folder import IntoFolder, is_folder, read_folder
 from lightning_commfree.comm.division import why_not_divided
 from lightning_commfree.comm.parts import whole
-from lightning_commfree.comm.wholes import with_values
+from lightning_commfree.comm.wholes import Divided, with_values
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
 from tests.strategies.models import loader, quiet_trainer, rank_loader
@@ -286,7 +286,7 @@ def test_reading_runs_no_code(played: Any, tmp_path: Path, monkeypatch: pytest.M
 def test_a_container_that_is_not_looked_into_is_refused(tmp_path: Path) -> None:
     into = IntoFolder(True, cast(Any, None))
     part = torch.ones(3)
-    standing = into(part.shape, part.dtype, part.clone, part)
+    standing = into(Divided(part.shape, part.dtype, part.clone, part))
     with pytest.raises(RuntimeError, match="a container that is no plain dictionary"):
         into.write({"extra": defaultdict(list, kept=standing)}, tmp_path / "last.ckpt")
     assert list(tmp_path.iterdir()) == []

@@ -55,12 +55,12 @@ from lightning_commfree.comm.wholes import Divided, Wholes, has_stand_ins, stand
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
 _NAME = "in the folder"  # the key of a dictionary that stands for a divided tensor
-# what the metadata is made of
-_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_FUNCTIONS = {
+# what the metadata is made of: of modules their own types, which do nothing when they are made
+_DCP = "torch.distributed.checkpoint"
+_MODULES = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "torch")
+_ALSO = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),
-    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
 
@@ -242,14 +242,13 @@ class _Reader(FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     @override
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if module_name in ("torch", *_MODULES) and "." not in global_name:
-            found = super().find_class(module_name, global_name)
-            if isinstance(found, torch.dtype) or (
-                module_name in _MODULES and isinstance(found, type)
-            ):
-                return found
-        if (module_name, global_name) in _FUNCTIONS:
+        if (module_name, global_name) in _ALSO:
             return super().find_class(module_name, global_name)
+        if module_name in _MODULES and "." not in global_name:
+            found = super().find_class(module_name, global_name)
+            is_own_type = isinstance(found, type) and found.__module__ == module_name
+            if is_own_type or isinstance(found, torch.dtype):
+                return found
         raise pickle.UnpicklingError(f"`{module_name}.{global_name}` does not belong there")
 
 

@@ -12,6 +12,8 @@ from lightning.fabric.plugins.environments.lsf import LSFEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
+from recipes.training.layout import inside_of
+
 _LAUNCHERS = (TorchElasticEnvironment, SLURMEnvironment, LSFEnvironment)
 _WITHIN = ("fork", "spawn", "forkserver")  # start methods whose workers do not read the command
 _BASIC = "hydra._internal.core_plugins."
@@ -39,7 +41,7 @@ def builds_on_meta(config: dict[str, Any]) -> bool:
     """
     strategy = config["strategy"]
     own_process = strategy["start_method"] == "popen"
-    return own_process and strategy.get("inside") == "fsdp" and config.get("lora") is None
+    return own_process and inside_of(strategy) == "fsdp" and config.get("lora") is None
 
 
 def check_launch(config: dict[str, Any]) -> None:

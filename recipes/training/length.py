@@ -11,6 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_commfree import DominoTPStrategy
+from recipes.training.layout import inside_of
 
 
 class Ranks(NamedTuple):
@@ -99,6 +100,6 @@ def _count_shares(cfg: DictConfig) -> int:
     strategy = cfg.strategy
     if issubclass(get_class(strategy._target_), DominoTPStrategy):
         return max(world // (strategy.tensor_parallel_size or ranks.per_node), 1)
-    if strategy.get("inside") == "domino":
+    if inside_of(strategy) == "domino":
         return max(world // (strategy.get("replica_size") or strategy.get("node_size")), 1)
     return world

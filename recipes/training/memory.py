@@ -26,6 +26,7 @@ from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.blocks import block_names
 from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
+from recipes.training.layout import inside_of
 from recipes.training.length import Ranks, count_ranks
 from recipes.training.traffic import human_bytes
 
@@ -108,9 +109,9 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
         size = strategy["tensor_parallel_size"] or ranks.per_node
         weights, gradients, optimizer = (part // size for part in need[:3])
         return Need(weights, gradients, optimizer, 0, on_host)
-    if strategy.get("inside") == "fsdp":
+    if inside_of(strategy) == "fsdp":
         return _in_parts(need, module, _group_size(strategy))
-    if strategy.get("inside") == "domino":
+    if inside_of(strategy) == "domino":
         size = _group_size(strategy)
         weights, gradients, optimizer = (part // size for part in need[:3])
         return Need(weights, gradients, optimizer, kept, on_host, aside // size)
@@ -143,7 +144,7 @@ def _bucket_bytes(kind: type, strategy: Mapping[str, Any], ranks: Ranks, gradien
     group = _group_size(strategy)
     if kind is DDPStrategy:
         group = ranks.per_node * ranks.num_nodes
-    return gradients if group > 1 and strategy.get("inside", "ddp") == "ddp" else 0
+    return gradients if group > 1 and inside_of(strategy) == "ddp" else 0
 
 
 def _group_size(strategy: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy
+from lightning_commfree.checkpoint.folder import is_folder, read_folder
+from lightning_commfree.checkpoint.whole_files import write_whole
 from lightning_commfree.comm.ledger import VALIDATION
 from lightning_commfree.comm.parts import is_part
 from recipes.data.training_data import TrainingData
@@ -140,7 +143,7 @@ class RunReport(pl.Callback):
         summary = self._summarize(trainer, loss)
         if any(map(is_part, module.parameters())):  # rank 0 holds a part of them
             assert summary.checkpoint is not None, "a fit ends with one"
-            module = LanguageModel.load_from_checkpoint(summary.checkpoint, map_location="cpu")
+            module = _load(Path(summary.checkpoint))
         with stage("exporting the model"):
             huggingface, adapter = self._export(module)
         with stage("writing a sample"):
@@ -230,3 +233,13 @@ def _metrics_file(trainer: pl.Trainer) -> str | None:
         if isinstance(logger, CSVLogger):
             return str(Path(logger.log_dir) / "metrics.csv")
     return None
+
+
+def _load(checkpoint: Path) -> LanguageModel:
+    """Return the module that a file holds, or a folder, of which a file is made for that."""
+    if not is_folder(checkpoint):
+        return LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")
+    with TemporaryDirectory(dir=checkpoint.parent) as place:
+        file = Path(place) / "one.ckpt"
+        write_whole(read_folder(checkpoint), file)
+        return LanguageModel.load_from_checkpoint(file, map_location="cpu")

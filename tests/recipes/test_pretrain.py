@@ -92,7 +92,9 @@ def _forked_command(folder, *overrides) -> subprocess.CompletedProcess[str]:
 DDP = "strategy=ddp"
 DILOCO = "strategy=streaming_diloco strategy.sync_every=5"
 LION = "strategy=distributed_lion optimizer=distributed_lion"
-FSDP = f"{LION} strategy.node_size=2 strategy.inside=fsdp"  # one node of two ranks
+# one node of two ranks, whose checkpoints are folders
+FOLDERS = "{_target_:lightning_commfree.FSDPSettings,folder_above_bytes:0}"
+FSDP = f"{LION} strategy.node_size=2 strategy.inside={FOLDERS}"
 DOMINO = "strategy=domino_tp data.batch_size=32"  # as many tokens a step as the others
 
 

@@ -59,8 +59,9 @@ def test_diloco_keeps_two_more(needed) -> None:
     assert (host.strategy, host.host) == (0, 4 * n + 2 * 8 * n)
 
 
-def test_fsdp_divides_all_but_its_largest_unit(needed) -> None:
-    parts = ["strategy=streaming_diloco", "strategy.replica_size=2", "strategy.inside=fsdp"]
+@pytest.mark.parametrize("inside", ["fsdp", "{_target_:lightning_commfree.FSDPSettings}"])
+def test_fsdp_divides_all_but_its_largest_unit(needed, inside: str) -> None:
+    parts = ["strategy=streaming_diloco", "strategy.replica_size=2", f"strategy.inside={inside}"]
     n, need = needed(*parts)
     unit = need.weights - 2 * n
     assert 0 < unit < 4 * n, "the largest unit is whole for a while"
@@ -71,8 +72,11 @@ def test_fsdp_divides_all_but_its_largest_unit(needed) -> None:
     assert need.host == whole.host, "a save puts one tensor together at a time"
 
 
-def test_domino_inside_divides(needed) -> None:
-    words = ["strategy=streaming_diloco", "strategy.replica_size=2", "strategy.inside=domino"]
+@pytest.mark.parametrize(
+    "inside", ["domino", "{_target_:lightning_commfree.domino.DominoSettings}"]
+)
+def test_domino_inside_divides(needed, inside: str) -> None:
+    words = ["strategy=streaming_diloco", "strategy.replica_size=2", f"strategy.inside={inside}"]
     n, need = needed(*words)
     assert need.weights == need.gradients == need.saving == 2 * n
     assert (need.optimizer, need.strategy) == (4 * n, 4 * n)

@@ -40,6 +40,17 @@ def test_one_that_was_cut_short_is_passed_over(tmp_path) -> None:
         find_checkpoint("last", str(tmp_path), 60)
 
 
+def test_a_folder_is_a_checkpoint_too(tmp_path) -> None:
+    _save(tmp_path, "step-20.ckpt", step=20, age=2)
+    folder = tmp_path / "checkpoints" / "last.ckpt"
+    folder.mkdir()
+    (folder / ".metadata").touch()
+    _save(tmp_path, "last.ckpt/checkpoint.pt", step=30, age=1)
+    assert find_checkpoint("last", str(tmp_path), 60) == str(folder)
+    with pytest.raises(ValueError, match=r"last.ckpt' has taken 30 steps"):
+        find_checkpoint("last", str(tmp_path), 30)
+
+
 def test_no_checkpoint_is_no_fresh_start(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"found no checkpoint in .*hydra.run.dir=outputs"):
         find_checkpoint("last", str(tmp_path / "new"), 60)

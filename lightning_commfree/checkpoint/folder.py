@@ -19,14 +19,10 @@ Beside the folder such a file resumes as exactly as the folder does.
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -34,27 +30,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from lightning_commfree.checkpoint.whole_files import (
-    FilePath,
     check_records,
     damaged,
     read_whole,
-    sync_folder,
-    write_whole,
 )
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.handshake import gather_texts
-from lightning_commfree.comm.wholes import Divided, Wholes, has_stand_ins, stand_in
+from lightning_commfree.comm.wholes import stand_in
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
-_NAME = "in the folder"  # the key of a dictionary that stands for a divided tensor
+NAME = "in the folder"  # the key of a dictionary that stands for a divided tensor
+TOKEN = "lightning_commfree.token"  # of the save, in all that it has written
 # what the metadata is made of: of modules their own types, which do nothing when they are made
 _DCP = "torch.distributed.checkpoint"
 _MODULES = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "torch")
@@ -63,116 +53,6 @@ _ALSO = {
     ("pathlib._local", "PosixPath"),
     ("torch.serialization", "_get_layout"),
 }
-
-
-class IntoFolder(Wholes):
-    """Keeps what this rank holds of tensors, for a folder that is written in the body of `writing`.
-
-    Args:
-        keep: this rank writes the rest; the first one of the channel.
-        channel: to the ranks that hold the parts.
-    """
-
-    def __init__(self, keep: bool, channel: Channel) -> None:
-        super().__init__(keep)
-        self._channel = channel
-        self._made: list[tuple[Tensor, Tensor]] = []  # stand-ins, and parts
-        self._told = False
-
-    @override
-    def __call__(self, divided: Divided) -> Tensor:
-        assert divided.part is not None, "such tensors go into one file"
-        standing = stand_in(divided.shape, divided.dtype, divided.gather)
-        self._made.append((standing, divided.part))
-        return standing
-
-    @override
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """In the body the first rank calls `write`; the others have written when theirs begins."""
-        if not self.keep and (order := self._tell("")):
-            self._write_parts(*json.loads(order))
-        try:
-            yield
-        finally:
-            if self.keep and not self._told:  # an error came first
-                self._tell("")
-
-    def write(self, checkpoint: Any, folder: Path) -> None:
-        """Write a checkpoint, on the first rank.
-
-        Args:
-            checkpoint: has stand-ins, perhaps not all.
-            folder: whatever is there is replaced.
-
-        Raises:
-            RuntimeError: it cannot be written; what was there before is as it was.
-        """
-        numbers = {id(standing): number for number, (standing, _) in enumerate(self._made)}
-        names: dict[int, str] = {}
-
-        def named(value: Any, name: str) -> Any:
-            number = numbers.get(id(value))
-            return value if number is None else {_NAME: names.setdefault(number, name)}
-
-        rest = _mapped(checkpoint, named)
-        if has_stand_ins(rest):
-            raise RuntimeError(
-                "A hook has put a tensor of a divided model into a container that is no plain"
-                " dictionary, list or tuple. `on_save_checkpoint` may keep, rename or remove them."
-            )
-        half, before = _hidden(folder, "writing"), _hidden(folder, "before")
-        order = str(folder), list(names), list(names.values())
-        try:
-            _remove(half)
-            half.mkdir(parents=True)
-            self._tell(json.dumps(order))
-            self._write_parts(*order)
-            self._see_that_it_is_shared(half)
-            write_whole(rest, half / REST)
-
-            _remove(before)
-            if folder.exists():
-                os.replace(folder, before)
-            os.replace(half, folder)
-            sync_folder(folder.parent)
-            _remove(before)
-        except OSError as error:
-            raise _not_written(folder, error) from error
-
-    def _tell(self, order: str) -> str:
-        """Return what the first rank says; collective."""
-        self._told = True
-        return gather_texts(self._channel, order)[0]
-
-    def _write_parts(self, folder: str, numbers: Sequence[int], names: Sequence[str]) -> None:
-        parts = {name: self._made[number][1] for number, name in zip(numbers, names, strict=True)}
-        writer = FileSystemWriter(_hidden(Path(folder), "writing"))
-        try:
-            save(parts, storage_writer=writer, process_group=self._channel.group)
-        except CheckpointException as error:  # no `Exception`; the same on all ranks
-            failures = [f"{one} (rank {rank})" for rank, (one, _) in error.failures.items()]
-            raise _not_written(folder, "; ".join(failures)) from error
-
-    def _see_that_it_is_shared(self, folder: Path) -> None:
-        files = {where.relative_path for where in _metadata(folder).storage_data.values()}
-        missing = sorted(file for file in files if not (folder / file).exists())
-        if missing:
-            raise OSError(
-                f"{', '.join(missing)} of other ranks are not there: the ranks of a replica must"
-                " have one disk for it"
-            )
-
-
-def _hidden(folder: Path, word: str) -> Path:
-    return folder.with_name(f".{folder.name}.{word}")
-
-
-def _not_written(folder: FilePath, why: object) -> RuntimeError:
-    return RuntimeError(
-        f"The checkpoint {str(folder)!r} cannot be written: {why}. Make room, or give"
-        " `ModelCheckpoint(dirpath=...)`, or the Trainer's `default_root_dir`, another folder."
-    )
 
 
 def is_folder(path: Path) -> bool:
@@ -197,11 +77,14 @@ def read_folder(folder: Path, weights_only: bool = True) -> Any:
     except Exception as error:  # whatever a damaged pickle makes of it
         raise damaged(folder / _METADATA, error) from error
     _check_parts(folder, reader.read_metadata())
+    token, ranks = rest.pop(TOKEN, (0, 1))
+    for rank in range(ranks):
+        _check_token(folder, reader, token, rank)
 
     def standing(value: Any, _: str) -> Any:
-        if not isinstance(value, dict) or value.keys() != {_NAME}:
+        if not isinstance(value, dict) or value.keys() != {NAME}:
             return value
-        name = value[_NAME]
+        name = value[NAME]
         tensor = stored[name]
         if not isinstance(tensor, TensorStorageMetadata):
             raise KeyError(name)
@@ -211,7 +94,7 @@ def read_folder(folder: Path, weights_only: bool = True) -> Any:
         )
 
     try:
-        return _mapped(rest, standing)
+        return mapped(rest, standing)
     except KeyError as error:  # another save's
         raise damaged(folder / _METADATA, error) from error
 
@@ -227,12 +110,23 @@ def _check_parts(folder: Path, metadata: Metadata) -> None:
             raise damaged(path, error) from error
 
 
+def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
+    """See that a rank's parts are those of this save, and its own."""
+    name = f"{TOKEN}.{rank}"
+    try:
+        found = _whole(reader, name, (2,), torch.int64).tolist()
+        if found != [token, rank]:
+            raise ValueError(f"it is another save's or another rank's than `{REST}` says")
+    except Exception as error:
+        raise damaged(folder / f"__{rank}_0.distcp", error) from error
+
+
 class _Reader(FileSystemReader):
     """Reads a folder's metadata once, and runs no code from it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._found = _metadata(folder)
+        self._found = metadata_of(folder)
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -252,7 +146,8 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"`{module_name}.{global_name}` does not belong there")
 
 
-def _metadata(folder: Path) -> Metadata:
+def metadata_of(folder: Path) -> Metadata:
+    """Return what says where the parts of tensors lie; no code is run from it."""
     with (folder / _METADATA).open("rb") as file:
         metadata: Metadata = _Unpickler(file).load()
     return metadata
@@ -270,7 +165,7 @@ def _fill(reader: _Reader, name: str, tensor: Tensor) -> None:
         load({name: tensor}, storage_reader=reader, no_dist=True)
 
 
-def _mapped(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
+def mapped(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
     """Return nested dictionaries, lists and tuples with other values.
 
     Args:
@@ -284,17 +179,10 @@ def _mapped(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> A
     within = f"{name}." if name else ""
     if type(value) in (dict, OrderedDict):
         return type(value)(
-            (key, _mapped(child, convert, f"{within}{key}")) for key, child in value.items()
+            (key, mapped(child, convert, f"{within}{key}")) for key, child in value.items()
         )
     if type(value) in (list, tuple):
         return type(value)(
-            _mapped(child, convert, f"{within}{index}") for index, child in enumerate(value)
+            mapped(child, convert, f"{within}{index}") for index, child in enumerate(value)
         )
     return value
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder)
-    else:
-        folder.unlink(missing_ok=True)

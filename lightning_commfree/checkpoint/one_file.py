@@ -25,8 +25,19 @@ def main() -> None:
     )
     options = parser.parse_args()
     if not is_folder(options.folder):
-        parser.error(f"{str(options.folder)!r} is no such folder: it has no `{REST}`.")
-    write_whole(read_folder(options.folder, not options.trust), options.file)
+        parser.error(
+            f"{str(options.folder)!r} is no such folder: it must have `{REST}` and `.metadata`."
+        )
+    if options.file.is_dir():
+        parser.error(f"{str(options.file)!r} is a folder. Name a file.")
+    try:
+        write_whole(read_folder(options.folder, not options.trust), options.file)
+    except RuntimeError as error:
+        parser.exit(1, f"{error}\n")
+    print(
+        f"Wrote {str(options.file)!r}. Beside the folder it resumes as exactly as the folder does;"
+        " elsewhere without what only single ranks know."
+    )
 
 
 if __name__ == "__main__":

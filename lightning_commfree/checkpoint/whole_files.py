@@ -168,7 +168,7 @@ def read_whole(path: FilePath, weights_only: bool = True) -> Any:
         raise RuntimeError(
             f"The checkpoint file {str(path)!r} holds more than tensors and plain values, and to"
             " read that may run code from it. If you trust it, pass `weights_only=False` to"
-            f" `Trainer.fit`. What was found: {error}"
+            f" `Trainer.fit`, or `--trust` to `one_file`. What was found: {error}"
         ) from error
 
 

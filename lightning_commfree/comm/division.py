@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from types import MethodType
 from typing import Any
 
@@ -43,6 +44,7 @@ class FSDPSettings:
 
     Raises:
         TypeError: `units` is no sequence of names, or `folder_above_bytes` no number.
+        ValueError: it is negative or NaN.
     """
 
     units: Sequence[str] = ()
@@ -57,10 +59,13 @@ class FSDPSettings:
             )
         object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
         size: Any = self.folder_above_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int | float)):
-            raise TypeError(
-                f"`folder_above_bytes={size!r}` must be a number of bytes, such as 20e9, or None."
-            )
+        if size is None:
+            return
+        text = f"`folder_above_bytes={size!r}` must be a number of bytes, such as 20e9, or None."
+        if isinstance(size, bool) or not isinstance(size, Real):
+            raise TypeError(text)
+        if not float(size) >= 0:  # NaN among them
+            raise ValueError(text)
 
 
 def why_not_divided() -> str | None:

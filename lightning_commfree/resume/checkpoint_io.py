@@ -12,7 +12,8 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.folder import IntoFolder, is_folder, read_folder
+from lightning_commfree.checkpoint.folder import read_folder
+from lightning_commfree.checkpoint.into_folder import IntoFolder
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path, write_whole
 from lightning_commfree.comm.wholes import with_values
 
@@ -41,7 +42,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Return a checkpoint, as Lightning does."""
         local = local_path(path)
         asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
-        if local is not None and is_folder(local):
+        if local is not None and local.is_dir():
             saved: dict[str, Any] = read_folder(local, asked is not False)
             return saved if self._maps else with_values(saved)
         if not self._maps or local is None or not zipfile.is_zipfile(local):

@@ -24,11 +24,13 @@ from lightning_commfree import (
     FSDPSettings,
     StreamingDiLoCoStrategy,
 )
-from lightning_commfree.checkpoint import folder as folders
-from lightning_commfree.checkpoint.folder import IntoFolder, is_folder, read_folder
+from lightning_commfree.checkpoint import into_folder
+from lightning_commfree.checkpoint.folder import is_folder, read_folder
+from lightning_commfree.checkpoint.into_folder import IntoFolder
 from lightning_commfree.comm.division import why_not_divided
 from lightning_commfree.comm.parts import whole
 from lightning_commfree.comm.wholes import Divided, with_values
+from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
 from tests.strategies.models import loader, quiet_trainer, rank_loader
@@ -164,12 +166,12 @@ class Elsewhere(pl.Callback):
             trainer.save_checkpoint(path)
         elif i in (4, 5) and module.global_rank == 1:
             wrong = self.full if i == 5 else lambda path: writer(self.own)
-            self.monkeypatch.setattr(folders, "FileSystemWriter", wrong)
+            self.monkeypatch.setattr(into_folder, "FileSystemWriter", wrong)
         if i in (4, 5):
             with pytest.raises(RuntimeError) as error:
                 trainer.save_checkpoint(path)
             self.texts.append(str(error.value))
-        self.monkeypatch.setattr(folders, "FileSystemWriter", writer)
+        self.monkeypatch.setattr(into_folder, "FileSystemWriter", writer)
 
     def full(self, path: Path) -> Any:
         return FileSystemWriter("/dev/full/x")
@@ -295,7 +297,32 @@ def test_a_container_that_is_not_looked_into_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
     done = one_file(tmp_path, tmp_path / "one.ckpt")
     assert done.returncode == 2
-    assert "is no such folder: it has no `checkpoint.pt`" in done.stderr
+    assert "is no such folder: it must have `checkpoint.pt` and `.metadata`" in done.stderr
     with pytest.raises(TypeError, match="`folder_above_bytes='20e9'` must be a number of bytes"):
         FSDPSettings(folder_above_bytes="20e9")  # type: ignore[arg-type]
-    assert folders.is_folder(tmp_path) is False
+    for size in (-1, float("nan")):
+        with pytest.raises(ValueError, match="must be a number of bytes"):
+            FSDPSettings(folder_above_bytes=size)
+
+
+@pytest.mark.parametrize("file", ["__1_0.distcp", "checkpoint.pt"])
+def test_files_of_two_saves_are_no_checkpoint(played: Any, tmp_path: Path, file: str) -> None:
+    """They have the same names and sizes: an interrupted copy over an older folder leaves them."""
+    saved = [played[1] / "folder" / f"step={step}.ckpt" for step in (7, MIDDLE)]
+    folder = shutil.copytree(saved[0], tmp_path / "a.ckpt")
+    read_folder(folder)
+    shutil.copy(saved[1] / file, folder / file)
+    with pytest.raises(RuntimeError, match=r"distcp' cannot be read.*another save's"):
+        read_folder(folder)
+    done = one_file(folder, tmp_path / "one.ckpt")
+    assert done.returncode == 1
+    assert "another save's" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("file", [".metadata", "checkpoint.pt", "__0_0.distcp"])
+def test_what_is_missing_is_named(played: Any, tmp_path: Path, file: str) -> None:
+    folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
+    (folder / file).unlink()
+    with pytest.raises(RuntimeError, match=rf"a\.ckpt/{file}' cannot be read"):
+        WholeCheckpointIO().load_checkpoint(folder)

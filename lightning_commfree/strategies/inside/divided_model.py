@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.folder import IntoFolder
+from lightning_commfree.checkpoint.into_folder import IntoFolder
 from lightning_commfree.checkpoint.whole_files import FilePath, local_path
 from lightning_commfree.comm.division import check_optimizers
 from lightning_commfree.comm.materialize import described, on_meta

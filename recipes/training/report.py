@@ -143,7 +143,7 @@ class RunReport(pl.Callback):
         summary = self._summarize(trainer, loss)
         if any(map(is_part, module.parameters())):  # rank 0 holds a part of them
             assert summary.checkpoint is not None, "a fit ends with one"
-            module = _load(Path(summary.checkpoint))
+            module = load_trained(Path(summary.checkpoint))
         with stage("exporting the model"):
             huggingface, adapter = self._export(module)
         with stage("writing a sample"):
@@ -235,7 +235,7 @@ def _metrics_file(trainer: pl.Trainer) -> str | None:
     return None
 
 
-def _load(checkpoint: Path) -> LanguageModel:
+def load_trained(checkpoint: Path) -> LanguageModel:
     """Return the module that a file holds, or a folder, of which a file is made for that."""
     if not is_folder(checkpoint):
         return LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")

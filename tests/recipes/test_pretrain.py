@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.data.corpus import MarkovChain
 from recipes.pretrain import main
-from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build, build_data
+from recipes.training.report import load_trained
 from recipes.training.run import fit
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def _compose_as_the_run(compose_config, folder):
 def test_the_newest_checkpoint_gives_the_printed_loss(finished_run, compose_config) -> None:
     shown, summary, folder = finished_run
     data = build_data(_compose_as_the_run(compose_config, folder))
-    module = LanguageModel.load_from_checkpoint(summary["checkpoint"])
+    module = load_trained(Path(summary["checkpoint"]))
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
     [metrics] = trainer.validate(module, datamodule=data, verbose=False)
     # the same sums in another order, on one rank instead of two

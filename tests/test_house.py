@@ -31,6 +31,7 @@ DIVISION = Path("comm/division.py")  # the groups of replicas whose ranks hold p
 FOLDER = Path("checkpoint/folder.py")  # a checkpoint that ranks have written
 INTO = Path("checkpoint/into_folder.py")
 PARTS = Path("comm/parts.py")  # FSDP2, whose collectives are its own and stay in a replica
+USERS = [FOLDER, INTO, CHANNEL, DIVISION, PARTS, WORLD]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 
@@ -213,14 +214,7 @@ def users_of_torch_distributed(package: Path) -> list[Path]:
 
 def test_only_the_channel_calls_torch_distributed() -> None:
     """Bytes are counted where they leave, so there is one place where they leave."""
-    assert users_of_torch_distributed(ROOT / PACKAGE) == [
-        FOLDER,
-        INTO,
-        CHANNEL,
-        DIVISION,
-        PARTS,
-        WORLD,
-    ]
+    assert users_of_torch_distributed(ROOT / PACKAGE) == USERS
 
 
 @pytest.mark.parametrize(
@@ -240,15 +234,7 @@ def test_another_user_of_torch_distributed_is_found(copy_of_the_house: Path, lin
     schedule = Path("diloco/schedule.py")
     with (copy_of_the_house / PACKAGE / schedule).open("a", encoding="utf-8") as source:
         source.write(f"\n{line}\n")
-    assert users_of_torch_distributed(copy_of_the_house / PACKAGE) == [
-        FOLDER,
-        INTO,
-        CHANNEL,
-        DIVISION,
-        PARTS,
-        WORLD,
-        schedule,
-    ]
+    assert users_of_torch_distributed(copy_of_the_house / PACKAGE) == [*USERS, schedule]
 
 
 # What an installation is

@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -35,12 +34,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.whole_files import (
-    check_records,
-    damaged,
-    read_whole,
-)
-from lightning_commfree.comm.wholes import stand_in
+from lightning_commfree.checkpoint.whole_files import check_records, damaged, read_whole
+from lightning_commfree.comm.wholes import mapped, stand_in
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
 NAME = "in the folder"  # the key of a dictionary that stands for a divided tensor
@@ -163,26 +158,3 @@ def _fill(reader: _Reader, name: str, tensor: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
         load({name: tensor}, storage_reader=reader, no_dist=True)
-
-
-def mapped(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return nested dictionaries, lists and tuples with other values.
-
-    Args:
-        value: of them.
-        convert: gets a value and its name, and returns it or another one.
-        name: of the value.
-    """
-    converted = convert(value, name)
-    if converted is not value:
-        return converted
-    within = f"{name}." if name else ""
-    if type(value) in (dict, OrderedDict):
-        return type(value)(
-            (key, mapped(child, convert, f"{within}{key}")) for key, child in value.items()
-        )
-    if type(value) in (list, tuple):
-        return type(value)(
-            mapped(child, convert, f"{within}{index}") for index, child in enumerate(value)
-        )
-    return value

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.folder import NAME, REST, TOKEN, mapped, metadata_of
+from lightning_commfree.checkpoint.folder import NAME, REST, TOKEN, metadata_of
 from lightning_commfree.checkpoint.whole_files import FilePath, sync_folder, write_whole
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import gather_texts
-from lightning_commfree.comm.wholes import Divided, Wholes, has_stand_ins, stand_in
+from lightning_commfree.comm.wholes import Divided, Wholes, has_stand_ins, mapped, stand_in
 
 
 class IntoFolder(Wholes):

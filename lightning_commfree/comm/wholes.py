@@ -12,6 +12,7 @@ by itself it gets *stand-ins*, tensors on `meta` with a shape and without values
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -153,8 +154,27 @@ def with_values(state: Any) -> Any:
     """Return nested dictionaries, lists and tuples with values in place of stand-ins."""
     if not has_stand_ins(state):
         return state
-    if isinstance(state, dict):
-        return {key: with_values(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(with_values, state))
-    return values_of(state)
+    return mapped(state, lambda value, _: values_of(value) if is_stand_in(value) else value)
+
+
+def mapped(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Return nested dictionaries, lists and tuples with other values.
+
+    Args:
+        value: of them.
+        convert: gets a value and its name, and returns it or another one.
+        name: of the value.
+    """
+    converted = convert(value, name)
+    if converted is not value:
+        return converted
+    within = f"{name}." if name else ""
+    if type(value) in (dict, OrderedDict):
+        return type(value)(
+            (key, mapped(child, convert, f"{within}{key}")) for key, child in value.items()
+        )
+    if type(value) in (list, tuple):
+        return type(value)(
+            mapped(child, convert, f"{within}{index}") for index, child in enumerate(value)
+        )
+    return value

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_commfree.comm.weight_swap import SharedCopy, WeightSwap
+from lightning_commfree.model.weight_swap import SharedCopy, WeightSwap
 from lightning_commfree.strategies import DataParallel, LocalUpdates, ReplicaStrategy
 
 

@@ -3,8 +3,10 @@
 Importing the package registers them: `Trainer(strategy="streaming_diloco")`.
 """
 
-from lightning_commfree.comm.saved_weights import from_pretrained_on_meta
+from __future__ import annotations
+
 from lightning_commfree.lion import DistributedLion
+from lightning_commfree.model.meta_init import from_pretrained_on_meta
 from lightning_commfree.strategies import (
     DistributedLionStrategy,
     DominoTPStrategy,

@@ -3,10 +3,15 @@
 A later release may rename what it does not promise. `probe` looks, when a fit begins, which names
 this Lightning lacks, and one warning says what is lost. Only that is lost: importing never fails,
 a fresh fit and a resume at an epoch's border work without any of them.
+
+Functions that stand before the methods of single objects for a while.
+
+Where Lightning's fit loop stands, read from what it counts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from operator import attrgetter
@@ -18,7 +23,30 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.patches import Patches
+
+class Patches:
+    """Functions that stand before the methods of single objects, from `put` to `remove`.
+
+    They must be put in the process that trains: what is patched does not pickle.
+    """
+
+    def __init__(self) -> None:
+        self._put: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        """Let `owner.name` be `function`; on other objects of its class nothing changes."""
+        assert callable(getattr(owner, name)), f"{owner} has no method {name}"
+        self._put.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, function)
+
+    def remove(self) -> None:
+        """Give the objects their own methods back."""
+        for owner, name, before in reversed(self._put):
+            vars(owner).pop(name, None)
+            if before is not None:  # one that stood there already
+                setattr(owner, name, before)
+        self._put = []
+
 
 _LAUNCHERS = "lightning.pytorch.strategies.launchers"
 _CALL = "lightning.pytorch.trainer.call"
@@ -269,3 +297,42 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
     except AttributeError as error:
         if group is not None:
             raise RuntimeError(f"This Lightning has not {GROUPS.lost}.") from error
+
+
+def data_used_up(trainer: pl.Trainer) -> bool:
+    """Return whether the latest batch that was read is the epoch's last one."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
+
+
+def may_stop_early(trainer: pl.Trainer, in_step: bool = False) -> bool:
+    """Return whether `min_epochs` and `min_steps` are reached.
+
+    Args:
+        trainer: in its fit.
+        in_step: an optimizer step runs, which the Trainer has not counted yet.
+    """
+    loop, steps = trainer.fit_loop, trainer.global_step + in_step
+    epoch: Any = loop.epoch_progress.current
+    return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Return whether the latest batch that was read brings no optimizer step."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return ready % trainer.accumulate_grad_batches != 0 and not data_used_up(trainer)
+
+
+def steps_to_come(trainer: pl.Trainer) -> int | None:
+    """Return how many optimizer steps its fit still takes; None where nobody knows."""
+    total = trainer.estimated_stepping_batches
+    if not math.isfinite(total) or total < 0:
+        return None
+    return max(int(total) - trainer.global_step, 0)
+
+
+def in_accumulation(trainer: pl.Trainer) -> bool:
+    """Return whether there are gradients of batches whose optimizer step is still to come."""
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    stepped = batch.processed == batch.ready and not accumulates(trainer)
+    return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.channel import Pending
-from lightning_commfree.diloco import wire, workspace
+from lightning_commfree.diloco import codec, quantize
 from tests.cuda_walk import CudaWalk
 
 
@@ -42,8 +42,8 @@ def tasks_at_once(patch: pytest.MonkeyPatch, walk: CudaWalk) -> None:
 
 def no_compiled_loops(patch: pytest.MonkeyPatch) -> None:
     """Let codes on the CPU be made by torch operations; what they keep is forgotten afterwards."""
-    patch.setattr(wire, "_loops", lambda device: None)
-    patch.setattr(workspace, "_of_thread", threading.local())
+    patch.setattr(codec, "_loops", lambda device: None)
+    patch.setattr(quantize, "_of_thread", threading.local())
 
 
 def memory(patch: pytest.MonkeyPatch) -> None:

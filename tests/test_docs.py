@@ -16,8 +16,8 @@ from docs.site.loss_over_bytes import description, draw, points
 from docs.site.messages import sentences
 from docs.site.reference import packages
 from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
-from lightning_commfree.diloco.transfers import Landing
-from lightning_commfree.lion.vote_statistics import vote_shares
+from lightning_commfree.diloco.streaming import Landing
+from lightning_commfree.lion.voting import vote_shares
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

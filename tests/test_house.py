@@ -26,12 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "lightning_commfree"
 PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait for torch
 CHANNEL = Path("comm/channel.py")
-WORLD = Path("comm/world.py")  # makes the framework's process group, and sends nothing
-DIVISION = Path("comm/division.py")  # the groups of replicas whose ranks hold parts
-FOLDER = Path("checkpoint/folder.py")  # a checkpoint that ranks have written
-INTO = Path("checkpoint/into_folder.py")
-PARTS = Path("comm/parts.py")  # FSDP2, whose collectives are its own and stay in a replica
-USERS = [FOLDER, INTO, CHANNEL, DIVISION, PARTS, WORLD]  # of torch.distributed
+JOB = Path("comm/job.py")  # makes the framework's process group, and sends nothing
+FSDP = Path("model/fsdp.py")  # FSDP2, whose collectives are its own and stay in a replica
+SHARDS = Path("model/shards.py")
+FOLDERS = Path("resume/folders.py")  # a checkpoint that ranks have written
+USERS = [CHANNEL, JOB, FSDP, SHARDS, FOLDERS]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 
@@ -80,10 +79,10 @@ def test_import_contracts_are_kept() -> None:
         ("diloco/schedule.py", f"from {PACKAGE} import strategies", "imports run one way"),
         ("diloco/schedule.py", f"import {PACKAGE}.lion.vote", "imports run one way"),
         ("comm/ledger.py", f"import {PACKAGE}.resume", "the ground floor and the wings know"),
-        ("checkpoint/rank_files.py", "import lightning", "the ground floor and the wings know"),
-        ("checkpoint/rank_files.py", f"import {PACKAGE}.resume", "the ground floor and the wings"),
-        ("checkpoint/rank_files.py", f"import {PACKAGE}.lion", "imports run one way"),
-        ("comm/ledger.py", f"import {PACKAGE}.checkpoint", "imports run one way"),
+        ("model/blocks.py", "import lightning", "the ground floor and the wings know"),
+        ("model/blocks.py", f"import {PACKAGE}.resume", "the ground floor and the wings"),
+        ("model/blocks.py", f"import {PACKAGE}.lion", "imports run one way"),
+        ("comm/ledger.py", f"import {PACKAGE}.model", "imports run one way"),
         ("resume/loops.py", f"import {PACKAGE}.lion.vote", "resume and the door know no algorithm"),
         ("resume/loops.py", f"import {PACKAGE}.strategies", "imports run one way"),
         ("lightning_internals.py", f"import {PACKAGE}.domino", "resume and the door know no"),
@@ -234,15 +233,16 @@ def test_another_user_of_torch_distributed_is_found(copy_of_the_house: Path, lin
     schedule = Path("diloco/schedule.py")
     with (copy_of_the_house / PACKAGE / schedule).open("a", encoding="utf-8") as source:
         source.write(f"\n{line}\n")
-    assert users_of_torch_distributed(copy_of_the_house / PACKAGE) == [*USERS, schedule]
+    found = users_of_torch_distributed(copy_of_the_house / PACKAGE)
+    assert found == sorted([*USERS, schedule])
 
 
 # What an installation is
 
 
-OPTIONAL = ("quantize_numba.py", "random_state.py")  # the latter keeps numpy's random numbers
+OPTIONAL = ("quantize_numba.py", "data_position.py")  # the latter keeps numpy's random numbers
 # what whoever calls it has: it gets a class of transformers, which brings the other one
-GIVEN = {"saved_weights.py": {"transformers", "safetensors"}}
+GIVEN = {"meta_init.py": {"transformers", "safetensors"}}
 
 
 def undeclared_imports(package: Path) -> set[str]:

@@ -28,6 +28,12 @@ NO_DOOR = (  # modules that Lightning does not document
 # private names of others than Lightning, and why there is no other way
 OTHERS = {
     "_iterator": "of a torch loader, whose workers persist in it",
+    "_asdict": "of a NamedTuple, public by its documentation",
+    "_fields": "of a NamedTuple, public by its documentation",
+    "_buffers": "of a torch module: the persistent flag of a buffer has no public name",
+    "_get_layout": "of a torch checkpoint's folder",
+    "_pickle_storage_type": "of torch's file format",
+    "_untyped_storage": "of torch's file format",
     "_fork": "an ending of our strategies' names",
     "_spawn": "an ending of our strategies' names",
 }

@@ -2,7 +2,7 @@
 
 What the replicas send one another is a function of their weights alone, so nothing has to travel to
 learn what a last round does to a loss. Fragments, schedule, global copies and wire formats are the
-library's own; the mean is formed here, as `lightning_commfree.diloco.fragment_exchange` forms it.
+library's own; the mean is formed here, as `lightning_commfree.diloco.exchange` forms it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_commfree.diloco import (
     WireFormat,
     split_into_fragments,
 )
-from lightning_commfree.diloco.wire import decode
+from lightning_commfree.diloco.codec import decode
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module

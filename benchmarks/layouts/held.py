@@ -19,8 +19,8 @@ from typing_extensions import override
 from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
 from benchmarks.sync_cost.job import outer_state
 from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy, from_pretrained_on_meta
-from lightning_commfree.comm.blocks import block_names
-from lightning_commfree.comm.parts import own
+from lightning_commfree.model.blocks import block_names
+from lightning_commfree.model.shards import own
 
 STEPS, BATCH, TOKENS, VOCABULARY = 4, 2, 32, 4096
 KINDS = ("parameters", "gradients", "optimizer", "outer")

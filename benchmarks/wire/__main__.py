@@ -23,7 +23,7 @@ from benchmarks.common.page import draw_bars, provenance, result_page, write_pag
 from benchmarks.common.timing import Timing, seconds_of, take_turns
 from benchmarks.wire.errors import Error, grid_errors, outer_gradients, wire_errors
 from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.wire import BLOCK, Fp4Format, Int8Format, WireFormat, decode
+from lightning_commfree.diloco.codec import BLOCK, Fp4Format, Int8Format, WireFormat, decode
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "What do the wire formats lose, and what do they cost in time?"

@@ -24,7 +24,7 @@ from lightning_commfree.diloco import (
     default_outer_optimizer,
     split_into_fragments,
 )
-from lightning_commfree.diloco.wire import decode
+from lightning_commfree.diloco.codec import decode
 from recipes.training.pretraining import build_data, build_module
 
 CONF = Path(__file__).parents[2] / "conf"

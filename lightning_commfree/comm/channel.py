@@ -32,7 +32,7 @@ from lightning_commfree.comm.ledger import (
 from lightning_commfree.comm.liveness import ADDRESS_BYTES, PeerWatch, Unwatched
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
 from lightning_commfree.comm.meeting import Meeting
-from lightning_commfree.comm.unshared import Unshared
+from lightning_commfree.comm.sockets import Unshared
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -37,8 +37,10 @@ Departures from the paper:
   fp32 on every wire; the paper's models have none.
 """
 
+from __future__ import annotations
+
+from lightning_commfree.diloco.codec import WIRE_FORMATS, WireFormat
 from lightning_commfree.diloco.eager import EagerDiLoCo
-from lightning_commfree.diloco.forecast import foretold
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -47,8 +49,7 @@ from lightning_commfree.diloco.settings import (
     OuterOptimizerFactory,
     default_outer_optimizer,
 )
-from lightning_commfree.diloco.streaming import StreamingDiLoCo
-from lightning_commfree.diloco.wire import WIRE_FORMATS, WireFormat
+from lightning_commfree.diloco.streaming import StreamingDiLoCo, foretold
 
 __all__ = [
     "WIRE_FORMATS",

@@ -31,10 +31,9 @@ from torch import Tensor
 from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_commfree.diloco.evaluation import LocalMean
+from lightning_commfree.diloco.codec import WIRE_FORMATS, decode
 from lightning_commfree.diloco.nonfinite import take_global
-from lightning_commfree.diloco.streaming import StreamingDiLoCo
-from lightning_commfree.diloco.wire import WIRE_FORMATS, decode
+from lightning_commfree.diloco.streaming import LocalMean, StreamingDiLoCo
 
 
 class EagerDiLoCo(StreamingDiLoCo):

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lightning_commfree.comm.blocks import block_names
-from lightning_commfree.comm.parts import own
+from lightning_commfree.model.blocks import block_names
+from lightning_commfree.model.shards import own
 
 PATTERNS = ("strided", "sequential", "balanced")
 _BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)

@@ -1,7 +1,7 @@
 """A replica with NaN or Inf: seen where its values leave, kept from the others, made good again.
 
 A replica that goes on from NaN stays NaN, and its outer gradient would make all the others so. With
-every launch travels whether its values are finite (`transfers.is_nonfinite`). At the landing all
+every launch travels whether its values are finite (`is_nonfinite`). At the landing all
 ranks know alike which replicas' values are not. With `nonfinite="raise"` all stop (`refusals`).
 With "abstain":
 
@@ -14,6 +14,8 @@ With "abstain":
 4. In the last round of a fit the mean of the local weights is over the others, and it takes it.
 
 What no exchange knows stays as it is: buffers that are not part of a checkpoint, other fragments.
+
+What ends a fit on all ranks: what all replicas sent of a fragment must not land.
 """
 
 from __future__ import annotations
@@ -27,10 +29,80 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.parts import own
-from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.refusals import NONFINITE_VALUES
-from lightning_commfree.diloco.transfers import is_nonfinite
+from lightning_commfree.diloco.exchange import Arrival
+from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
+from lightning_commfree.diloco.settings import DiLoCoSettings
+from lightning_commfree.model.shards import own
+
+LARGEST = 2.0**119  # the narrowest wire formats carry no more
+NONFINITE_VALUES = f"NaN, Inf or more than {LARGEST:.1g}"
+
+
+def refuse_landing(
+    arrival: Arrival,
+    p: int,
+    names: Sequence[str],
+    step: int,
+    channel: Channel,
+    settings: DiLoCoSettings,
+) -> None:
+    """See that what all replicas sent of a fragment may land; the same on all of them.
+
+    Args:
+        arrival: what they sent.
+        p: the fragment.
+        names: of its parameters.
+        step: the inner step after which it lands.
+        channel: to the other replicas.
+        settings: of the fit.
+
+    Raises:
+        RuntimeError: it left after different steps, the global copies differ, or a replica's values
+            are not finite.
+    """
+    if arrival.steps_differ:
+        raise RuntimeError(
+            f"The replicas are at different inner steps: the messages of fragment {p} that"
+            f" landed after step {step} left after different ones. Every replica must see"
+            " as many batches, and resume from the same checkpoint."
+        )
+    if arrival.drifted:
+        raise RuntimeError(
+            f"The replicas' global copies of fragment {p} differ, which landed after inner step"
+            f" {step}: {', '.join(names)}. They were equal when the fit began, so"
+            " something but the strategy has changed them, or a replica computes wrongly."
+            " Resume from a checkpoint before it."
+        )
+    if arrival.nonfinite:
+        _refuse_nonfinite(arrival.nonfinite, p, step, channel.size, settings)
+
+
+def _refuse_nonfinite(
+    nonfinite: Sequence[int], p: int, step: int, num_replicas: int, settings: DiLoCoSettings
+) -> None:
+    """Stop where a replica's values are not finite; with "abstain", where no replica's are."""
+    abstains = settings.nonfinite == "abstain"
+    if abstains and len(nonfinite) < num_replicas:
+        return
+
+    size = settings.replica_size
+    named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in nonfinite)
+    hint = (
+        "No replica is left whose weights are finite: resume from a checkpoint before it."
+        if abstains
+        else "Lower the learning rate or look at that replica's batches; `nonfinite='abstain'`"
+        " would leave it out and let it go on from the global copy."
+    )
+    raise RuntimeError(
+        f"What {named} sent of fragment {p} is not finite ({NONFINITE_VALUES}); it was to land"
+        f" after inner step {step}. All ranks stop; it has landed nowhere. {hint}"
+    )
+
+
+def _ranks_of(replica: int, size: int) -> str:
+    first = replica * size
+    return f"ranks {first} to {first + size - 1}" if size > 1 else f"rank {first}"
+
 
 TAG = "finite"
 
@@ -138,3 +210,32 @@ def reset_nonfinite_state(
                     tensor.zero_()
             else:
                 del optimizer.state[parameter]
+
+
+def is_nonfinite(fragment: OuterFragment, values: Tensor, replica: Channel | None = None) -> Tensor:
+    """Return whether values of a fragment hold NaN, Inf or more than any wire format carries.
+
+    A buffer's constants count only where the global copy is finite: a mask may hold -inf.
+
+    Args:
+        fragment: that has the values.
+        values: as `OuterFragment.outer_gradient` returns them.
+        replica: to the ranks that hold the other shards; they are told of this one. Collective.
+
+    Returns:
+        bool, no dimension, on the device of `values`, where nobody waits for it.
+    """
+    parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
+    found = torch.zeros((), dtype=torch.bool, device=values.device)
+    if parameters.numel():
+        low, high = torch.aminmax(parameters)  # a NaN is both, and no comparison holds for it
+        found = ~((low > -LARGEST) & (high < LARGEST))
+    if buffers.numel():
+        outer = fragment.global_copy[fragment.parameter_numel :]
+        outer = outer.to(values.device, non_blocking=True)
+        found = found | (outer.isfinite() & ~buffers.isfinite()).any()
+
+    if replica is None or replica.size == 1:
+        return found
+    shards = replica.all_reduce(found.float().to(replica.device), REPLICA_TAG).wait()
+    return (shards > 0).to(values.device)

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_commfree.diloco.quantize import SMALLEST_LARGEST
-from lightning_commfree.diloco.workspace import HIGHEST_TOP, LOWEST_TOP
+from lightning_commfree.diloco.quantize import HIGHEST_TOP, LOWEST_TOP, SMALLEST_LARGEST
 
 i32, u8, f32 = np.int32, np.uint8, np.float32
 _SHIFT = i32(23)  # bits of an fp32's mantissa

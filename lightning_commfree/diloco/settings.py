@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_commfree.diloco.codec import WIRE_FORMATS
 from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
-from lightning_commfree.diloco.wire import WIRE_FORMATS
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
 """Makes the outer optimizer of a list of fp32 parameters, or it and its scheduler."""

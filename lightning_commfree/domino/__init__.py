@@ -38,30 +38,34 @@ Departures from the paper:
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
-from lightning_commfree.comm.materialize import on_meta
-from lightning_commfree.domino.checks import (
+from __future__ import annotations
+
+from lightning_commfree.domino.data_parallel import GradientMean
+from lightning_commfree.domino.families import FAMILIES
+from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
+from lightning_commfree.domino.gradients import (
+    GradientAverage,
+    gradient_norm,
+    looks_finite,
+    refuse_nonfinite,
+    refuse_nonfinite_weights,
+    sum_shared,
+)
+from lightning_commfree.domino.layers import TensorGroup
+from lightning_commfree.domino.parallel import ParallelModel, check_divisible
+from lightning_commfree.domino.settings import DominoSettings
+from lightning_commfree.domino.sharded_module import (
+    HeldTensor,
+    OptimizerParts,
+    ShardedModule,
     check_batch,
     check_module,
     check_states,
     find_models,
     refuse_meta,
 )
-from lightning_commfree.domino.families import FAMILIES
-from lightning_commfree.domino.finite import (
-    looks_finite,
-    refuse_nonfinite,
-    refuse_nonfinite_weights,
-)
-from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
-from lightning_commfree.domino.gradient_mean import GradientMean
-from lightning_commfree.domino.gradients import GradientAverage, gradient_norm, sum_shared
-from lightning_commfree.domino.group import TensorGroup
-from lightning_commfree.domino.optimizer_parts import OptimizerParts
-from lightning_commfree.domino.parallel import ParallelModel, check_divisible
-from lightning_commfree.domino.settings import DominoSettings
-from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharded_module import HeldTensor, ShardedModule
-from lightning_commfree.domino.sharding import whole_tensor
+from lightning_commfree.domino.sharding import ShardSpec, whole_tensor
+from lightning_commfree.model.meta_init import on_meta
 
 __all__ = [
     "FAMILIES",

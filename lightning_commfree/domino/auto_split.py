@@ -33,8 +33,8 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import TAG as HANDSHAKE_TAG
-from lightning_commfree.domino.micro_sublayer import Arguments
 from lightning_commfree.domino.schedule import ScheduleRun
+from lightning_commfree.domino.sublayers import Arguments
 
 WARM_UP = 1  # the first pass of a split allocates
 CHECKS = (9, 18, 36, 72, 144)  # passes of each split after which some may leave the race

@@ -25,11 +25,18 @@ from torch import nn
 
 from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.domino.gradients import AVERAGE_TAG, NORM_TAG, SHARED_TAG
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
-from lightning_commfree.domino.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from lightning_commfree.domino.layers import (
+    BACKWARD_TAG,
+    FORWARD_TAG,
+    ColumnLinear,
+    GatheredLinear,
+    RowLinear,
+    SplitRowLinear,
+    VocabEmbedding,
+    VocabHead,
+)
 from lightning_commfree.domino.loss import LOSS_TAG
 from lightning_commfree.domino.parallel import ParallelModel
-from lightning_commfree.domino.plan_layers import GatheredLinear, SplitRowLinear
 
 
 def bytes_per_token(model: ParallelModel, autocast: torch.dtype | None = None) -> Counter[str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_commfree.domino.group import TensorGroup
+from lightning_commfree.domino.layers import TensorGroup
 
 LOSS_TAG = "tensor_loss"
 

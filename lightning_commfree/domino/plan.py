@@ -23,12 +23,17 @@ from typing import Any
 
 from torch import nn
 
-from lightning_commfree.domino.adapters import has_adapters
-from lightning_commfree.domino.divisible import check_heads
-from lightning_commfree.domino.layers import ColumnLinear, RowLinear
-from lightning_commfree.domino.plan_layers import GatheredLinear, SplitRowLinear
-from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharding import Sharding, column, experts, row, vocabulary
+from lightning_commfree.domino.layers import ColumnLinear, GatheredLinear, RowLinear, SplitRowLinear
+from lightning_commfree.domino.sharding import (
+    Sharding,
+    ShardSpec,
+    check_heads,
+    column,
+    experts,
+    has_adapters,
+    row,
+    vocabulary,
+)
 
 _COLUMNS = {
     "colwise": ColumnLinear,

@@ -35,16 +35,16 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_commfree.comm.channel import Pending
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG, TensorGroup, Trace
-from lightning_commfree.domino.micro_sublayer import (
+from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG, TensorGroup, Trace
+from lightning_commfree.domino.splits import Launch, Split
+from lightning_commfree.domino.sublayers import (
     Arguments,
     Inflow,
     MicroInput,
     MicroSublayer,
+    Sublayer,
     leaf,
 )
-from lightning_commfree.domino.splits import Launch, Split
-from lightning_commfree.domino.sublayers import Sublayer
 
 Done = Callable[[Sublayer], None]
 Flying = list[Pending[Tensor]]  # the sums of one micro-sublayer: one, or one a slice

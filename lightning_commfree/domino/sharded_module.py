@@ -16,32 +16,239 @@ Several ranks hold one model together. An algorithm around it asks for:
 `check_first`            see that they do
 `join`                   make the models transformers' own again
 =======================  =======================================================================
+
+What a module, its optimizers and its batches must be, so that its models can be divided.
+
+Optimizer states of divided parameters: wholes out of parts, and parts of wholes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.parts import mark_part
-from lightning_commfree.comm.wholes import Wholes, with_values
-from lightning_commfree.domino.checks import check_batch, find_models
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.domino.families import FAMILIES, family_of
 from lightning_commfree.domino.gradients import gradient_norm, sum_shared
-from lightning_commfree.domino.optimizer_parts import (
-    STATE_TAG,
-    OptimizerParts,
-    parameters_of,
-    put_together,
-)
 from lightning_commfree.domino.parallel import ParallelModel, check_divisible
+from lightning_commfree.domino.plan import has_plan
 from lightning_commfree.domino.settings import DominoSettings
-from lightning_commfree.domino.shard_spec import ShardSpec
-from lightning_commfree.domino.sharding import whole_tensor
+from lightning_commfree.domino.sharding import ShardSpec, whole_tensor
+from lightning_commfree.model.fsdp import refuse_wrapped
+from lightning_commfree.model.meta_init import on_meta
+from lightning_commfree.model.shards import Divided, Wholes, mark_part, with_values
+
+
+def find_models(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost models inside that can be divided."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for child in module.modules():
+        known = family_of(child) is not None or has_plan(child)
+        if known and child not in inside and child is not module:
+            found.append(child)
+            inside.update(child.modules())
+    return found
+
+
+def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
+    """See that there is something to divide among so many ranks, as it is; nothing is changed.
+
+    Args:
+        strategy: for the messages.
+        module: not divided yet.
+        ranks: of a tensor group.
+
+    Raises:
+        ValueError: there is nothing, it is compiled, wrapped, is without values that nobody can
+            give it, does not fit the ranks, or has adapters that cannot be divided.
+    """
+    refuse_wrapped(strategy, module)
+
+    models = find_models(module)
+    if not models:
+        names = sorted({type(child).__name__ for child in module.children()})
+        raise ValueError(
+            f"`{strategy}` found no model in `{type(module).__name__}` that it can divide (its"
+            f" children are {', '.join(names) or 'none'}). It divides {', '.join(FAMILIES)} of"
+            " transformers, and other models of transformers whose config has a"
+            " `base_model_tp_plan`."
+        )
+
+    _check_values(strategy, module, models)
+    for model in models:
+        check_divisible(model, ranks)
+
+
+def refuse_meta(strategy: str, module: nn.Module) -> None:
+    """Refuse, outside of a fit, a model without values.
+
+    Raises:
+        ValueError: it is on the `meta` device.
+    """
+    if without := on_meta(module):
+        raise ValueError(
+            f"{len(without)} tensors, {without[0]!r} among them, are on the meta device and hold no"
+            f" values. `{strategy}` gives them some in `fit` only: call it first, or build the"
+            " model on the CPU."
+        )
+
+
+def check_states(optimizers: Iterable[Optimizer], parts: Set[nn.Parameter]) -> None:
+    """See that optimizers keep numbers for single elements, after their first step.
+
+    A number for a whole row or column of a parameter would be one for a part of it here. No
+    checkpoint could put those together.
+
+    Args:
+        optimizers: of the fit.
+        parts: parameters of which this rank holds a part.
+
+    Raises:
+        ValueError: the state of a part has another shape than the parameter.
+    """
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if parameter in parts else ():
+                other = isinstance(value, Tensor) and value.numel() > 1
+                if other and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"`{type(optimizer).__name__}` keeps a {key!r} of shape"
+                        f" {tuple(value.shape)} for a parameter of shape"
+                        f" {tuple(parameter.shape)}, which is a part of a divided one: it would"
+                        " train something else than on the whole one. Take an optimizer that treats"
+                        " elements one by one, such as AdamW, SGD or Lion."
+                    )
+
+
+def check_batch(channel: Channel, verb: str, batch: Any) -> None:
+    """See that all ranks of a tensor group have the same batch; collective.
+
+    Args:
+        channel: to the tensor group.
+        verb: what is done with it.
+        batch: tensors in whatever.
+
+    Raises:
+        ValueError: they differ; on all of them alike.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
+    try:
+        check_agreement(channel, {"the first batch": " ".join(found)})
+    except ValueError as error:
+        raise ValueError(
+            f"The ranks of a tensor group must {verb} on the same batch, and their first batches"
+            f" differ: ranks {list(channel.ranks)}. Let Lightning put its own sampler in, or give"
+            " your sampler `num_replicas` and `rank` of `trainer.distributed_sampler_kwargs`."
+        ) from error
+
+
+def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module]) -> None:
+    known = [model for model in models if family_of(model) is not None]
+    empty = [model for model in known if all(p.is_meta for p in model.parameters())]
+    gets_values = {id(t) for model in empty for t in (*model.parameters(), *model.buffers())}
+
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    left = [name for name in on_meta(module) if id(tensors[name]) not in gets_values]
+    if left:
+        raise ValueError(
+            f"{len(left)} tensors, {left[0]!r} among them, are on the meta device and hold no"
+            f" values. `{strategy}` gives values to a {', '.join(FAMILIES)} of which all parameters"
+            " are there, and to nothing else: build the rest on the CPU."
+        )
+
+
+STATE_TAG = "tensor_state"
+
+
+class OptimizerParts:
+    """Optimizer states of which each rank of a tensor group has its part: in a fit, and after it.
+
+    After a fit the models are whole on every rank. What an optimizer knows of them is twice as
+    much, few ask for it, and it stays where it is.
+
+    Args:
+        specs: of the divided parameters, in the fit.
+    """
+
+    def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
+        self._parts = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
+
+    def whole_state_dict(
+        self, optimizer: Optimizer, channel: Channel, wholes: Wholes
+    ) -> dict[str, Any]:
+        """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
+
+        Collective, one tensor at a time.
+
+        Args:
+            optimizer: of the fit.
+            channel: to the tensor group.
+            wholes: puts tensors together. Where this rank does not keep them the result is empty.
+        """
+        saved = optimizer.state_dict()
+        result: dict[int, Any] = {}
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            for key, value in saved["state"].get(index, {}).items():
+                whole = self._whole(parameter, value, channel, wholes)
+                if wholes.keep:
+                    result.setdefault(index, {})[key] = whole
+        return {**saved, "state": result} if wholes.keep else {}
+
+    def part_state_dict(
+        self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
+    ) -> dict[str, Any]:
+        """Return a rank's parts of a whole optimizer state.
+
+        Args:
+            optimizer: of the fit.
+            state: as `whole_state_dict` returned it.
+            rank: place in the tensor group.
+        """
+        parts: dict[int, Any] = {}
+        for index, parameter in enumerate(parameters_of(optimizer)):
+            spec, _ = self._parts.get(parameter, (None, None))
+            own = dict(state["state"].get(index, {}))
+            for key, saved in own.items():
+                own[key] = value = with_values(saved)
+                if spec is None or not isinstance(value, Tensor) or value.dim() <= spec.dim:
+                    continue
+                if value.shape != parameter.shape:  # else it is this rank's already
+                    own[key] = spec.part(value, rank)
+            if own:
+                parts[index] = own
+        return {**state, "state": parts}
+
+    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, wholes: Wholes) -> Any:
+        spec, part_shape = self._parts.get(parameter, (None, None))
+        if not isinstance(value, Tensor):
+            return value
+        if spec is None or value.shape != part_shape:
+            return value.cpu() if wholes.keep else value
+        return put_together(value, spec, channel, wholes)
+
+
+def put_together(part: Tensor, spec: ShardSpec, channel: Channel, wholes: Wholes) -> Tensor:
+    """Return the whole tensor of a part, as `wholes` puts it together; collective."""
+    shape = list(part.shape)
+    shape[spec.dim] = spec.size
+    gather = partial(whole_tensor, part, spec, channel, STATE_TAG)
+    return wholes(Divided(shape, part.dtype, gather))
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer, in the order of its state."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
 
 Kind = Literal["whole", "part", "copy"]
 

@@ -2,31 +2,203 @@
 
 Parameter names stay what they are. `Sharding` remembers how each tensor was divided, so that whole
 ones can be made again.
+
+How a tensor is divided among the ranks of a tensor group, and put together again.
+
+LoRA beside divided linears: peft's layers stay, and what they hold is divided with their base.
+
+y = x W + s (x A) B, with W, A and B in the field's order of (in, out):
+
+=============  =====================  ====================  =======================================
+linear         A, (in, r)             B, (r, out)           whose gradient is added up
+=============  =====================  ====================  =======================================
+column         whole on every rank    a rank's outputs      A's: each rank has that of its outputs
+row            a rank's inputs        whole on every rank   B's: each rank has that of its inputs
+=============  =====================  ====================  =======================================
+
+A rank's product of a row linear is a summand, and so is that of its adapter: one sum serves both,
+and under a schedule nothing else is sent.
+
+Can this be shared equally? What is asked of a model's sizes before anything is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.materialize import Materializer
-from lightning_commfree.domino.adapters import divide_column, divide_row, is_adapted
-from lightning_commfree.domino.group import TensorGroup
 from lightning_commfree.domino.layers import (
     ColumnLinear,
     DropoutAfterSum,
     RowLinear,
+    TensorGroup,
     VocabEmbedding,
     VocabHead,
     spread,
     summed,
 )
-from lightning_commfree.domino.shard_spec import ShardSpec
 from lightning_commfree.domino.sublayers import Sublayer
+from lightning_commfree.model.meta_init import Materializer
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Each rank holds a range of one dimension, out of every one of several equal blocks.
+
+    A packed q, k, v weight has three blocks and each rank a part of each. Ranges may overlap: a key
+    head that several ranks need is held by all of them.
+
+    Attributes:
+        dim: the dimension that is divided.
+        ranges: first and behind-last index within a block, for every rank.
+        size: length of the whole dimension.
+        blocks: equal parts of it.
+        padded: length to which a whole tensor is padded with zeros before it is divided.
+    """
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    size: int
+    blocks: int = 1
+    padded: int | None = None
+
+    @classmethod
+    def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
+        """Divide each block of a dimension evenly; a single block may be padded."""
+        block = size // blocks
+        part = -(-block // ranks)
+        ranges = tuple((rank * part, (rank + 1) * part) for rank in range(ranks))
+        padded = part * ranks
+        assert blocks == 1 or padded == block, "only a single block is padded"
+        return cls(dim, ranges, size, blocks, padded if padded > block else None)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether some part is held by several ranks."""
+        return len(set(self.ranges)) < len(self.ranges)
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a copy of what `rank` holds of `whole`."""
+        if self.padded is not None:
+            shape = list(whole.shape)
+            shape[self.dim] = self.padded - self.size
+            whole = torch.cat([whole, whole.new_zeros(shape)], self.dim)
+
+        start, stop = self.ranges[rank]
+        block = whole.shape[self.dim] // self.blocks
+        firsts = [b * block + start for b in range(self.blocks)]
+        return torch.cat([whole.narrow(self.dim, f, stop - start) for f in firsts], self.dim)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Put the parts of all ranks together again, without the padding."""
+        shape = list(parts[0].shape)
+        shape[self.dim] = self.padded or self.size
+        whole = parts[0].new_empty(shape)
+
+        block = shape[self.dim] // self.blocks
+        for (start, stop), part in zip(self.ranges, parts, strict=True):
+            for b, values in enumerate(part.chunk(self.blocks, self.dim)):
+                whole.narrow(self.dim, b * block + start, stop - start).copy_(values)
+
+        return whole.narrow(self.dim, 0, self.size).contiguous()
+
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is an adapter around a layer, by peft's name for the layer."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def base_of(module: Any) -> Any:
+    """Return the layer inside an adapter, or the module itself."""
+    return module.base_layer if is_adapted(module) else module
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether some layer of a model has an adapter."""
+    return any(is_adapted(module) for module in model.modules())
+
+
+def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
+    """See that a model's adapters can be divided.
+
+    Args:
+        model: not divided yet.
+        vocabulary: its embedding and head.
+
+    Raises:
+        ValueError: one is of another kind, at another place, or has what is not divided here.
+    """
+    for name, module in model.named_modules():
+        if is_adapted(module) and (why := _why_not(module, vocabulary)):
+            raise ValueError(
+                f"'{name}', a `{type(module).__name__}`, is an adapter that cannot be divided:"
+                f" {why} LoRA of linear layers in the blocks is divided; nothing was changed."
+            )
+
+
+def divide_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
+    """Divide the adapters of a column linear.
+
+    Args:
+        sharding: of the model.
+        layer: peft's.
+        spec: of the outputs, the first dimension.
+    """
+    group = sharding.group
+
+    def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return given if group.scheduled else (spread(given[0], group),)
+
+    for name in layer.lora_A:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        sharding.share(down)
+        up.weight = sharding.part(up.weight, spec)
+        sharding.restore.append(down.register_forward_pre_hook(before).remove)
+
+
+def divide_row(sharding: Sharding, layer: Any) -> None:
+    """Divide the adapters of a row linear.
+
+    Args:
+        sharding: of the model.
+        layer: peft's.
+    """
+    group = sharding.group
+
+    def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
+        return partial if group.scheduled else summed(partial, group)
+
+    for name in layer.lora_A:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        down.weight = sharding.part(
+            down.weight, ShardSpec.even(1, down.weight.shape[1], group.size)
+        )
+        sharding.share(up)
+        sharding.restore.append(up.register_forward_hook(after).remove)
+
+
+def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
+    if (type(module).__module__, type(module).__name__) != _LORA:
+        return "it is no LoRA of a plain linear layer."
+    if any(module is known for known in vocabulary):
+        return "it is around the embedding or the head."
+    if module.lora_variant:
+        return "DoRA and other variants need whole weights."
+    if any(module.lora_bias.values()):
+        return "`lora_bias` would be added once by every rank. Leave it out."
+    if any(not isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values()):
+        return "its dropout would differ from rank to rank. Take `lora_dropout=0`."
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return "it is on the meta device. Build the model on the CPU."
+    return ""
 
 
 @dataclass
@@ -206,3 +378,48 @@ def whole_tensor(part: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> T
     """
     gathered = channel.all_gather(part.detach().to(channel.device).contiguous(), tag).wait()
     return spec.join(list(gathered)).to(part.device)
+
+
+def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
+    """See that attention can be divided.
+
+    Args:
+        name: of the model's class.
+        heads: of the queries.
+        key_heads: of keys and values.
+        ranks: of the tensor group.
+
+    Raises:
+        ValueError: heads or key heads do not fit the ranks.
+    """
+    if heads % ranks:
+        raise ValueError(
+            f"{name} has {heads} attention heads, which {ranks} tensor-parallel ranks cannot share"
+            f" equally. Choose a `tensor_parallel_size` that divides {heads}."
+        )
+    if key_heads % ranks and ranks % key_heads:
+        raise ValueError(
+            f"{name} has {key_heads} key-value heads, and {ranks} tensor-parallel ranks can neither"
+            " share them equally nor all hold one. Choose a `tensor_parallel_size` that divides"
+            f" {key_heads} or is a multiple of it."
+        )
+
+
+def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
+    """See that an MLP can be divided.
+
+    Args:
+        model: around it.
+        name: what the model's config calls the width.
+        width: of the hidden layer.
+        ranks: of the tensor group.
+
+    Raises:
+        ValueError: the width does not fit the ranks.
+    """
+    if width % ranks:
+        raise ValueError(
+            f"{type(model).__name__} has MLPs of width {width} (`{name}`), which {ranks}"
+            f" tensor-parallel ranks cannot share equally. Choose a `tensor_parallel_size` that"
+            f" divides {width}."
+        )

@@ -30,11 +30,13 @@ Departures from the paper:
 - The last step's momenta may be averaged every so many steps (arXiv:2411.16462); off by default.
 """
 
-from lightning_commfree.lion.joined import JoinedLion, only_lion, refuse_without_momenta
-from lightning_commfree.lion.momenta import mean_momenta
+from __future__ import annotations
+
 from lightning_commfree.lion.optimizer import DistributedLion
+from lightning_commfree.lion.session import JoinedLion, only_lion, refuse_without_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
+from lightning_commfree.lion.worker import mean_momenta
 
 __all__ = [
     "DistributedLion",

@@ -12,12 +12,17 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.parts import is_part
-from lightning_commfree.comm.parts import own as own_part
-from lightning_commfree.lion.momenta import check_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
-from lightning_commfree.lion.worker import Member, fill_state, follow_values, keep_exact
+from lightning_commfree.lion.worker import (
+    Member,
+    check_momenta,
+    fill_state,
+    follow_values,
+    keep_exact,
+)
+from lightning_commfree.model.shards import is_part
+from lightning_commfree.model.shards import own as own_part
 
 
 class DistributedLion(Optimizer):

@@ -7,31 +7,321 @@
 3. *Apply*: every worker steps by the results; from time to time momenta are averaged.
 
 What travels is in CPU memory, and a background thread sends it (`ballot_exchange`).
+
+One bucket, from its gradients to Delta.
+
+Why a step is refused, in words; nothing has been changed then.
+
+What the votes were like: figures for a log, counted on packed planes and only when asked for.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.lion.ballot import ENDS, STOP
-from lightning_commfree.lion.ballot_exchange import DOWN_TAG, NODE_TAG, UP_TAG
-from lightning_commfree.lion.bucket_vote import BallotInFlight, BucketVote
-from lightning_commfree.lion.buckets import split_into_buckets
-from lightning_commfree.lion.momenta import TAG as MOMENTUM_TAG
-from lightning_commfree.lion.momenta import average_momenta, momentum_bytes
-from lightning_commfree.lion.refusals import refusal
+from lightning_commfree.comm.background import Background, to_host
+from lightning_commfree.comm.bits import pack_bits_part
+from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.lion.ballot import (
+    DOWN_TAG,
+    ENDS,
+    NODE_TAG,
+    STOP,
+    UP_TAG,
+    Ballot,
+    BallotExchange,
+    NodeBallotExchange,
+    VoteResult,
+    cheaper_ballot_exchange,
+    header_bytes,
+    join_digests,
+)
+from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.settings import LionSettings
-from lightning_commfree.lion.vote_statistics import vote_shares
-from lightning_commfree.lion.worker import Member
+from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule, compare_to
+from lightning_commfree.lion.worker import TAG as MOMENTUM_TAG
+from lightning_commfree.lion.worker import (
+    Member,
+    average_momenta,
+    cast_ballot,
+    hyperparameters,
+    momentum_bytes,
+    take_step,
+)
+
+WAIT_TAG = "vote"
+
+
+class BallotInFlight(NamedTuple):
+    """A ballot on its way."""
+
+    ballot: Ballot
+    pending: Pending[VoteResult]
+    gradients: list[tuple[Tensor | None, int]]  # what was voted with, and how often written to
+
+
+class CastVote(NamedTuple):
+    """This worker's votes on a bucket, and what became of all votes; packed, in host memory."""
+
+    valid: Tensor  # uint8, shape (bucket.plane_bytes,): the bits that are no padding
+    ballot: Ballot
+    delta: PackedDelta
+
+
+class BucketVote:
+    """The votes on one bucket, one after the other.
+
+    Args:
+        bucket: what is voted on.
+        channel: to the other workers: CPU tensors.
+        settings: of the vote.
+        node: to the ranks that form one worker with this one; None for a worker of one rank.
+
+    Attributes:
+        latest: the vote of the last step; None before the first.
+    """
+
+    def __init__(
+        self, bucket: Bucket, channel: Channel, settings: LionSettings, node: Channel | None
+    ) -> None:
+        self.bucket = bucket
+        self.latest: CastVote | None = None
+        self._valid = torch.zeros(bucket.plane_bytes, dtype=torch.uint8)
+        pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
+        self._valid_on_device = self._valid.to(bucket.parameters[0].device)
+
+        self._channel, self._settings, self._node = channel, settings, node
+        self._step = 0
+        self._rule = self._make_rule()
+        self._exchange = self._make_exchange()
+
+    @property
+    def bytes_by_tag(self) -> Counter[str]:
+        """Bytes that this rank sends for a vote without zeros, by the ledger's formulas."""
+        return self._exchange.bytes_by_tag
+
+    def launch(
+        self, members: list[Member], step: int, flags: int, background: Background
+    ) -> BallotInFlight:
+        """Cast the ballot and let it go.
+
+        Args:
+            members: the bucket's parameters, in its order.
+            step: how many steps came before.
+            flags: what this worker says for itself, as `write_header` takes it.
+            background: where the exchange runs.
+        """
+        self._step = step
+        with record_function(f"launch vote #{self.bucket.index}"):
+            every = self._settings.check_drift_every
+            due = every and step % every == 0
+            tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
+            value = join_digests(tuning, _digest(self.bucket) if due else 0)
+
+            raw = cast_ballot(self.bucket, members, self._valid_on_device, flags, value)
+            host, wait_for_host = to_host(raw)
+            head = header_bytes(len(self.bucket.parameters))
+            ballot = Ballot(host[:head], *host[head:].view(2, -1))
+
+            task = partial(self._carry, ballot, wait_for_host)
+            alone = self._channel.size == 1 and self._node is None  # nothing is sent
+            pending = Pending(task) if alone else background.submit(task, WAIT_TAG, wait_for_host)
+            return BallotInFlight(ballot, pending, self._gradients())
+
+    def check_gradients(self, flight: BallotInFlight) -> None:
+        """See that gradients are still what was voted with.
+
+        Raises:
+            RuntimeError: one of them was written to since.
+        """
+        for name, voted, now in zip(
+            self.bucket.names, flight.gradients, self._gradients(), strict=True
+        ):
+            if voted[0] is not now[0] or voted[1] != now[1]:
+                raise RuntimeError(
+                    f"The gradient of {name!r} changed after its vote had begun. Something writes"
+                    " to gradients between backward and optimizer step, or backward reaches them"
+                    " more than once, as reentrant activation checkpointing does. Pass"
+                    " `overlap=False`."
+                )
+
+    def land(self, flight: BallotInFlight) -> VoteResult:
+        """Wait for the result; nothing is changed yet."""
+        with record_function(f"land vote #{self.bucket.index}"):
+            return flight.pending.wait()
+
+    def apply(self, members: list[Member], flight: BallotInFlight, result: VoteResult) -> None:
+        """Step the bucket's parameters by the result, and this worker's momenta."""
+        summary, delta = result
+        assert delta is not None, "a refused bucket has raised"
+        abstained = self._channel.rank in summary.abstaining
+
+        with record_function(f"apply vote #{self.bucket.index}"):
+            on_device = delta.to(self.bucket.parameters[0].device)
+            take_step(self.bucket, members, on_device, summary.with_gradient, abstained)
+        self.latest = CastVote(self._valid, flight.ballot, delta)
+
+    # -- inside
+
+    def _carry(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
+        wait_for_host()
+        refuse = self._settings.nonfinite == "raise"
+        return self._exchange.run(ballot, self._rule, len(self.bucket.parameters), refuse)
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        gradients = (parameter.grad for parameter in self.bucket.parameters)
+        return [(g, 0 if g is None else g._version) for g in gradients]
+
+    def _make_rule(self) -> Rule:
+        if self._settings.vote == "average":
+            return Average()
+        return Majority(self._draw if self._settings.ties == "random" else None)
+
+    def _make_exchange(self) -> BallotExchange:
+        count = len(self.bucket.parameters)
+        make = partial(cheaper_ballot_exchange, self._channel, parameters=count, rule=self._rule)
+        if self._node is None:
+            return make(plane_bytes=self.bucket.plane_bytes, valid=self._valid)
+
+        part = self._valid.view(self._node.size, -1)[self._node.rank]
+        inner = make(plane_bytes=part.numel(), valid=part)
+        return NodeBallotExchange(inner, self._node, self._channel.size)
+
+    def _draw(self, shard: int, words: int) -> Tensor:
+        """Return random words that depend on nothing but their place and the step.
+
+        So all workers that count the same words draw the same, and a resumed run draws as the
+        uninterrupted one.
+        """
+        part = self._node.rank if self._node else 0
+        place = f"{self._step} {self.bucket.index} {part} {shard}"
+        # the generator reads 32 bits of a seed only
+        generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+        raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
+        return raw.view(torch.int64)
+
+
+def _digest(bucket: Bucket) -> Tensor:
+    return mix_digests(torch.stack([digest(p.contiguous()) for p in bucket.parameters]))
+
+
+def refusal(
+    step: int,
+    buckets: Sequence[Bucket],
+    results: Sequence[VoteResult],
+    members: Callable[[Sequence[nn.Parameter]], list[Member]],
+    faults: bool,
+    channel: Channel,
+    node: Channel | None,
+) -> RuntimeError:
+    """Return the error for a step that may not be taken.
+
+    Args:
+        step: its number.
+        buckets: that are voted on.
+        results: of the votes on them.
+        members: as `Voting` takes it.
+        faults: NaN or Inf refuses a step.
+        channel: to the other workers.
+        node: to the ranks that form one worker with this one.
+    """
+    for bucket, (summary, _) in zip(buckets, results, strict=True):
+        names = bucket.names
+        if summary.hyperparameters_differ:
+            here = "; ".join(hyperparameters(members(bucket.parameters)))
+            return RuntimeError(
+                "Learning rate, betas or weight decay differ between the workers before step"
+                f" {step}, for {names[0]!r} among others, and the same votes would move their"
+                f" parameters apart; on this rank: {here}. No parameter was changed. Set them"
+                " alike on all ranks: a scheduler on a metric has to watch one that is logged per"
+                " epoch with `sync_dist=True`."
+            )
+
+        if summary.parameters_differ:
+            return RuntimeError(
+                f"The workers' parameters differ before step {step}, among them"
+                f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
+                " that writes to parameters on some ranks."
+            )
+
+        if summary.faults and faults:
+            worker, i = summary.faults[0]
+            more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
+            return RuntimeError(
+                f"The gradient of {names[i]!r} on {_ranks_of(worker, channel, node)} holds NaN or"
+                f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
+                " the learning rate or look at that rank's batch; `nonfinite='abstain'` would"
+                " leave such a worker out of the vote."
+            )
+
+    return RuntimeError(
+        "A rank that votes on another part of this worker's parameters has refused step"
+        f" {step}; its own message says why. All ranks stop; no parameter was changed."
+    )
+
+
+def _ranks_of(worker: int, channel: Channel, node: Channel | None) -> str:
+    rank = channel.ranks[worker]
+    if node is None:
+        return f"rank {rank}"
+    first = rank - node.rank
+    return f"ranks {first} to {first + node.size - 1}"
+
+
+def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
+    """Return shares of the parameters, from 0 to 1.
+
+    Args:
+        votes: of one step, on all buckets.
+
+    Returns:
+        `ties`: Delta is 0. `zeros`: this worker's own vote is 0. `agreement`: Delta has the sign of
+        this worker's vote, of the votes that are not 0.
+    """
+    parameters = moved = voted = alike = 0
+    for valid, ballot, delta in votes:
+        positive, negative = (plane & valid for plane in _signs(delta))
+        minus = ballot.nonzero & ~ballot.plus
+
+        parameters += _ones(valid)
+        moved += _ones(positive | negative)
+        voted += _ones(ballot.nonzero)
+        alike += _ones((positive & ballot.plus) | (negative & minus))
+
+    return {
+        "ties": 1 - moved / max(parameters, 1),
+        "zeros": 1 - voted / max(parameters, 1),
+        "agreement": alike / max(voted, 1),
+    }
+
+
+def _signs(delta: PackedDelta) -> tuple[Tensor, Tensor]:
+    """Return the planes of Delta > 0 and Delta < 0."""
+    by_weight = dict(zip(delta.weights, delta.planes, strict=True))
+    nothing = torch.zeros_like(delta.planes[0])
+    digits = [by_weight.get(1 << i, nothing) for i in range(max(delta.weights).bit_length())]
+
+    greater, equal = compare_to(digits, delta.offset)
+    return greater, ~(greater | equal)
+
+
+def _ones(plane: Tensor) -> int:
+    """Return how many bits of a uint8 plane are set."""
+    return int(_ONES[plane.int()].sum())
+
+
+_ONES = torch.tensor([byte.bit_count() for byte in range(256)])
 
 
 class Voting:

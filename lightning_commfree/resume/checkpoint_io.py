@@ -12,10 +12,9 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.folder import read_folder
-from lightning_commfree.checkpoint.into_folder import IntoFolder
-from lightning_commfree.checkpoint.whole_files import FilePath, local_path, write_whole
-from lightning_commfree.comm.wholes import with_values
+from lightning_commfree.model.shards import with_values
+from lightning_commfree.resume.files import FilePath, local_path, write_whole
+from lightning_commfree.resume.folders import IntoFolder, read_folder
 
 # earlier releases of Lightning do not ask how a file is to be read
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters

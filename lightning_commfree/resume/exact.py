@@ -6,25 +6,51 @@ beside it (`rank_files`). A fit that resumes on as many ranks with the same sett
 bit. Any other one starts from the checkpoint's weights and takes of the parts what its strategy can
 still use (`RankState.adopt`), and a message says why. What an exact one does not restore, in rare
 cases, another message says.
+
+Tensors of the module that are neither trained nor averaged, and may differ from rank to rank.
+
+Hooks move them: the weights of a mean teacher, counters, a queue, a cache. A checkpoint holds those
+of rank 0, and of non-persistent buffers none. A rank's part has all persistent ones, of which those
+that are equal to rank 0's are references that take no room, and such non-persistent ones as are not
+what they were when the fit began. What is trained is not among them, nor floating-point buffers of
+a checkpoint: the strategy restores them.
+
+The ranks of a job save as one: a part of each, and what goes with the checkpoints before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from lightning_commfree.checkpoint.own_tensors import OwnTensors, accumulate_further
-from lightning_commfree.checkpoint.rank_files import SavedParts
-from lightning_commfree.checkpoint.rank_parts import copied, plain
-from lightning_commfree.checkpoint.rank_state import (
+from lightning_commfree.comm.digest import digest
+from lightning_commfree.lightning_internals import Patches, in_accumulation
+from lightning_commfree.model.shards import own
+from lightning_commfree.resume.checkpoint_io import writes_later
+from lightning_commfree.resume.data_position import (
+    EpochStart,
+    data_state,
+    half_accumulated,
+    not_saved,
+    restore_place,
+)
+from lightning_commfree.resume.files import FilePath
+from lightning_commfree.resume.loops import open_plateaus, restore_loops
+from lightning_commfree.resume.rank_files import Key, Owner, RankFiles, SavedParts, copied, plain
+from lightning_commfree.resume.rank_state import (
     Agreeing,
     Part,
     RankState,
@@ -32,19 +58,163 @@ from lightning_commfree.checkpoint.rank_state import (
     Saved,
     failing_as_one,
 )
-from lightning_commfree.checkpoint.saving import Saving
-from lightning_commfree.checkpoint.whole_files import FilePath
-from lightning_commfree.loop_counters import in_accumulation
-from lightning_commfree.patches import Patches
-from lightning_commfree.resume.checkpoint_io import writes_later
-from lightning_commfree.resume.epoch_start import EpochStart
-from lightning_commfree.resume.loops import open_plateaus, restore_loops
-from lightning_commfree.resume.position import (
-    data_state,
-    half_accumulated,
-    not_saved,
-    restore_place,
-)
+
+
+class OwnTensors:
+    """Those of one fit.
+
+    Args:
+        module: as every fit finds it, on all ranks alike; nothing has been restored into it that
+            only this rank knows.
+        optimizers: of this rank; what they train is left out.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self._module = module
+        self._optimizers = optimizers
+        self._at_begin = _digests(self._split()[1])
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what rank 0 may have otherwise: the module's own tensors, not copies."""
+        persistent, others = self._split()
+        now = _digests(others)
+        changed = {
+            name: tensor for name, tensor in others.items() if now[name] != self._at_begin.get(name)
+        }
+        return {name: tensor.detach() for name, tensor in {**persistent, **changed}.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` returned; a buffer that has another size now is replaced."""
+        tensors = {name: tensor for kind in self._split() for name, tensor in kind.items()}
+        for name, saved in state.items():
+            tensor = tensors.get(name)
+            if tensor is not None and tensor.shape == saved.shape:
+                tensor.copy_(saved)
+            elif not isinstance(tensor, nn.Parameter):
+                self._replace(name, saved if tensor is None else saved.to(tensor))
+
+    def _replace(self, name: str, buffer: Tensor) -> None:
+        owner, _, own_name = name.rpartition(".")
+        module = self._module.get_submodule(owner)
+        if own_name in module._buffers:
+            module._buffers[own_name] = buffer
+
+    def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what a checkpoint holds of rank 0, and what it does not hold."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        trained = {p for group in groups for p in group["params"] if p.requires_grad}
+        kept = self._module.state_dict(keep_vars=True)
+        persistent: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, parameter in self._module.named_parameters():
+            if parameter not in trained:
+                persistent[name] = parameter
+        for name, buffer in self._module.named_buffers():
+            if name not in kept:
+                others[name] = buffer
+            elif not buffer.is_floating_point():
+                persistent[name] = buffer
+        return _with_values(persistent), _with_values(others)
+
+
+def accumulate_further(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Put back what `gradients_of` returned, ahead of a resumed fit's first batch."""
+    for name, gradient in gradients.items():
+        parameter = module.get_parameter(name)
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+
+def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: own(tensor)
+        for name, tensor in tensors.items()
+        if not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
+    }
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    found = {name: digest(tensor.detach().contiguous()) for name, tensor in tensors.items()}
+    return {name: int(value) for name, value in found.items()}
+
+
+class Saving:
+    """What the ranks save and remove.
+
+    Args:
+        ranks: as they tell each other.
+    """
+
+    def __init__(self, ranks: Agreeing) -> None:
+        self._ranks = ranks
+        self._removed: list[FilePath] = []  # checkpoints, by rank 0, since the last save
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: FilePath,
+        step: int,
+        algorithm: RankState,
+        part: Part,
+        write: Callable[[FilePath], None],
+        later: bool = False,
+    ) -> None:
+        """Write the ranks' files, then the checkpoint, then remove the files of its predecessor.
+
+        Collective.
+
+        Args:
+            checkpoint: gets rank 0's part.
+            filepath: where to; rank 0's counts.
+            step: optimizer steps done.
+            algorithm: that keeps the ranks together.
+            part: this rank's.
+            write: writes `checkpoint`.
+            later: it may still be writing when it returns.
+
+        Raises:
+            RuntimeError: a file cannot be written; on all ranks.
+        """
+        ranks = self._ranks
+        # a file's name, and which one goes, may depend on a metric that is not the same everywhere
+        token = f"{step}-{time.time_ns():x}"
+        filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
+        # a name that is free again may be this one, whose files another rank writes already
+        self._forget([path for path in removed if path != filepath])
+
+        files, owner = RankFiles(filepath), Owner(ranks.rank, ranks.size, token)
+        known: set[Key] = set()
+        if owner.rank == 0:
+            said = algorithm.name, algorithm.fingerprint()
+            known = files.enter(checkpoint, owner, *said, part)
+        known = ranks.broadcast(known)
+        with failing_as_one(ranks):
+            if owner.rank:
+                files.save(owner, part, known)
+
+        write(filepath)
+        # one that is written later may not be there yet, and its predecessor still needs the set
+        # before; by the next save it is taken to be there
+        files.keep_only(token, spare=int(later))
+
+    def remove(self, filepath: FilePath) -> None:
+        """Remove the files of a checkpoint that rank 0 removes.
+
+        Those on disks of other nodes go with the next save, or in `settle`.
+        """
+        if self._ranks.rank == 0:
+            RankFiles(filepath).remove()
+            self._removed.append(filepath)
+
+    def settle(self) -> None:
+        """Remove what is left to be removed; collective."""
+        self._forget(self._ranks.broadcast(self._removed))
+
+    def _forget(self, removed: list[FilePath]) -> None:
+        """Remove this node's files of checkpoints that rank 0 has removed."""
+        for path in removed:
+            RankFiles(path).remove()
+        self._removed = []
 
 
 @dataclass

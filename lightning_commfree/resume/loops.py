@@ -26,12 +26,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
+    accumulates,
     count_step,
     data_fetcher,
     restart_in_mid_epoch,
     validate_first,
 )
-from lightning_commfree.loop_counters import accumulates
 
 
 class Moment(NamedTuple):

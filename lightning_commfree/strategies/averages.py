@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 
-from lightning_commfree.comm.weight_swap import OuterView, WeightSwap
+from lightning_commfree.model.weight_swap import OuterView, WeightSwap
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy

@@ -27,15 +27,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.whole_files import FilePath, reading_whole
+from lightning_commfree.comm.job import PATIENCE, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.comm.materialize import on_meta
-from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.comm.world import PATIENCE
-from lightning_commfree.lightning_internals import probe, set_ddp_group
-from lightning_commfree.patches import Patches
+from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group
+from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
+from lightning_commfree.resume.files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_log import FitLog

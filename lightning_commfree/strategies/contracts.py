@@ -15,10 +15,10 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_commfree.checkpoint.rank_state import Adopted, RankState, Saved
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.mesh import Mesh
-from lightning_commfree.comm.weight_swap import WeightSwap
+from lightning_commfree.comm.job import Mesh
+from lightning_commfree.model.weight_swap import WeightSwap
+from lightning_commfree.resume.rank_state import Adopted, RankState, Saved
 
 
 class Inside(Protocol):

@@ -12,8 +12,8 @@ from typing_extensions import override
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies.every_step import MeetEveryStep
-from lightning_commfree.strategies.gradients import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen, name_of
 
 

@@ -7,7 +7,7 @@ import os
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_commfree.checkpoint.whole_files import FilePath
+from lightning_commfree.resume.files import FilePath
 
 
 def scores_its_saves(trainer: pl.Trainer) -> bool:

@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_commfree.comm.ledger import END
 from lightning_commfree.comm.meeting import Stage
 from lightning_commfree.comm.parting import Part, Why, part
-from lightning_commfree.loop_counters import data_used_up, may_stop_early
+from lightning_commfree.lightning_internals import data_used_up, may_stop_early
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.early_saves import scores_its_saves
 from lightning_commfree.strategies.pace import Fit

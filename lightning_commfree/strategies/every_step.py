@@ -21,7 +21,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_commfree.comm.parting import Why
-from lightning_commfree.loop_counters import may_stop_early
+from lightning_commfree.lightning_internals import may_stop_early
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.ending import CommonEnd
 from lightning_commfree.strategies.pace import Fit, Pace

@@ -8,8 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_commfree.comm.ledger import END, Ledger, StepMeans, Traffic
-from lightning_commfree.lightning_internals import add_to_rows
-from lightning_commfree.patches import Patches
+from lightning_commfree.lightning_internals import Patches, add_to_rows
 
 
 class FitLog:

@@ -17,11 +17,11 @@ import lightning.pytorch as pl
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import VALIDATION, Traffic
-from lightning_commfree.comm.replica_channels import ReplicaChannels
+from lightning_commfree.resume.files import FilePath
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.fit_log import FitLog
 from lightning_commfree.strategies.signals import DeferredSigterm

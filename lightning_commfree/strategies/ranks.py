@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_commfree.comm.network import Member, Network
-from lightning_commfree.comm.replica_channels import ReplicaChannels
-from lightning_commfree.comm.world import default_backend
+from lightning_commfree.comm.job import Member, Network, ReplicaChannels, default_backend
 from lightning_commfree.strategies.signals import stopped_by_hand
 
 if TYPE_CHECKING:

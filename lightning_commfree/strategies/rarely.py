@@ -17,11 +17,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_commfree.checkpoint.rank_parts import copied
-from lightning_commfree.checkpoint.whole_files import FilePath
 from lightning_commfree.comm.meeting import Stage
-from lightning_commfree.comm.sharing import common_start
-from lightning_commfree.comm.weight_swap import ADVICE
+from lightning_commfree.model.replication import common_start
+from lightning_commfree.model.weight_swap import ADVICE
+from lightning_commfree.resume.files import FilePath
+from lightning_commfree.resume.rank_files import copied
 from lightning_commfree.strategies.averages import average_outer_weights
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.early_saves import EarlySaves, scores_its_saves

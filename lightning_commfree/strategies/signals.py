@@ -39,8 +39,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.lightning_internals import handle_signals, tell_sigterm
-from lightning_commfree.patches import Patches
+from lightning_commfree.lightning_internals import Patches, handle_signals, tell_sigterm
 
 log = logging.getLogger(__name__)
 

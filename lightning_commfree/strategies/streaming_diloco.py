@@ -20,7 +20,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
-from lightning_commfree.loop_counters import steps_to_come
+from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
 from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
@@ -59,7 +59,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             weights then differ between replicas until `fit` ends, and rank 0's are saved.
         mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
             1 ignores them.
-        wire_dtype: what travels; see `lightning_commfree.diloco.wire`.
+        wire_dtype: what travels; see `lightning_commfree.diloco.codec`.
         outer_optimizer: factory, from a list of fp32 parameters to a `torch.optim.Optimizer`; None
             for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
             and a learning-rate scheduler, stepped with every landing of its fragment. With

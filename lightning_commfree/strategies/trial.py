@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from lightning_commfree.patches import Patches
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.strategies.pace import OutsideOfFit
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.blocks import block_names
+from lightning_commfree.model.blocks import block_names
 from recipes.training.forked import without_beginning_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.layout import inside_of

@@ -7,7 +7,7 @@ import os
 import lightning.pytorch as pl
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm.parts import own
+from lightning_commfree.model.shards import own
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel

@@ -16,10 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy
-from lightning_commfree.checkpoint.folder import is_folder, read_folder
-from lightning_commfree.checkpoint.whole_files import write_whole
 from lightning_commfree.comm.ledger import VALIDATION
-from lightning_commfree.comm.parts import is_part
+from lightning_commfree.model.shards import is_part
+from lightning_commfree.resume.files import write_whole
+from lightning_commfree.resume.folders import is_folder, read_folder
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
 from recipes.training.evaluation import generate_text, token_loss

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_commfree.checkpoint.folder import REST, is_folder
+from lightning_commfree.resume.folders import REST, is_folder
 from recipes.training.report import CHECKPOINT_FOLDER
 
 _LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning looks for these itself

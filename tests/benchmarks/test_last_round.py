@@ -30,7 +30,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.wire import decode
+from lightning_commfree.diloco.codec import decode
 from recipes.training.evaluation import token_loss
 from recipes.training.pretraining import build_data, build_module
 from tests.world import run_ranks

@@ -12,7 +12,7 @@ from benchmarks.wire import __main__ as wire
 from benchmarks.wire import errors as of_wire
 from benchmarks.wire.errors import SCALES, Error, e3m0, grid_errors, wire_errors
 from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.wire import BLOCK, decode
+from lightning_commfree.diloco.codec import BLOCK, decode
 
 TOY = [
     "--sync-every=2",

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel, Pending
+from lightning_commfree.comm.job import DATA, REPLICA, Mesh
 from lightning_commfree.comm.ledger import Ledger, LedgerTotals
-from lightning_commfree.comm.mesh import DATA, REPLICA, Mesh
 from tests.world import run_ranks
 
 SIZES = [2, 3]

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from lightning_commfree.comm import interface
-from lightning_commfree.comm.interface import VARIABLE, GlooInterface, choose_interface
+from lightning_commfree.comm import sockets
+from lightning_commfree.comm.sockets import VARIABLE, GlooInterface, choose_interface
 
 LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": "192.168.7.5", "down0": None}
 
@@ -19,19 +19,19 @@ def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine on two networks, as Debian leaves its name."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(LAN)))
-    monkeypatch.setattr(interface, "interface_address", LAN.get)
-    monkeypatch.setattr(interface, "host_addresses", lambda: ["127.0.1.1"])
+    monkeypatch.setattr(sockets, "interface_address", LAN.get)
+    monkeypatch.setattr(sockets, "host_addresses", lambda: ["127.0.1.1"])
     return monkeypatch
 
 
 def towards(host: pytest.MonkeyPatch, address: str | None) -> None:
-    host.setattr(interface, "_address_towards", lambda _: address)
+    host.setattr(sockets, "_address_towards", lambda _: address)
 
 
 def test_the_way_to_the_main_node_counts(host: pytest.MonkeyPatch) -> None:
     towards(host, "192.168.7.5")
     assert choose_interface("main") == "eth1"
-    host.setattr(interface, "host_addresses", lambda: ["10.0.0.5"])
+    host.setattr(sockets, "host_addresses", lambda: ["10.0.0.5"])
     assert choose_interface("main") == "eth1"
 
 
@@ -42,9 +42,9 @@ def test_where_it_leads_nowhere_gloos_own_choice_or_the_only_one(
     towards(host, address)
     with pytest.raises(ValueError, match=re.escape("it has eth0, eth1. Set GLOO_SOCKET_IFNAME to")):
         choose_interface("main")
-    host.setattr(interface, "interface_address", {**LAN, "eth1": None}.get)
+    host.setattr(sockets, "interface_address", {**LAN, "eth1": None}.get)
     assert choose_interface("main") == "eth0"
-    host.setattr(interface, "host_addresses", lambda: ["fe80::1", "10.0.0.5"])
+    host.setattr(sockets, "host_addresses", lambda: ["fe80::1", "10.0.0.5"])
     assert choose_interface("main") is None
 
 
@@ -66,7 +66,7 @@ def test_the_environment_is_as_it_was_and_the_users_word_stands(host: pytest.Mon
 
 
 def test_this_very_machine() -> None:
-    assert interface.interface_address("lo") == "127.0.0.1"
-    assert interface.interface_address("absent0") is None
-    assert interface._address_towards("127.0.0.1") == "127.0.0.1"
-    assert interface._address_towards("no-such-host.invalid") is None
+    assert sockets.interface_address("lo") == "127.0.0.1"
+    assert sockets.interface_address("absent0") is None
+    assert sockets._address_towards("127.0.0.1") == "127.0.0.1"
+    assert sockets._address_towards("no-such-host.invalid") is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_commfree.comm.mesh import DATA, REPLICA, Mesh, replica_mesh
+from lightning_commfree.comm.job import DATA, REPLICA, Mesh, replica_mesh
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(
     lambda sizes: Mesh(tuple(f"axis{i}" for i in range(len(sizes))), tuple(sizes))

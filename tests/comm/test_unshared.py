@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.unshared import Unshared
+from lightning_commfree.comm.sockets import Unshared
 from tests.comm.watches import LONG
 from tests.mortal import run_mortals
 

@@ -20,7 +20,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.fragment_exchange import (
+from lightning_commfree.diloco.exchange import (
     GatheredFragmentExchange,
     ShardedFragmentExchange,
     cheaper_fragment_exchange,

@@ -25,16 +25,17 @@ from lightning_commfree.diloco import (
     EagerDiLoCo,
     OuterFragment,
     StreamingDiLoCo,
-    fragment_exchange,
+    exchange,
     split_into_fragments,
 )
-from lightning_commfree.diloco.fragment_exchange import (
+from lightning_commfree.diloco.codec import BLOCK, decode, warm_up
+from lightning_commfree.diloco.exchange import (
+    EndNotice,
     GatheredFragmentExchange,
+    HeaderSummary,
     ShardedFragmentExchange,
 )
-from lightning_commfree.diloco.message import EndNotice, HeaderSummary
-from lightning_commfree.diloco.transfers import is_nonfinite
-from lightning_commfree.diloco.wire import BLOCK, decode, warm_up
+from lightning_commfree.diloco.nonfinite import is_nonfinite
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
 from tests.diloco.training import DEFAULTS, NESTEROV
@@ -121,7 +122,7 @@ class Training:
             return HeaderSummary(False, False, False, False, nonfinite, self.ended)
 
         for name in ("summarize_headers", "merge_summaries"):
-            patch.setattr(fragment_exchange, name, said)
+            patch.setattr(exchange, name, said)
         no_compiled_loops(patch)
         memory(patch)
         tasks_at_once(patch, self.walk)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.diloco import (
     WIRE_FORMATS,
     DiLoCoSettings,

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import wire as wire_module
-from lightning_commfree.diloco.fragment_exchange import (
+from lightning_commfree.diloco import codec as wire_module
+from lightning_commfree.diloco.codec import BLOCK, WIRE_FORMATS
+from lightning_commfree.diloco.exchange import (
     GatheredFragmentExchange,
+    Header,
     ShardedFragmentExchange,
     cheaper_fragment_exchange,
     cheaper_fragment_exchanges,
 )
 from lightning_commfree.diloco.fragments import split_into_fragments
-from lightning_commfree.diloco.message import Header
 from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.wire import BLOCK, WIRE_FORMATS
 from tests.diloco.training import (
     NESTEROV,
     Net,

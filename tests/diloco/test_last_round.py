@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.mesh import DATA, REPLICA, replica_mesh
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.fragment_exchange import (
-    GatheredFragmentExchange,
-    ShardedFragmentExchange,
-)
+from lightning_commfree.diloco.exchange import GatheredFragmentExchange, ShardedFragmentExchange
 from tests.diloco.training import DEFAULTS, assert_equal_states, state_of
 from tests.world import run_ranks
 

@@ -20,7 +20,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.fragment_exchange import ShardedFragmentExchange
+from lightning_commfree.diloco.exchange import ShardedFragmentExchange
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import ADAMW, DEFAULTS, NESTEROV, Net, backward, bits, state_of, world
 from tests.world import run_ranks

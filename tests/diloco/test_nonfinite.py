@@ -19,9 +19,8 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.fragment_exchange import ShardedFragmentExchange
-from lightning_commfree.diloco.nonfinite import reset_nonfinite_state
-from lightning_commfree.diloco.transfers import is_nonfinite
+from lightning_commfree.diloco.exchange import ShardedFragmentExchange
+from lightning_commfree.diloco.nonfinite import is_nonfinite, reset_nonfinite_state
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import (
     ADAMW,

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.diloco import wire as wire_module
+from lightning_commfree.diloco import codec as wire_module
+from lightning_commfree.diloco.codec import BLOCK, chunks, num_blocks
 from lightning_commfree.diloco.quantize import (
     decode_e3m0,
     decode_int8,
     encode_e3m0,
     encode_int8,
 )
-from lightning_commfree.diloco.wire import BLOCK, chunks, num_blocks
 
 NAN_SCALE = 255
 LEAST_TOP, GREATEST_TOP = -118, 119

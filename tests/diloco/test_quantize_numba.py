@@ -22,9 +22,9 @@ from benchmarks.sync_cost.job import start
 from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import quantize_numba, transfers, wire
-from lightning_commfree.diloco.message import Header, MessageLayout
-from lightning_commfree.diloco.wire import BLOCK, Chunk, Fp4Format, Int8Format, decode, num_blocks
+from lightning_commfree.diloco import codec, quantize_numba, streaming
+from lightning_commfree.diloco.codec import BLOCK, Chunk, Fp4Format, Int8Format, decode, num_blocks
+from lightning_commfree.diloco.exchange import Header, MessageLayout
 
 CPU = torch.device("cpu")
 PAIRS = {
@@ -122,8 +122,8 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
     for name in ("encode_e3m0", "decode_e3m0", "encode_int8"):
         monkeypatch.setattr(quantize_numba, name, lambda *_, name=name: called.append(name))
     for compiled, plain in PAIRS.values():
-        wire.warm_up(compiled, CPU)
-        wire.warm_up(plain, CPU)
+        codec.warm_up(compiled, CPU)
+        codec.warm_up(plain, CPU)
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
 
 
@@ -146,7 +146,7 @@ def test_every_loop_is_compiled_once() -> None:
 def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the first launch would wait for the compiler."""
     warm: list[tuple[object, torch.device]] = []
-    monkeypatch.setattr(transfers, "warm_up", lambda *args: warm.append(args))
+    monkeypatch.setattr(streaming, "warm_up", lambda *args: warm.append(args))
     start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
     assert warm == [(Fp4Format(), CPU)]
 
@@ -213,9 +213,9 @@ def test_a_chunk_may_begin_at_any_block() -> None:
 
 @pytest.fixture
 def not_asked_yet() -> Iterator[None]:
-    wire._numba_loops.cache_clear()
+    codec._numba_loops.cache_clear()
     yield
-    wire._numba_loops.cache_clear()
+    codec._numba_loops.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_without_numba_torch_operations_do_and_a_log_says_so(
         patch.setattr(builtins, "__import__", refusing)
         values = torch.randn(1000)
         assert torch.equal(through("fp4", values), through("fp4", values))
-    assert wire._loops(CPU) is None, "what was found once stays"
+    assert codec._loops(CPU) is None, "what was found once stays"
     [record] = caplog.records
     assert (record.levelname, record.message[: len(text)]) == (level, text)
 
@@ -287,7 +287,7 @@ def test_loops_that_are_not_compiled_are_not_used(
 ) -> None:
     """The interpreter would take minutes for a fragment."""
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
-    assert wire._loops(CPU) is None
+    assert codec._loops(CPU) is None
     assert "NUMBA_DISABLE_JIT is set" in caplog.records[0].message
 
 
@@ -309,4 +309,4 @@ def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.Monke
 
 
 def test_another_device_takes_torch_operations() -> None:
-    assert wire._loops(torch.device("cuda")) is None
+    assert codec._loops(torch.device("cuda")) is None

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
-from lightning_commfree.diloco import wire as wire_module
-from lightning_commfree.diloco.message import Header, MessageLayout
-from lightning_commfree.diloco.quantize import encode_e3m0
-from lightning_commfree.diloco.wire import (
+from lightning_commfree.diloco import codec as wire_module
+from lightning_commfree.diloco.codec import (
     BLOCK,
     WIRE_FORMATS,
     Chunk,
@@ -26,6 +24,8 @@ from lightning_commfree.diloco.wire import (
     decode,
     num_blocks,
 )
+from lightning_commfree.diloco.exchange import Header, MessageLayout
+from lightning_commfree.diloco.quantize import encode_e3m0
 
 FORMATS: dict[str, WireFormat] = {
     **WIRE_FORMATS,  # the last two in compiled loops, as long as all is on a CPU

@@ -22,7 +22,7 @@ from lightning_commfree.diloco import (
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.wire import decode
+from lightning_commfree.diloco.codec import decode
 from tests.diloco.serial import SerialDiLoCo
 
 WIDTH = 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
+from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG
 from tests.domino.channels import Deaf
 from tests.domino.models import Case, Outcome, batch_for, make_for, reference
 from tests.domino.ranks import divide, whole_gradients, with_channel

@@ -148,7 +148,7 @@ def test_the_first_batch_is_compared() -> None:
 
 def test_a_suspicion_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     # what goes round is text, in bytes of the CPU, and a walk has no values
-    alone = "lightning_commfree.domino.finite.gather_texts"
+    alone = "lightning_commfree.domino.gradients.gather_texts"
     monkeypatch.setattr(alone, lambda channel, text: [text] * channel.size)
     channel: Any = InstantChannel(2, device=CPU)
     with walking(CASES[0]) as step:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_commfree import domino
-from lightning_commfree.domino.families import FAMILIES, family_of
-from lightning_commfree.domino.families.llama import Llama
+from lightning_commfree.domino.families import FAMILIES, Llama, family_of
 from tests.domino.models import Case, Outcome, make, reference, worst_error
 from tests.domino.ranks import divide, play, with_channel
 from tests.world import run_ranks

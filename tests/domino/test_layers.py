@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_commfree.comm.channel import Pending
 from lightning_commfree.domino import ShardSpec, TensorGroup
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.domino.layers import (
+    BACKWARD_TAG,
+    FORWARD_TAG,
     ColumnLinear,
     DropoutAfterSum,
     RowLinear,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.domino import DominoSettings, ParallelModel
-from lightning_commfree.domino.choose_split import choose_split
+from lightning_commfree.domino.splits import choose_split
 from tests.domino.ranks import with_channel
 from tests.strategies.causal_lm import LENGTH, make, words
 from tests.world import run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
+from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG
 from tests.domino.channels import Hasty, Poison, Watched
 from tests.domino.models import Case, Outcome, reference, worst_error
 from tests.domino.ranks import play, with_channel

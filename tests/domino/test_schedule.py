@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commfree.domino.group import BACKWARD_TAG, FORWARD_TAG
+from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG
 from lightning_commfree.domino.loss import LOSS_TAG
 from lightning_commfree.domino.schedule import EMBEDDING
 from tests.domino.models import LAYERS, Case, batch_for, make_for, step

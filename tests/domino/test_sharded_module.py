@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.wholes import Wholes
 from lightning_commfree.domino import DominoSettings, ShardedModule, check_batch
+from lightning_commfree.model.shards import Wholes
 from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks

@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.domino.micro_sublayer import Inflow, MicroInput, MicroSublayer
 from lightning_commfree.domino.splits import TokenSplit
-from lightning_commfree.domino.sublayers import Sublayer, attention_body
+from lightning_commfree.domino.sublayers import (
+    Inflow,
+    MicroInput,
+    MicroSublayer,
+    Sublayer,
+    attention_body,
+)
 
 
 class Newer(nn.Module):

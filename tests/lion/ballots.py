@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.bits import pack_bits
-from lightning_commfree.lion.ballot import Ballot, HeaderSummary, header_bytes
-from lightning_commfree.lion.ballot_exchange import (
+from lightning_commfree.lion.ballot import (
+    Ballot,
     GatheredBallotExchange,
+    HeaderSummary,
     ShardedBallotExchange,
     VoteResult,
+    header_bytes,
 )
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import Average, Majority, Rule

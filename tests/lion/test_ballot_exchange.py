@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.lion.ballot import join_digests
-from lightning_commfree.lion.ballot_exchange import DOWN_TAG, UP_TAG
+from lightning_commfree.lion.ballot import DOWN_TAG, UP_TAG, join_digests
 from lightning_commfree.lion.vote import Majority
 from tests.lion.ballots import RULES, Outcome, formula, play
 

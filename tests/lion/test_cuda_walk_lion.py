@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest
-from lightning_commfree.lion import DistributedLion, LionSettings, ballot_exchange, worker
+from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
 from tests.cuda_seams import memory, tasks_at_once
@@ -88,7 +88,7 @@ class Worker:
             gradients = (True,) * count
             return HeaderSummary(False, goes_on, zeros, abstaining, (), gradients, **alike)
 
-        patch.setattr(ballot_exchange, "summarize_headers", said)
+        patch.setattr(ballot, "summarize_headers", said)
         small_buckets(patch)
         memory(patch)
         tasks_at_once(patch, self.walk)

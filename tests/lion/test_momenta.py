@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.lion import DistributedLion, LionSettings, mean_momenta
-from lightning_commfree.lion.momenta import TAG, average_momenta, momentum_bytes
-from lightning_commfree.lion.worker import Member
+from lightning_commfree.lion.worker import TAG, Member, average_momenta, momentum_bytes
 from tests.lion import training
 from tests.lion.threads import in_nodes, in_threads
 from tests.lion.training import Worker, play

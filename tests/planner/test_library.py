@@ -21,7 +21,7 @@ from commfree_planner import (
 )
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
 from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
-from lightning_commfree.diloco.fragment_exchange import cheaper_fragment_exchange
+from lightning_commfree.diloco.exchange import cheaper_fragment_exchange
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS)

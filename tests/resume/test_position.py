@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commfree.checkpoint.rank_parts import plain
-from lightning_commfree.resume.position import not_saved
+from lightning_commfree.resume.data_position import not_saved
+from lightning_commfree.resume.rank_files import plain
 
 
 class Touching:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.checkpoint.rank_files import RankFiles
-from lightning_commfree.checkpoint.rank_parts import Owner
+from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.strategies.models import (
     Drawn,
     Noisy,

@@ -14,9 +14,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.checkpoint.own_tensors import OwnTensors
-from lightning_commfree.checkpoint.rank_files import RankFiles
-from lightning_commfree.checkpoint.rank_parts import Owner
+from lightning_commfree.resume.exact import OwnTensors
+from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
 from tests.strategies.saved import file_of, part_of, sets_of
 from tests.world import run_ranks

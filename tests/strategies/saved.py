@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_commfree.checkpoint.rank_files import FOLDER, SavedParts
+from lightning_commfree.resume.rank_files import FOLDER, SavedParts
 
 
 def parts_of(path: Path) -> SavedParts:

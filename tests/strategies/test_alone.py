@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm import network
+from lightning_commfree.comm import job
 from tests.strategies.models import Tiny, loader, quiet_trainer
 from tests.world import run_ranks
 
@@ -26,7 +26,7 @@ def validate_on_rank_0(rank: int, size: int) -> Any:
         in_fit = [str(w.message) for w in caught]
         if rank > 0:
             return in_fit
-        network.SILENCE_S = TIMEOUT_S / 6
+        job.SILENCE_S = TIMEOUT_S / 6
         with pytest.raises(RuntimeError) as error:
             trainer.validate(module, loader(8), verbose=False)
     said = [str(w.message) for w in caught if "waits for others" in str(w.message)]

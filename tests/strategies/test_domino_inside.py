@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.parts import is_part
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.model.shards import is_part
 from tests.strategies.causal_lm import CausalLM, words
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks

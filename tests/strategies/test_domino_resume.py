@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.domino import TensorGroup
 from lightning_commfree.resume import exact
+from lightning_commfree.resume.data_position import restore_place
 from lightning_commfree.resume.exact import ExactResume
-from lightning_commfree.resume.position import restore_place
 from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
 from tests.strategies.models import Drawn, Recorder, quiet_trainer
 from tests.strategies.saved import file_of, part_of

@@ -15,7 +15,7 @@ from lightning_commfree import (
     StreamingDiLoCoStrategy,
     from_pretrained_on_meta,
 )
-from lightning_commfree.comm.division import why_not_divided
+from lightning_commfree.model.fsdp import why_not_divided
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks

@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm import division
-from lightning_commfree.comm.division import why_not_divided
-from lightning_commfree.comm.parts import own, whole
+from lightning_commfree.model import fsdp
+from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.shards import own, whole
 from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
@@ -369,6 +369,6 @@ def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     def older(module: nn.Module, *, reshard_after_forward: bool = True) -> None:
         """Cannot be told that the outermost unit shall be divided again."""
 
-    monkeypatch.setattr(division, "fully_shard", older)
+    monkeypatch.setattr(fsdp, "fully_shard", older)
     with pytest.raises(ValueError, match=f"torch {re.escape(torch.__version__)} is too old"):
         StreamingDiLoCoStrategy(replica_size=2, inside="fsdp")

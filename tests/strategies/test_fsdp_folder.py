@@ -24,13 +24,11 @@ from lightning_commfree import (
     FSDPSettings,
     StreamingDiLoCoStrategy,
 )
-from lightning_commfree.checkpoint import into_folder
-from lightning_commfree.checkpoint.folder import is_folder, read_folder
-from lightning_commfree.checkpoint.into_folder import IntoFolder
-from lightning_commfree.comm.division import why_not_divided
-from lightning_commfree.comm.parts import whole
-from lightning_commfree.comm.wholes import Divided, with_values
+from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.shards import Divided, whole, with_values
+from lightning_commfree.resume import folders
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.resume.folders import IntoFolder, is_folder, read_folder
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
 from tests.strategies.models import loader, quiet_trainer, rank_loader
@@ -49,7 +47,7 @@ def one_file(folder: Path, file: Path, *options: str) -> subprocess.CompletedPro
     command = [
         sys.executable,
         "-m",
-        "lightning_commfree.checkpoint.one_file",
+        "lightning_commfree.resume.folders",
         folder,
         file,
         *options,
@@ -166,12 +164,12 @@ class Elsewhere(pl.Callback):
             trainer.save_checkpoint(path)
         elif i in (4, 5) and module.global_rank == 1:
             wrong = self.full if i == 5 else lambda path: writer(self.own)
-            self.monkeypatch.setattr(into_folder, "FileSystemWriter", wrong)
+            self.monkeypatch.setattr(folders, "FileSystemWriter", wrong)
         if i in (4, 5):
             with pytest.raises(RuntimeError) as error:
                 trainer.save_checkpoint(path)
             self.texts.append(str(error.value))
-        self.monkeypatch.setattr(into_folder, "FileSystemWriter", writer)
+        self.monkeypatch.setattr(folders, "FileSystemWriter", writer)
 
     def full(self, path: Path) -> Any:
         return FileSystemWriter("/dev/full/x")

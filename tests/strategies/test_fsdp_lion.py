@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
-from lightning_commfree.comm.division import why_not_divided
-from lightning_commfree.comm.parts import own
+from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.shards import own
 from tests.strategies.models import loader, quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven, Watch, weights
 from tests.world import run_ranks

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.division import why_not_divided
-from lightning_commfree.comm.parts import own
+from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.shards import own
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import quiet_trainer
 from tests.strategies.test_fsdp import Watch

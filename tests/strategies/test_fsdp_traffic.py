@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.comm.division import why_not_divided
 from lightning_commfree.comm.ledger import STEPS
+from lightning_commfree.model.fsdp import why_not_divided
 from lightning_commfree.strategies.inside.fsdp import GATHER_TAG, SCATTER_TAG
 from tests.strategies.models import quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven

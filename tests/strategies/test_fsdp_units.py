@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commfree import DistributedLionStrategy, FSDPSettings, StreamingDiLoCoStrategy
-from lightning_commfree.comm.blocks import outermost
-from lightning_commfree.comm.division import why_not_divided
-from lightning_commfree.comm.parts import whole
+from lightning_commfree.model.blocks import outermost
+from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.shards import whole
 from tests.strategies.models import Tiny, quiet_trainer, rank_loader
 from tests.world import run_ranks
 

@@ -15,9 +15,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_commfree.checkpoint.whole_files import _Sink
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.resume.files import _Sink
 from tests.strategies import dying
 from tests.strategies.dying import (
     SAVE_EVERY,

@@ -11,9 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_commfree.checkpoint.rank_files import RankFiles
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.streaming import StreamingDiLoCo
+from lightning_commfree.resume.rank_files import RankFiles
 from tests.strategies import dying
 from tests.strategies.dying import (
     Clock,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.diloco.fragment_exchange import ShardedFragmentExchange
+from lightning_commfree.diloco.exchange import ShardedFragmentExchange
 from tests.strategies import dying
 from tests.strategies.dying import (
     Clock,

@@ -12,8 +12,8 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.comm.division import why_not_divided
-from lightning_commfree.comm.wholes import SAVE_TAG, is_stand_in
+from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.shards import SAVE_TAG, is_stand_in
 from tests.strategies.causal_lm import CausalLM, loader
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from lightning_commfree.comm.interface import VARIABLE, host_addresses, interface_address
 from lightning_commfree.comm.liveness.questions import LINE_BYTES, PeerAddress
+from lightning_commfree.comm.sockets import VARIABLE, host_addresses, interface_address
 
 ANSWER_SECONDS = 5.0  # a rank that computes answers in milliseconds, on a machine that swaps later
 _POLL_S = 0.1

@@ -22,8 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.mesh import DATA, REPLICA, Mesh, tensor_mesh
-from lightning_commfree.comm.sharing import share_random_state
+from lightning_commfree.comm.job import DATA, REPLICA, Mesh, tensor_mesh
 from lightning_commfree.domino import (
     DominoSettings,
     OptimizerParts,
@@ -33,8 +32,9 @@ from lightning_commfree.domino import (
     refuse_meta,
     refuse_nonfinite_weights,
 )
+from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.strategies.checks import refuse_compiled
-from lightning_commfree.strategies.inside.divided_model import DividedModel
+from lightning_commfree.strategies.inside.sharded import DividedModel
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy

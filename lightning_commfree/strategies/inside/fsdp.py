@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.averaging import refuse_sync_batchnorm
-from lightning_commfree.comm.division import (
+from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
+from lightning_commfree.lightning_internals import OrderlyLauncher
+from lightning_commfree.model.fsdp import (
     FSDPSettings,
     accumulating,
     divide,
@@ -26,13 +27,10 @@ from lightning_commfree.comm.division import (
     step_bytes,
     why_not_divided,
 )
-from lightning_commfree.comm.materialize import Materializer
-from lightning_commfree.comm.mesh import DATA, Mesh, replica_mesh
-from lightning_commfree.comm.parts import RowParts
-from lightning_commfree.comm.sharing import common_start
-from lightning_commfree.comm.wholes import Wholes
-from lightning_commfree.lightning_internals import OrderlyLauncher
-from lightning_commfree.strategies.inside.divided_model import DividedModel
+from lightning_commfree.model.meta_init import Materializer
+from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
+from lightning_commfree.model.shards import RowParts, Wholes
+from lightning_commfree.strategies.inside.sharded import DividedModel
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy

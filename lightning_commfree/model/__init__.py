@@ -1,0 +1,1 @@
+"""Tensors and modules: shards, weight swap, meta initialization, transformer blocks."""

@@ -1,0 +1,238 @@
+"""Dividing a module among the ranks of a replica, unit by unit: FSDP2's `fully_shard`.
+
+What comes of its tensors `parts` knows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_commfree.comm.ledger import all_gather_bytes
+from lightning_commfree.model.blocks import block_names, outermost
+from lightning_commfree.model.meta_init import Materializer
+
+# methods of a module that compute, beside `forward`
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass(frozen=True)
+class FSDPSettings:
+    """What `inside="fsdp"` takes for granted.
+
+    Args:
+        units: names of classes. Their outermost modules are gathered one at a time, and what stands
+            in none of them together. Empty: transformer blocks, which are found; a model without
+            blocks is gathered as a whole.
+        folder_above_bytes: checkpoints of a fit whose parameters take more are folders, which all
+            ranks of the first replica write at once, to one disk; `checkpoint.one_file` makes one
+            file of such a folder. None: checkpoints are files.
+
+    Raises:
+        TypeError: `units` is no sequence of names, or `folder_above_bytes` no number.
+        ValueError: it is negative or NaN.
+    """
+
+    units: Sequence[str] = ()
+    folder_above_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.units
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_list or not all(isinstance(name, str) for name in given):
+            raise TypeError(
+                f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
+            )
+        object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
+        size: Any = self.folder_above_bytes
+        if size is None:
+            return
+        text = f"`folder_above_bytes={size!r}` must be a number of bytes, such as 20e9, or None."
+        if isinstance(size, bool) or not isinstance(size, Real):
+            raise TypeError(text)
+        if not float(size) >= 0:  # NaN among them
+            raise ValueError(text)
+
+
+def why_not_divided() -> str | None:
+    """Return why this release of torch cannot divide a module; None where it can.
+
+    Older ones leave the outermost unit whole after a forward, whatever they are told, and do not
+    run on CPUs.
+    """
+    if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
+        return None
+    return (
+        f"the `fully_shard` of torch {torch.__version__} is too old; 2.13 has been tried. Install a"
+        " newer torch"
+    )
+
+
+def refuse_wrapped(strategy: str, module: nn.Module) -> None:
+    """See that a model that is to be divided is the plain one.
+
+    Args:
+        strategy: for the message.
+        module: has the model.
+
+    Raises:
+        ValueError: a part of it is compiled, or wrapped for DDP or FSDP.
+    """
+    for name, child in module.named_modules():
+        kind = type(child).__name__
+        wrapped = isinstance(child, DistributedDataParallel) or "FSDP" in kind
+        compiled = kind == "OptimizedModule" or child._compiled_call_impl is not None
+        if wrapped or compiled:
+            what = f"'{name}'" if name else "The module"
+            raise ValueError(
+                f"{what} is {'compiled' if compiled else 'wrapped'} already, as"
+                f" `{kind}`, and `{strategy}` has to divide the model before that."
+                " Give it the plain model."
+            )
+
+
+def divide(
+    module: nn.Module,
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    device: torch.device,
+    materializer: Materializer | None = None,
+    units: Collection[str] = (),
+) -> None:
+    """Divide a module's parameters among the ranks of a replica; collective over the job.
+
+    Every block is a unit, and what stands in none is one more: its parameters are gathered for
+    its forward and its backward, where its gradients become their mean over the replica; see
+    `step_bytes`. The module cannot be made whole again, and its group of ranks lives as long.
+
+    Args:
+        module: plain, on any device; the same on all ranks of a replica.
+        groups: the ranks of every replica.
+        rank: of this process.
+        device: to which every unit moves, before it is divided.
+        materializer: gives values to a module on `meta`, a unit at a time: no rank ever holds all.
+        units: names of classes whose modules are the units; empty: blocks are.
+
+    Raises:
+        ValueError: the module has none of such a class.
+    """
+    names = outermost(module, units) if units else list(block_names(module))
+    ties = _ties(module)
+    made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
+    (group,) = (group for ranks, group in made.items() if rank in ranks)
+    # said aloud, or the outermost unit stays whole after a forward without a backward: the weights
+    # of a validation would serve the next training step
+    how: dict[str, Any] = {
+        "mesh": DeviceMesh.from_group(group, device.type),
+        "reshard_after_forward": True,
+    }
+    for name in names:
+        block = module.get_submodule(name)
+        if materializer is not None:
+            materializer.materialize(block)
+        if next(block.parameters(), None) is not None:
+            fully_shard(block, **how)
+
+    if materializer is not None:
+        materializer.materialize_rest()
+        for first, *others in ties:
+            for owner, name in others:
+                setattr(owner, name, getattr(*first))
+    fully_shard(module, **how)
+    for step in _STEPS:
+        if hasattr(module, step):
+            register_fsdp_forward_method(module, step)
+    for model in module.modules():  # of transformers and peft
+        _close(model)
+
+
+def _close(model: nn.Module) -> None:
+    if isinstance(getattr(model, "save_pretrained", None), MethodType):
+        vars(model)["save_pretrained"] = _refuse_to_save
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "The model stays divided after `fit`, and `save_pretrained` would find one rank's part of"
+        " it. Call `trainer.save_checkpoint(path)` on all ranks, load the file's `state_dict` into"
+        " an undivided model of your own, and save that one."
+    )
+
+
+def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return where the same parameter stands several times: modules and names in them."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((owner, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+@contextmanager
+def accumulating(module: nn.Module) -> Iterator[None]:
+    """In the body gradients stay on this rank, as large as the model, until a backward after it."""
+    assert isinstance(module, FSDPModule), "`divide` has made it one"
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
+
+
+def step_bytes(module: nn.Module) -> tuple[int, int]:
+    """Return what this rank sends for a forward and its backward, by FSDP2's formulas.
+
+    Of a parameter with r rows n ranks hold ceil(r / n) each, the last ones padded. A unit's are
+    gathered twice, for forward and backward; gradients of those that are trained are reduced and
+    scattered once. Either sends a rank's rows to n - 1 others. Frozen units that no gradient passes
+    are gathered once, and counted twice.
+
+    Args:
+        module: that `divide` has divided.
+
+    Returns:
+        Bytes to gather, bytes to reduce and scatter.
+    """
+    gathered = scattered = 0
+    for parameter in module.parameters():
+        assert isinstance(parameter, DTensor), "`divide` has made it one"
+        rows, size = parameter.shape[0], parameter.device_mesh.size()
+        numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
+        sent = all_gather_bytes(numbers * parameter.element_size(), size)
+        gathered += 2 * sent
+        scattered += sent * parameter.requires_grad
+    return gathered, scattered
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -> None:
+    """See that what is optimized is what this rank trains.
+
+    Args:
+        optimizers: of the fit.
+        lost: parameters that the module had before it was divided, and has no more.
+
+    Raises:
+        ValueError: one of them is in an optimizer.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    count = sum(parameter in lost for group in groups for parameter in group["params"])
+    if count:
+        raise ValueError(
+            f"The optimizer holds {count} parameters of the undivided model, which are trained no"
+            " more: it, or its list of parameters, was made before the fit. Make both in"
+            " `configure_optimizers`, from `self.parameters()`."
+        )

@@ -1,0 +1,250 @@
+"""A file of another rank, step or run, or a damaged one, is refused by name, on all ranks.
+
+Of single damaged bytes none changes what is loaded."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_commfree import DistributedLion
+from lightning_commfree.resume.rank_files import SavedParts
+from tests.strategies.any_strategy import KINDS, Saving, fit, make_strategy, same
+from tests.strategies.saved import file_of, sets_of
+from tests.world import run_ranks
+
+SIZE = 3
+
+
+def swapped(here: Path, _: Path) -> None:
+    one, two = file_of(here / "2.ckpt", 1), file_of(here / "2.ckpt", 2)
+    whole = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(whole)
+
+
+def copied(here: Path, _: Path) -> None:
+    shutil.copy(file_of(here / "2.ckpt", 2), file_of(here / "2.ckpt", 1))
+
+
+def of_another_step(here: Path, _: Path) -> None:
+    shutil.copy(file_of(here / "1.ckpt", 1), file_of(here / "2.ckpt", 1))
+
+
+def of_another_run(here: Path, other: Path) -> None:
+    shutil.copy(file_of(other / "2.ckpt", 1), file_of(here / "2.ckpt", 1))
+
+
+def rewritten(path: Path, change: Callable[[Any], None]) -> None:
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+
+
+def written_anew(here: Path, _: Path) -> None:
+    def change(part: Any) -> None:
+        state = part["state"]["optimizers"][0]["state"]
+        next(v for v in state[0].values() if isinstance(v, torch.Tensor) and v.ndim).add_(1)
+
+    rewritten(file_of(here / "2.ckpt", 1), change)
+
+
+def other_weights(here: Path, _: Path) -> None:
+    """What rank 0's part refers to is another tensor than it was."""
+
+    def change(checkpoint: Any) -> None:
+        state = checkpoint["optimizer_states"][0]["state"]
+        for values in state.values():
+            for value in values.values():
+                value.add_(1)
+
+    rewritten(here / "2.ckpt", change)
+
+
+def placed(place: str) -> Callable[[Path, Path], None]:
+    def change(checkpoint: Any) -> None:
+        checkpoint["lightning_commfree"]["place"] = place
+
+    def put(here: Path, other: Path) -> None:
+        shutil.copytree(sets_of(other / "2.ckpt"), here.parent / "elsewhere", dirs_exist_ok=True)
+        rewritten(here / "2.ckpt", change)
+
+    return put
+
+
+CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {  # and what is said
+    "swapped": (swapped, "rank_1.pt' is refused: it is the part of rank 2 of 3 in save '2-"),
+    "copied": (copied, "and the part of rank 1 of 3 in save"),
+    "another step's": (of_another_step, "it is the part of rank 1 of 3 in save '1-"),
+    "another run's": (of_another_run, "it is the part of rank 1 of 3 in save '2-"),
+    "written anew": (written_anew, "its tensors are not those that were written"),
+    "other weights": (other_weights, "Rank 0's part in"),
+    "absolute": (placed("/tmp/a/b"), "names '/tmp/a/b' as the place of its ranks' files"),
+    "above": (placed(".commfree/../../elsewhere"), "below '.commfree/' beside it and nowhere else"),
+    "aside": (placed(".commfree/2.ckpt/.."), "names '.commfree/2.ckpt/..' as the place"),
+}
+
+
+def resume_all(rank: int, size: int, folder: Path, kind: str) -> dict[str, str]:
+    for run in ("run", "other"):
+        fit(kind, size, Saving(folder / run / "{step}.ckpt"), max_steps=3)
+    texts = {}
+    for name, (spoil, _) in CASES.items():
+        here = folder / "spoiled" / name
+        if rank == 0:
+            shutil.copytree(folder / "run", here)
+            spoil(here, folder / "other")
+        torch.distributed.barrier()
+        try:
+            fit(kind, size, ckpt_path=here / "2.ckpt")
+            texts[name] = "no error"
+        except RuntimeError as error:
+            texts[name] = str(error)
+    return texts
+
+
+@pytest.mark.parametrize("kind", ["diloco", "lion"])  # Domino's ranks have no files
+def test_wrong_files_are_refused_by_name_on_all_ranks(kind: str, tmp_path: Path) -> None:
+    ranks = run_ranks(resume_all, SIZE, tmp_path, tmp_path, kind)
+    for name, (_, expected) in CASES.items():
+        texts = [found[name] for found in ranks]
+        assert expected in texts[0], name
+        assert all("Nothing was loaded" in text for text in texts), texts
+        assert all("another checkpoint" in text for text in texts), texts
+
+
+def saved(rank: int, size: int, folder: Path, kind: str) -> None:
+    fit(kind, size, Saving(folder / "{step}.ckpt"), max_steps=3)
+
+
+def read(path: Path, kind: str) -> Any:
+    """Return all that a resume takes from a checkpoint of two ranks."""
+    checkpoint = make_strategy(kind, 1).load_checkpoint(path)
+    parts = SavedParts(path, checkpoint, None)
+    has_parts = kind != "domino"
+    return checkpoint, [parts.load(rank) for rank in range(2) if has_parts]
+
+
+def damages(whole: bytes, count: int) -> Any:
+    """Yield `count` copies with one other byte: of all of the file, and as often of its ends, where
+    the archive keeps its own records."""
+    draw = random.Random(7)
+    for i in range(count):
+        ends = [*range(600), *range(len(whole) - 3000, len(whole))]
+        place = draw.choice(ends) if i % 2 else draw.randrange(len(whole))
+        other = whole[place] ^ draw.randrange(1, 256)
+        yield whole[:place] + bytes([other]) + whole[place + 1 :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_damaged_byte_changes_what_is_loaded(kind: str, tmp_path: Path) -> None:
+    run_ranks(saved, 2, tmp_path, tmp_path, kind)
+    path = tmp_path / "2.ckpt"
+    expected = read(path, kind)
+    plainly = torch.load(path, weights_only=True)
+    refused, overlooked = [], 0
+    files = [path] if kind == "domino" else [path, file_of(path, 1)]
+    for file in files:
+        whole = file.read_bytes()
+        for damaged in damages(whole, 200 // len(files)):
+            file.write_bytes(damaged)
+            try:
+                assert same(read(path, kind), expected)
+            except RuntimeError as error:
+                refused.append((str(file), str(error)))
+            with suppress(Exception):  # torch has noticed it too, in any of its ways
+                overlooked += not same(torch.load(path, weights_only=True), plainly)
+        file.write_bytes(whole)
+    assert len(refused) > 100
+    for name, text in refused:
+        assert name in text
+        assert "Nothing was loaded; resume from an earlier checkpoint" in text
+    assert overlooked > 5, "torch's own reader lets some pass, or there is nothing to test"
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this release of torch always writes checksums")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"x": torch.arange(5)}, tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    loaded = make_strategy("lion", 1).load_checkpoint(tmp_path / "a.ckpt")
+    assert torch.equal(loaded["x"], torch.arange(5))
+
+
+def test_an_entry_of_another_version_is_refused(tmp_path: Path) -> None:
+    old = {"lightning_commfree": {"place": "replicas/a.ckpt/1-a", "ranks": 2, "fingerprint": {}}}
+    with pytest.raises(RuntimeError, match=r"was written by another version. Load its weights"):
+        SavedParts(tmp_path / "a.ckpt", old, None)
+
+
+def after_a_step() -> tuple[nn.Linear, DistributedLion]:
+    model = nn.Linear(3, 2)
+    optimizer = DistributedLion(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda s: s[0].update(momentum=torch.ones(3, 2)), r"\[2, 3\], and it has torch.float32"),
+        (lambda s: s[1].update(momentum=torch.ones(2).bfloat16()), "has torch.bfloat16 of shape"),
+        (lambda s: s.update({0: {"exp_avg": torch.ones(2, 3)}}), "it has 'exp_avg'"),
+    ],
+)
+def test_momenta_of_another_kind_are_refused(change: Any, found: str) -> None:
+    _, optimizer = after_a_step()
+    state = optimizer.state_dict()
+    change(state["state"])
+    _, other = after_a_step()
+    before = {k: v["momentum"].clone() for k, v in other.state_dict()["state"].items()}
+    with pytest.raises(ValueError, match=found):
+        other.load_state_dict(state)
+    assert all(
+        torch.equal(v["momentum"], before[k]) for k, v in other.state_dict()["state"].items()
+    )
+
+
+def test_momenta_of_before_the_first_step_are_none() -> None:
+    fresh = DistributedLion(nn.Linear(3, 2).parameters())
+    _, other = after_a_step()
+    other.load_state_dict(fresh.state_dict())
+    assert not other.state_dict()["state"]
+
+
+def no_momenta(rank: int, size: int, folder: Path) -> list[str]:
+    """Go on from a plain Trainer's checkpoint without momenta, and with one of another shape."""
+    fit("lion", size, Saving(folder / "{step}.ckpt"), max_steps=2)
+    texts = []
+    for change in (lambda states: states.clear(), lambda s: s[0].update(momentum=torch.ones(5))):
+
+        def changed(checkpoint: Any, change: Any = change) -> None:
+            checkpoint.pop("lightning_commfree")
+            change(checkpoint["optimizer_states"][0]["state"])
+
+        path = shutil.copy(folder / "2.ckpt", folder / "changed.ckpt")
+        rewritten(path, changed)
+        try:
+            fit("lion", size, ckpt_path=path)
+            texts.append("no error")
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_fit_does_not_go_on_without_momenta(tmp_path: Path) -> None:
+    ((none, wrong),) = run_ranks(no_momenta, 1, tmp_path, tmp_path)
+    assert "was saved after 2 steps and its optimizer state has no momentum" in none
+    assert "and it has torch.float32 of shape [5]" in wrong

@@ -16,7 +16,7 @@ DEMO_ARGS :=
 COMPARE_ARGS :=
 NEWCOMER_ARGS :=
 
-.PHONY: help demo compare test test-fast test-oldest check release wheel-test bench bench-quality constraints newcomer-test docs clean
+.PHONY: help demo compare test test-fast test-oldest check audit release wheel-test bench bench-quality constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-fast    set up, then those that take no Trainer: under two minutes, to be run while one works"
 	@echo "make test-oldest  fetch the oldest torch and Lightning that are allowed, and run tests with them, some minutes"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
+	@echo "make audit        set up, then check the pinned releases for known vulnerabilities, under a minute"
 	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
 	@echo "make docs         set up, then build the documentation into build/site; no network, and a broken link fails"
 	@echo "make release      set up, then build wheel and sdist into dist/ and check them and how README renders"
@@ -69,6 +70,10 @@ check: $(STAMP)
 	run codespell; \
 	if [ -n "$$failed" ]; then echo "make check: failed: $${failed#, }"; exit 1; fi; \
 	echo "make check: all passed"
+
+# Without a network it checks .ci/known_bad.txt alone, and says so.
+audit: $(STAMP)
+	@$(PY) .ci/audit
 
 # Not part of .ci/run: it installs torch once more.
 wheel-test: $(STAMP)

@@ -33,7 +33,7 @@ def project() -> dict[str, Any]:
     return tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
-def test_the_citation_is_of_this_release() -> None:
+def test_the_citation_matches_this_release() -> None:
     citation = yaml.safe_load(text_of("CITATION.cff"))
     assert (citation["version"], citation["license"]) == (project()["version"], "Apache-2.0")
     assert citation["keywords"] == project()["keywords"]
@@ -43,7 +43,7 @@ def test_the_citation_is_of_this_release() -> None:
         assert paper in text_of("README.md")
 
 
-def test_the_public_ci_runs_what_one_runs_here() -> None:
+def test_the_public_ci_runs_the_local_commands() -> None:
     jobs = yaml.safe_load(text_of(".github/workflows/ci.yml"))["jobs"]
     run = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert sorted(run) == ["make audit", "make check", "make docs", "make test"]
@@ -67,7 +67,7 @@ def test_an_issue_form_asks_something(form: Path) -> None:
     assert all(part["attributes"]["label"] for part in content["body"])
 
 
-def test_the_image_takes_what_there_is() -> None:
+def test_the_image_copies_files_that_exist() -> None:
     lines = text_of("Dockerfile").replace("\\\n", " ").splitlines()
     copied = [shlex.split(line)[2:-1] for line in lines if line.startswith("COPY")]
     names = {name for words in copied for name in words}
@@ -78,8 +78,8 @@ def test_the_image_takes_what_there_is() -> None:
     assert not names & set(ignored)
 
 
-def test_the_fast_tests_are_there_and_what_they_leave_out_too() -> None:
-    """A file that is renamed would else come back among the fast ones without a word."""
+def test_the_fast_tests_and_their_exclusions_exist() -> None:
+    """Otherwise a renamed slow file would silently rejoin the fast ones."""
     makefile = text_of("Makefile")
     [folders] = re.findall(r"^FAST_TESTS := (.*)$", makefile, re.MULTILINE)
     [left_out] = re.findall(r"^FAST_LEFT_OUT := (.*)$", makefile, re.MULTILINE)
@@ -88,7 +88,7 @@ def test_the_fast_tests_are_there_and_what_they_leave_out_too() -> None:
         assert any(found.startswith(f"test_{name}") for found in names), name
 
 
-def test_what_contributors_are_told_to_run_can_be_run() -> None:
+def test_the_targets_in_contributing_exist() -> None:
     told = re.findall(r"^\$ make ([a-z-]+)", text_of("CONTRIBUTING.md"), re.MULTILINE)
     assert told == ["test-fast", "check", "test", "docs"]
     assert set(told) <= TARGETS

@@ -98,6 +98,11 @@ class ReplicaStrategy(DDPStrategy):
         """To all ranks, between replicas, within one."""
         return self.ranks.channels
 
+    @property
+    def algorithm(self) -> Any:
+        """The algorithm between replicas, from `setup` to `teardown` of a fit."""
+        return self.session.between
+
     def traffic(self) -> Traffic:
         """Return what this rank will send; available from `on_fit_start` on."""
         return present(self._log, "the traffic is known from `on_fit_start` on").traffic
@@ -149,9 +154,8 @@ class ReplicaStrategy(DDPStrategy):
         self.inside.begin(self.optimizers)
         self.session = self.session_type(self, self.begin(trainer), stopping, numel)
         self._log = self.session.log
-        self._resume.begin(
-            trainer, self.session.between, self.inside
-        )  # they stand, and take states back
+        # module, optimizers and algorithm are made, and take their states back
+        self._resume.begin(trainer, self.session.between, self.inside)
 
     @override
     def model_to_device(self) -> None:
@@ -185,10 +189,8 @@ class ReplicaStrategy(DDPStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """In the body gradients accumulate on this rank; Lightning's word for it."""
-        with (
-            self.session.accumulating(),
-            self.inside.accumulating() or super().block_backward_sync(),
-        ):
+        no_sync = self.inside.accumulating() or super().block_backward_sync()
+        with self.session.accumulating(), no_sync:
             yield
 
     @override

@@ -160,7 +160,7 @@ class DominoTPStrategy(ReplicaStrategy):
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
         how = tokens_per_step, mixed, clips
-        sent = self.session.between.bytes_per_step(self.module, *how)
+        sent = self.algorithm.bytes_per_step(self.module, *how)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
     # -- the life of a fit

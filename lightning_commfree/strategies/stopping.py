@@ -48,6 +48,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.stream_ends import StreamEnds
 from lightning_commfree.lightning_internals import (
     Patches,
     data_used_up,

@@ -105,7 +105,7 @@ class FitSession(Generic[B]):
         The one place that says what a step is: for everything behind it, algorithms and stopping,
         steps are how often this has run.
         """
-        with self._stopping.explaining():
+        with self._strategy.ranks.explaining():
             # the ranks of a replica exchange gradients in the body
             within = self._channels.within.size > 1
             named = self._world.naming_lost("gradients", computing=True)
@@ -151,7 +151,6 @@ class FitSession(Generic[B]):
 
     def end(self) -> None:
         """Give back what the algorithm holds; after a failed fit too."""
-        self._stopping.end()
         self.log.close()
         self.between.close()
 

@@ -72,6 +72,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     @override
     def after_step(self) -> None:
         if self._stopping.no_step_follows(in_step=True):
+            self._stopping.share_stream_end()
             self._finish()
 
     @override
@@ -89,7 +90,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             raise RuntimeError(
                 f"Parameters were written to after the last step of the fit. {ADVICE}"
             )
-        self._swap.put_in(self._shown())
+        with self._strategy.ranks.explaining():
+            self._swap.put_in(self._shown())
 
     @override
     def validation_ends(self) -> None:
@@ -127,8 +129,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Make all ranks equal, once after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
-        if self._stopping.stream_ends:
-            self._stopping.check_streams_end()
+        self._stopping.check_streams_end()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -148,9 +149,11 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
                 self._finish()
             if self.finished:
                 self.between.follow_hooks()
-        self.between.wait_in_flight()
+        with self._strategy.ranks.explaining():
+            self.between.wait_in_flight()
+            shown = self._shown()
         stays = self._swap.is_in
-        with self._swap.outer_weights(self._shown()):
+        with self._swap.outer_weights(shown):
             yield stays
 
     @property

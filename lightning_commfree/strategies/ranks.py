@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
 
 from lightning_commfree.comm.job import Member, Network, ReplicaChannels, default_backend
 from lightning_commfree.comm.stream_ends import StreamEnds
@@ -27,11 +28,15 @@ class Ranks(Network):
     Args:
         strategy: of this rank.
         timeout: of an exchange.
+
+    Attributes:
+        streams: where the streams of the ranks end, in a fit whose ranks train apart on streams.
     """
 
     def __init__(self, strategy: ReplicaStrategy, timeout: timedelta) -> None:
         super().__init__()
         self._strategy, self._timeout = strategy, timeout
+        self.streams: StreamEnds | None = None
 
     def join(self, lightnings: Callable[[], None]) -> None:
         """Join the job, in which Lightning opens its process group, and open the channels."""
@@ -102,10 +107,27 @@ class Ranks(Network):
         """Return the flags of all ranks, by rank; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
 
-    def stream_ends(self) -> StreamEnds:
-        """Return this rank's view of where the streams of all ranks end; collective."""
+    def watch_streams(self) -> None:
+        """Compare where the streams of all ranks end, until `leave`; collective."""
         fit = f"{self.all_values(time.time_ns())[0]:x}"  # no other fit of the job has that name
-        return StreamEnds(self.rank, self.size, fit, self._timeout)
+        self.streams = StreamEnds(self.rank, self.size, fit, self._timeout)
+
+    @override
+    @contextmanager
+    def naming_lost(self, what: str) -> Iterator[None]:
+        with self.explaining(), super().naming_lost(what):
+            yield
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """In the body an exchange may fail because streams have ended after different steps."""
+        return nullcontext() if self.streams is None else self.streams.explaining()
+
+    @override
+    def leave(self) -> None:
+        if self.streams is not None:
+            self.streams.close()
+            self.streams = None
+        super().leave()
 
     def _member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""

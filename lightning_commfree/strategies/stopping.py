@@ -37,7 +37,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.stream_ends import StreamEnds
 from lightning_commfree.lightning_internals import (
     Patches,
     data_used_up,
@@ -90,7 +89,6 @@ class Stopping:
         self._wish = self._agreed = self._trains = False
         self._unsized = self._uneven_said = False
         self._step = 0
-        self._streams: StreamEnds | None = None
         self.sigterm = DeferredSigterm(trainer, patches)
         if self._several:
             self._follow_loops(patches)
@@ -105,7 +103,7 @@ class Stopping:
         """
         self._trains, self._step = True, self._trainer.global_step
         if trains_apart and self._unsized and self._several:
-            self._streams = self._ranks.stream_ends()
+            self._ranks.watch_streams()
 
     def step_done(self) -> None:
         """Count an optimizer step; in it.
@@ -114,15 +112,8 @@ class Stopping:
             StreamEndsError: the stream of some rank has ended in an earlier step.
         """
         self._step += 1
-        if self._streams is not None:
-            self._streams.advance(self._epoch, self._step)
-
-    def end(self) -> None:
-        """The fit is over, or has failed."""
-        self._trains = False
-        if self._streams is not None:
-            self._streams.close()
-            self._streams = None
+        if self._ranks.streams is not None:
+            self._ranks.streams.advance(self._epoch, self._step)
 
     # -- wishes
 
@@ -154,6 +145,8 @@ class Stopping:
             in_step: it runs, and the Trainer has not counted it yet.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
+        if self._leaves_now:
+            return False
         if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
             return True
         # a `should_stop` of this rank alone is a wish that the others do not know yet
@@ -199,17 +192,23 @@ class Stopping:
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
     def check_streams_end(self) -> None:
-        """Check, where this rank's stream has ended, that those of all ranks that train apart have.
+        """Check, where the epoch ends on this rank, that it does so on all ranks that train apart.
 
         Raises:
             StreamEndsError: some have ended after other steps.
         """
-        if self._streams is not None and not self._trainer.received_sigterm:
-            self._streams.end(self._epoch, self._step)
+        if self._ranks.streams is not None:
+            self._ranks.streams.end(self._epoch, self._step)
 
-    def explaining(self) -> AbstractContextManager[None]:
-        """In the body an exchange may fail because streams have ended after different steps."""
-        return nullcontext() if self._streams is None else self._streams.explaining()
+    def share_stream_end(self) -> None:
+        """Let the epoch end on all ranks that train apart if it does on some; in the last step.
+
+        With `max_steps` the last step may be the end of some streams, after which Lightning
+        validates.
+        """
+        if self._ranks.streams is not None:
+            self.check_streams_end()
+            self.end_epoch()
 
     # -- inside
 
@@ -235,6 +234,8 @@ class Stopping:
             self._hold()  # else Lightning would end the epoch on this rank alone
 
         def end_batch_together(*args: Any) -> None:
+            if self._leaves_now:
+                raise SIGTERMException
             if self.stream_ends:
                 self.check_streams_end()  # a validation follows, to which all ranks must come
             self._hold()  # else Lightning would validate on this rank alone
@@ -252,6 +253,14 @@ class Stopping:
         patches.put(fit.epoch_loop, "on_run_start", start_together)
         patches.put(fit.epoch_loop, "on_advance_end", end_batch_together)
         patches.put(fit, "on_advance_end", end_epoch_together)
+
+    @property
+    def _leaves_now(self) -> bool:
+        """Whether all ranks leave by SIGTERM after this step, where streams may end with it.
+
+        Lightning would first validate where a stream ends, which may be on some ranks only.
+        """
+        return self._ranks.streams is not None and self._trainer.received_sigterm
 
     @property
     def _epoch(self) -> int:

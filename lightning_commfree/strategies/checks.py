@@ -71,6 +71,10 @@ _NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "k
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _OF_PARTS = "it copies the whole model before the ranks have divided it"
 REPLICAS = {
+    "LearningRateFinder": (
+        "its trial steps would be counted and exchanged as steps of the fit. Run it, or"
+        " `Tuner.lr_find`, under the strategy `ddp`, and give this fit the learning rate it finds"
+    ),
     "StochasticWeightAveraging": (
         "it averages the local weights of each replica, and would leave different ones on every"
         " rank. From Lightning 2.6 on `WeightAveraging` and `EMAWeightAveraging` average the outer"

@@ -28,7 +28,8 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 class DominoSession(FitSession[GradientMean]):
     """A fit whose ranks share a model, and so need each other in every batch.
 
-    Before each step they exchange two flags: this rank's gradient is not finite; it wants to stop.
+    Before each step they exchange three numbers: in which batch this rank is, whether its gradient
+    is not finite, and whether it wants to stop.
     """
 
     _stops = False  # some rank wants to, after the step that runs
@@ -52,15 +53,23 @@ class DominoSession(FitSession[GradientMean]):
         """Put the mean of all replicas' gradients into place, if an optimizer step follows.
 
         Raises:
-            RuntimeError: a gradient is not finite; on all ranks.
+            RuntimeError: on all ranks: a gradient is not finite, or the ranks are in different
+                batches.
         """
         if self.accumulates:
             return
         module, world = self._strategy.module, self._world
-        flags = not looks_finite(module.parameters()), self._stopping.wanted
-        gathered = world.all_gather(torch.tensor(flags, dtype=torch.uint8), FLAGS_TAG).wait()
-        nonfinite, self._stops = gathered.bool().any(0).tolist()
-        if nonfinite:
+        batch = self._trainer.fit_loop.total_batch_idx
+        mine = torch.tensor([batch, not looks_finite(module.parameters()), self._stopping.wanted])
+        batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
+        if len(set(batches.tolist())) > 1:
+            found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
+            raise RuntimeError(
+                f"The ranks of this fit are in different batches: {', '.join(found)}. Skip a batch"
+                " on all ranks or on none, in `training_step` and in callbacks."
+            )
+        self._stops = bool(stops.any())
+        if nonfinite.any():
             step, size = self._trainer.global_step + 1, self._channels.within.size
             refuse_nonfinite(world, module, loss, step, size)
         self.between.land(module)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -232,6 +233,46 @@ class OrderlyLauncher(_Launcher):  # type: ignore[misc]
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             patches.put(callback, "on_exception", lambda *_: None)
         raise SIGTERMException if worker_output.by_sigterm else SystemExit
+
+
+def orderly(
+    launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
+) -> Any:
+    """Return a launcher whose ranks leave in order, in place of Lightning's.
+
+    1. SIGTERM comes to a forked or spawned rank. All ranks stop after the same step and end by
+       `SIGTERMException`, which leaves a process with exit code 0.
+    2. Lightning's launcher finds that all have ended well and waits for the result of the first one
+       for ever. No `on_exception` hook has run: Lightning calls them where it launches.
+
+    Here the ranks run the hooks, which save what they save; the first rank says that it leaves
+    without a result; and the launching process ends as the ranks did (`OrderlyLauncher`).
+
+    Args:
+        launcher: Lightning's; None: the ranks have been started by others.
+        strategy: whose ranks start. It pickles, as a module that has its Trainer does.
+        start_method: "popen", "fork", "spawn" or "forkserver".
+        check: called in the launching process first: what cannot be trained is refused at once, and
+            once.
+    """
+    if launcher is None or not LAUNCH.works(None):
+        return launcher
+    if start_method != "popen":
+        launcher = OrderlyLauncher(strategy, start_method)
+    launcher.launch = partial(_check_and_launch, check, launcher.launch)
+    return launcher
+
+
+def _check_and_launch(
+    check: Callable[[pl.Trainer | None], None],
+    launch: Callable[..., Any],
+    function: Any,
+    *args: Any,
+    trainer: pl.Trainer | None = None,
+    **kwargs: Any,
+) -> Any:
+    check(trainer)
+    return launch(function, *args, trainer=trainer, **kwargs)
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:

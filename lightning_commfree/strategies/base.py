@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.job import PATIENCE, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group
+from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
@@ -37,10 +37,10 @@ from lightning_commfree.resume.files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
-from lightning_commfree.strategies.launching import orderly
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
-from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.stopping import Stopping, stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.ranks import Layout, Ranks
+from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.stopping import Stopping
 
 
 class ReplicaStrategy(DDPStrategy):
@@ -74,7 +74,7 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._layout)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -111,6 +111,10 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
         return {} if self._log is None else self._log.figures()
 
+    def _layout(self) -> Layout:
+        ledgers = self.ledger, self.group_ledger
+        return Layout(self.inside.mesh(self.world_size), ledgers, self.liveness)
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -122,7 +126,9 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        self._orderly = self._orderly or orderly(super().launcher, self, self._starts_by)
+        if self._orderly is None:
+            check = self.inside.check_before_launch
+            self._orderly = orderly(super().launcher, self, self._starts_by, check)
         return self._orderly
 
     @property
@@ -152,7 +158,10 @@ class ReplicaStrategy(DDPStrategy):
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        self.session = self.session_type(self, self.begin(trainer), stopping, numel)
+        between = self.begin(trainer)
+        self.session = self.session_type(
+            trainer, self.ranks, between, stopping, self.patches, numel
+        )
         self._log = self.session.log
         # module, optimizers and algorithm are made, and take their states back
         self._resume.begin(trainer, self.session.between, self.inside)

@@ -58,7 +58,7 @@ class DominoSession(FitSession[GradientMean]):
         """
         if self.accumulates:
             return
-        module, world = self._strategy.module, self._world
+        module, world = self._module, self._world
         batch = self._trainer.fit_loop.total_batch_idx
         mine = torch.tensor([batch, not looks_finite(module.parameters()), self._stopping.wanted])
         batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)

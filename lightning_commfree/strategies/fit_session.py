@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -20,10 +20,8 @@ from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.contracts import Between
+from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
-
-if TYPE_CHECKING:
-    from lightning_commfree.strategies.base import ReplicaStrategy
 
 B = TypeVar("B", bound=Between)
 
@@ -32,9 +30,11 @@ class FitSession(Generic[B]):
     """One fit of a strategy; its methods run in the order in which they stand here.
 
     Args:
-        strategy: whose fit begins.
-        between: its algorithm.
+        trainer: of the fit.
+        ranks: all of them.
+        between: the algorithm.
         stopping: when the fit stops.
+        patches: get what runs around Lightning's methods.
         numel: numbers that the whole model trains.
 
     Raises:
@@ -51,17 +51,21 @@ class FitSession(Generic[B]):
     computing = accumulates = False
 
     def __init__(
-        self, strategy: ReplicaStrategy, between: B, stopping: Stopping, numel: int
+        self,
+        trainer: pl.Trainer,
+        ranks: Ranks,
+        between: B,
+        stopping: Stopping,
+        patches: Patches,
+        numel: int,
     ) -> None:
         self.between: B = between
-        self._strategy, self._stopping = strategy, stopping
-        self._trainer, self._channels = strategy.module.trainer, strategy.channels
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._ranks, self._channels, self._stopping = ranks, ranks.channels, stopping
         check_agreement(self._world, between.fingerprint())
 
-        traffic = Traffic.of(numel, strategy.world_size, *between.cycle())
-        self.log = FitLog(
-            self._trainer, strategy.ledger, traffic, between.figures, strategy.patches
-        )
+        traffic = Traffic.of(numel, ranks.size, *between.cycle())
+        self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
 
     def begin(self, resumed: bool) -> None:
@@ -105,7 +109,7 @@ class FitSession(Generic[B]):
         The one place that says what a step is: for everything behind it, algorithms and stopping,
         steps are how often this has run.
         """
-        with self._strategy.ranks.explaining():
+        with self._ranks.explaining():
             # the ranks of a replica exchange gradients in the body
             within = self._channels.within.size > 1
             named = self._world.naming_lost("gradients", computing=True)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
-from lightning_commfree.strategies.stopping import stopped_by_hand
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 
 class LockstepSession(FitSession[EveryStep]):
@@ -38,7 +38,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not stopped_by_hand(self._strategy.module):
+        if not stopped_by_hand(self._module):
             self.between.average_buffers()
         return read()
 

@@ -6,20 +6,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_commfree.comm.job import Member, Network, ReplicaChannels, default_backend
+from lightning_commfree.comm.job import Member, Mesh, Network, ReplicaChannels, default_backend
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.stream_ends import StreamEnds
-from lightning_commfree.strategies.stopping import stopped_by_hand
-
-if TYPE_CHECKING:
-    from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
+
+
+class Layout(NamedTuple):
+    """How a strategy's channels are opened."""
+
+    mesh: Mesh
+    ledgers: tuple[Ledger, Ledger]  # of what is sent to other replicas, and within one
+    liveness: bool  # ranks find out which one is lost
 
 
 class Ranks(Network):
@@ -28,14 +34,17 @@ class Ranks(Network):
     Args:
         strategy: of this rank.
         timeout: of an exchange.
+        layout: returns how the channels are opened.
 
     Attributes:
         streams: where the streams of the ranks end, in a fit whose ranks train apart on streams.
     """
 
-    def __init__(self, strategy: ReplicaStrategy, timeout: timedelta) -> None:
+    def __init__(
+        self, strategy: DDPStrategy, timeout: timedelta, layout: Callable[[], Layout]
+    ) -> None:
         super().__init__()
-        self._strategy, self._timeout = strategy, timeout
+        self._strategy, self._timeout, self._layout = strategy, timeout, layout
         self.streams: StreamEnds | None = None
 
     def join(self, lightnings: Callable[[], None]) -> None:
@@ -46,9 +55,8 @@ class Ranks(Network):
 
     def _reach(self) -> None:
         """Open the channels, until `leave`; collective."""
-        strategy = self._strategy
-        mesh, ledgers = strategy.inside.mesh(self.size), (strategy.ledger, strategy.group_ledger)
-        self.open(mesh, self._member(), ledgers, strategy.liveness)
+        layout = self._layout()
+        self.open(layout.mesh, self._member(), layout.ledgers, layout.liveness)
 
     @contextmanager
     def reaching(self) -> Iterator[ReplicaChannels]:

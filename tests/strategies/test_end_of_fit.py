@@ -1,5 +1,5 @@
 """However a fit ends, the last checkpoint holds what the model in memory holds: the final outer
-weights. But a file that was saved before a later callback stops the fit holds those of its moment."""
+weights. A file that was saved before a later callback stops the fit holds those of its moment."""
 
 from __future__ import annotations
 

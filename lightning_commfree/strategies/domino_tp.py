@@ -99,7 +99,7 @@ class DominoTPStrategy(ReplicaStrategy):
     on other ones from the same weights and optimizer state, and a message says what begins anew.
 
     NaN or Inf in a gradient ends the fit on all ranks before the step, and the error names where.
-    `trainer.should_stop` on one rank and SIGTERM end it on all after the same step.
+    `trainer.should_stop` on one rank and SIGTERM stop all ranks after the same step.
 
     A model of those classes may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
@@ -148,7 +148,7 @@ class DominoTPStrategy(ReplicaStrategy):
     ) -> None:
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
-        self.group_ledger = self.ledger  # what is sent within a replica counts alike
+        self.group_ledger = self.ledger  # bytes within a tensor group count like all others
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -172,7 +172,7 @@ class DominoTPStrategy(ReplicaStrategy):
         sent = self.algorithm.bytes_per_step(self.module, *how)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
-    # -- the life of a fit
+    # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:

@@ -1,6 +1,6 @@
 """Fits whose ranks exchange something in every optimizer step, and hold the same weights after it.
 
-What they exchange has two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
+The exchange carries two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
 stream of unknown length ends with this step (`Stopping.stream_ends`).
 """
 
@@ -17,7 +17,7 @@ from lightning_commfree.strategies.signals import stopped_by_hand
 
 
 class LockstepSession(FitSession[EveryStep]):
-    """Lets a step's exchange carry the flags, and averages buffers where they are looked at."""
+    """Sends the flags with the exchange of a step; averages buffers before anything reads them."""
 
     @override
     def begin(self, resumed: bool) -> None:

@@ -1,4 +1,4 @@
-"""All ranks of a job: how this one joins them, and what they tell each other, in a fit or not."""
+"""All ranks of a job: how this process joins them, and small exchanges between all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
 
 class Ranks(Network):
-    """All ranks of a strategy's job, and this process's way to them.
+    """The ranks of a strategy's job, in a fit or outside of one.
 
     Args:
         strategy: of this rank.
@@ -48,7 +48,7 @@ class Ranks(Network):
         self.streams: StreamEnds | None = None
 
     def join(self, lightnings: Callable[[], None]) -> None:
-        """Join the job, in which Lightning opens its process group, and open the channels."""
+        """Let Lightning (`lightnings`) open its process group, and open the channels."""
         with self.joining(self._member()):
             lightnings()
         self._reach()
@@ -60,7 +60,7 @@ class Ranks(Network):
 
     @contextmanager
     def reaching(self) -> Iterator[ReplicaChannels]:
-        """In the body the channels are open, in a fit or not; collective."""
+        """Keep the channels open in the body, in a fit or outside of one; collective."""
         opens = not self.is_open
         self._reach()
         try:
@@ -71,23 +71,23 @@ class Ranks(Network):
 
     @property
     def rank(self) -> int:
-        """This one's."""
+        """This process's rank."""
         return self._strategy.global_rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self._strategy.world_size
 
     def come(self) -> bool:
-        """Return whether the others come to the collective that this rank has come to."""
+        """Return whether the other ranks take part in a collective: not after Ctrl-C."""
         return not stopped_by_hand(self._strategy.lightning_module)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return what a collective of Lightning's returns; its first argument if no others come.
+        """Run a collective of Lightning; return its first argument if the others do not take part.
 
         Raises:
-            RuntimeError: a rank is gone; it is named.
+            RuntimeError: a rank died; it is named.
         """
         if not self.come():
             return args[0] if args else None  # type: ignore[return-value]
@@ -138,7 +138,7 @@ class Ranks(Network):
         super().leave()
 
     def _member(self) -> Member:
-        """Return what this process is among the others; it gets its rank."""
+        """Return this process's place in the job; Lightning sets its rank here."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment

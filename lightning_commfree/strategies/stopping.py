@@ -30,6 +30,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lightning_internals import (
+    EPOCHS,
     Patches,
     data_used_up,
     end_epoch_after_this_batch,
@@ -226,7 +227,8 @@ class Stopping:
             if self._trainer.received_sigterm:  # as Lightning ends `on_advance_end`
                 raise SIGTERMException
 
-        patches.put(fit, "setup_data", set_up_equally)
+        if EPOCHS.works(self._trainer):
+            patches.put(fit, "setup_data", set_up_equally)
         patches.put(fit.epoch_loop, "on_run_start", start_together)
         patches.put(fit.epoch_loop, "on_advance_end", end_batch_together)
         patches.put(fit, "on_advance_end", end_epoch_together)

@@ -39,8 +39,6 @@ from lightning_commfree.diloco.streaming import LocalMean, StreamingDiLoCo
 class EagerDiLoCo(StreamingDiLoCo):
     """`StreamingDiLoCo` with `overlap_steps="eager"`; same arguments and attributes."""
 
-    lands_first = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sent: dict[int, Tensor] = {}  # by fragment in flight: its own part, encoded
@@ -62,10 +60,6 @@ class EagerDiLoCo(StreamingDiLoCo):
             arrives = p in self.flights
             late, stopped = self._take_late(p)
             stops.append(stopped)
-            if self.parted:  # all end here
-                self._land_late(p, late)
-                break
-
             nonfinite = self.launch(p, stop)
             with record_function(f"land fragment #{p}"):
                 late[: self.fragments[p].parameter_numel] += self._own(p) / self._channel.size

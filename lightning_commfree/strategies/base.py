@@ -1,14 +1,14 @@
-"""The base of all strategies: it drives what is inside a replica and between replicas.
+"""Base of all strategies: the hooks in which Lightning calls them.
 
-Launchers, samplers, `torch.compile` guard and device handling stay Lightning's `DDPStrategy`. Its
-wrapper for gradients is gone, and so is the SIGTERM broadcast per batch. A fit goes like this:
+Launchers, samplers, the `torch.compile` guard and device handling are those of Lightning's
+`DDPStrategy`. Its gradient wrapper is not used, nor its SIGTERM broadcast per batch. In a fit:
 
-1. `setup`: all ranks see that they mean the same and take rank 0's weights; the algorithm between
-   replicas is made (`begin`); a resumed fit gets its state back (`ExactResume`).
-2. Every optimizer step: Lightning's own, in `Between.stepping`; then `Between.after_step`, and the
-   ledger's figures for the loggers.
-3. A validation, a checkpoint, a collective of Lightning's, an end: the fit's `Pace` sees to it that
-   all ranks are there and that the module holds what they agree on.
+1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
+   algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
+2. Every optimizer step is Lightning's own, inside `FitSession.step`, where the algorithm exchanges
+   what is due.
+3. At a validation, a checkpoint and the end, all ranks have taken equally many steps (`Stopping`),
+   and the session lets the module hold the weights on which they agree.
 """
 
 from __future__ import annotations
@@ -29,42 +29,41 @@ from typing_extensions import override
 
 from lightning_commfree.comm.job import PATIENCE, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group
+from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
-from lightning_commfree.strategies.fit_log import FitLog
-from lightning_commfree.strategies.launching import orderly
-from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
-from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.rarely import MeetRarely
+from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
+from lightning_commfree.strategies.local_weights import LocalWeightsSession
+from lightning_commfree.strategies.ranks import Layout, Ranks
 from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.stopping import Stopping
 
 
 class ReplicaStrategy(DDPStrategy):
     """Replicas of a model, kept together by an algorithm.
 
-    A subclass says what all ranks must have alike (`fingerprint`), makes the algorithm (`begin`)
-    and says how often its ranks meet (`pace`).
+    A subclass returns the settings that must be equal on all ranks (`fingerprint`), makes the
+    algorithm (`begin`) and names the `session_type` of its fits.
 
     Args:
-        inside: what holds a replica together.
-        **ddp_kwargs: what `DDPStrategy` takes, without its settings of gradient synchronization.
+        inside: how the ranks of a replica hold one model.
+        **ddp_kwargs: arguments of `DDPStrategy`, without those of gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
         group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
-        now: the moments of the fit that runs, with the algorithm `between` replicas.
-        patches: what stands before methods of Lightning's while the fit runs.
-        liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
+        session: the fit that runs.
+        patches: functions that run around methods of Lightning while the fit runs.
+        liveness: whether ranks detect that one of them died (`comm.liveness`); set it before `fit`.
     """
 
     settings: Any
     liveness = True
-    pace: type[Pace[Any]] = MeetRarely
+    session_type: type[FitSession[Any]] = LocalWeightsSession
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
         # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
@@ -73,9 +72,9 @@ class ReplicaStrategy(DDPStrategy):
         self.inside, self.patches = inside, Patches()
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
-        self.now: Pace[Any] = OutsideOfFit()
+        self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._layout)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -87,7 +86,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Make the algorithm; model and optimizers stand, all ranks hold the same weights."""
+        """Make the algorithm; model and optimizers are set up, all ranks hold the same weights."""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -96,8 +95,13 @@ class ReplicaStrategy(DDPStrategy):
 
     @property
     def channels(self) -> ReplicaChannels:
-        """To all ranks, between replicas, within one."""
+        """The channels to all ranks, between replicas and within this one."""
         return self.ranks.channels
+
+    @property
+    def algorithm(self) -> Any:
+        """The algorithm between replicas, from `setup` to `teardown` of a fit."""
+        return self.session.between
 
     def traffic(self) -> Traffic:
         """Return what this rank will send; available from `on_fit_start` on."""
@@ -107,18 +111,24 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
         return {} if self._log is None else self._log.figures()
 
+    def _layout(self) -> Layout:
+        ledgers = self.ledger, self.group_ledger
+        return Layout(self.inside.mesh(self.world_size), ledgers, self.liveness)
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         size = self.inside.size if self.inside.same_batch else 1
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
-    # -- the life of a fit, in the order in which the Trainer calls it
+    # -- the hooks of a fit, in the order in which the Trainer calls them
 
     @property
     @override
     def launcher(self) -> Any:
-        self._orderly = self._orderly or orderly(super().launcher, self, self._starts_by)
+        if self._orderly is None:
+            check = self.inside.check_before_launch
+            self._orderly = orderly(super().launcher, self, self._starts_by, check)
         return self._orderly
 
     @property
@@ -144,12 +154,17 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
+        stopping = Stopping(trainer, self.ranks, self.patches)
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        fit = Fit.begun(trainer, self, self.begin(trainer), numel)
-        self._log, self.now = fit.log, self.pace(fit)
-        self._resume.begin(trainer, fit.between, self.inside)  # they stand, and take states back
+        between = self.begin(trainer)
+        self.session = self.session_type(
+            trainer, self.ranks, between, stopping, self.patches, numel
+        )
+        self._log = self.session.log
+        # module, optimizers and algorithm are made, and take their states back
+        self._resume.begin(trainer, self.session.between, self.inside)
 
     @override
     def model_to_device(self) -> None:
@@ -163,22 +178,28 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        resumed = self._resume.go_on()  # what hooks drew until now does not count
+        resumed = self._resume.go_on()  # after the hooks, whose random draws do not count
         self.inside.train_begins()
-        self.now.begin(resumed)
+        self.session.begin(resumed)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.session.batch_begins()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.phase = STEPS
         if self.inside.same_batch:
             self.inside.check_first("train", (args, kwargs))
-        with self.now.training():
+        with self.session.training():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """In the body gradients accumulate on this rank; Lightning's word for it."""
-        with self.now.accumulating(), self.inside.accumulating() or super().block_backward_sync():
+        """Accumulate gradients on this rank in the body; the name is Lightning's."""
+        no_sync = self.inside.accumulating() or super().block_backward_sync()
+        with self.session.accumulating(), no_sync:
             yield
 
     @override
@@ -190,44 +211,45 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self.now.after_backward(closure_loss)
+        self.session.after_backward(closure_loss)
         if self.inside.size > 1:
-            self.inside.after_backward(steps=not self.now.accumulates)
+            self.inside.after_backward(steps=not self.session.accumulates)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.now.stepping():
+        with self.session.step():
             return super().optimizer_step(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.now.validation_begins()
+        self.session.validation_begins()
 
     @override
     def on_validation_end(self) -> None:
-        self.now.validation_ends()
+        self.session.validation_ends()
         super().on_validation_end()
 
     @override
     def on_train_end(self) -> None:
-        self.now.fit_ends()
-        self._resume.settle()  # all ranks are here for the last time
+        self.session.fit_ends()
+        self._resume.settle()  # the last moment at which all ranks are at the same place
         super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # in the process that has forked the ranks too, where there is no world yet
+        # also in the process that has forked the ranks, where there is no process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved()
         super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        fit, self.now = self.now, OutsideOfFit()
-        fit.end()
+        session, self.session = self.session, OutsideOfFit()
+        session.end()
         if self.lightning_module is not None and on_meta(self.lightning_module):
-            # an error came first, whose text Lightning's move to the CPU would hide
+            # an error ended the fit before the model had values; moving it to the CPU, as Lightning
+            # does, would raise another one and hide the first
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()
@@ -236,7 +258,7 @@ class ReplicaStrategy(DDPStrategy):
         set_ddp_group(self, None)
         self.ranks.leave()
 
-    # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
+    # -- Lightning's collectives; an error names a rank that died
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -248,8 +270,11 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks, but what a training step logs over this rank's replica only."""
-        if self.now.computing:
+        """Reduce over all ranks; in a training step, over the ranks of this replica only.
+
+        A metric logged per step with `sync_dist=True` would be a round trip over the slow link.
+        """
+        if self.session.computing:
             if self.inside.size == 1:
                 return tensor
             group = self.channels.within.group
@@ -258,7 +283,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         read = super().lightning_module_state_dict
-        return self.now.module_state(lambda: self.inside.whole_module(read))
+        return self.session.module_state(lambda: self.inside.whole_module(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -280,12 +305,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module) and self.now.may_save(checkpoint, filepath):
+        if not stopped_by_hand(self.lightning_module):
+            self.session.check_save()
             self._resume.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: FilePath) -> None:
-        self.now.removes(filepath)
         super().remove_checkpoint(filepath)
         self._resume.remove(filepath)
 

@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import DominoSettings, GradientMean
+from lightning_commfree.domino import (
+    DominoSettings,
+    GradientMean,
+    looks_finite,
+    refuse_nonfinite,
+)
+from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
-from lightning_commfree.strategies.every_batch import MeetEveryBatch
+from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.inside.domino import TensorParallel
+
+
+class DominoSession(FitSession[GradientMean]):
+    """A fit whose ranks share a model, and so need each other in every batch.
+
+    Before each step they exchange three numbers: in which batch this rank is, whether its gradient
+    is not finite, and whether it wants to stop.
+    """
+
+    _stops = False  # some rank wants to, after the step that runs
+
+    @override
+    def batch_begins(self) -> None:
+        self._stopping.share_last_batch(self._world)
+
+    @contextmanager
+    @override
+    def accumulating(self) -> Iterator[None]:
+        self.between.average.active = False  # gradients stay here
+        try:
+            with super().accumulating():
+                yield
+        finally:
+            self.between.average.active = True
+
+    @override
+    def after_backward(self, loss: Tensor) -> None:
+        """Put the mean of all replicas' gradients into place, if an optimizer step follows.
+
+        Raises:
+            RuntimeError: on all ranks: a gradient is not finite, or the ranks are in different
+                batches.
+        """
+        if self.accumulates:
+            return
+        module, world = self._module, self._world
+        batch = self._trainer.fit_loop.total_batch_idx
+        mine = torch.tensor([batch, not looks_finite(module.parameters()), self._stopping.wanted])
+        batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
+        if len(set(batches.tolist())) > 1:
+            found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
+            raise RuntimeError(
+                f"The ranks of this fit are in different batches: {', '.join(found)}. Skip a batch"
+                " on all ranks or on none, in `training_step` and in callbacks."
+            )
+        self._stops = bool(stops.any())
+        if nonfinite.any():
+            step, size = self._trainer.global_step + 1, self._channels.within.size
+            refuse_nonfinite(world, module, loss, step, size)
+        self.between.land(module)
+
+    @override
+    def after_step(self) -> None:
+        if self._stops:
+            self._stopping.agree_in_step()
 
 
 class DominoTPStrategy(ReplicaStrategy):
@@ -35,7 +99,7 @@ class DominoTPStrategy(ReplicaStrategy):
     on other ones from the same weights and optimizer state, and a message says what begins anew.
 
     NaN or Inf in a gradient ends the fit on all ranks before the step, and the error names where.
-    Uneven data, `trainer.should_stop` on one rank and SIGTERM end it on all after the same step.
+    `trainer.should_stop` on one rank and SIGTERM stop all ranks after the same step.
 
     A model of those classes may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
@@ -72,9 +136,8 @@ class DominoTPStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=DominoTPStrategy(tensor_parallel_size=8), devices=8, num_nodes=4)
     """
 
-    pace = MeetEveryBatch
+    session_type = DominoSession
     inside: TensorParallel
-    now: Any  # a `MeetEveryBatch` in a fit
 
     def __init__(
         self,
@@ -85,7 +148,7 @@ class DominoTPStrategy(ReplicaStrategy):
     ) -> None:
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
-        self.group_ledger = self.ledger  # what is sent within a replica counts alike
+        self.group_ledger = self.ledger  # bytes within a tensor group count like all others
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -105,19 +168,13 @@ class DominoTPStrategy(ReplicaStrategy):
         trainer = self.module.trainer
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-        how = tokens_per_step, mixed, clips, trainer.accumulate_grad_batches
-        sent = self.now.between.bytes_per_step(self.module, *how)
+        how = tokens_per_step, mixed, clips
+        sent = self.algorithm.bytes_per_step(self.module, *how)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
-    # -- the life of a fit
+    # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
         sharded = present(self.inside.sharded, "no model has been divided")
         return GradientMean(sharded, self.channels, self.settings)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.now.first_batch()
-        super().on_train_batch_start(batch, batch_idx)

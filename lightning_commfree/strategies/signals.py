@@ -1,28 +1,20 @@
-"""SIGTERM without a broadcast per batch.
+"""SIGTERM and Ctrl-C, which come to one rank and concern all of them.
 
-Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every training batch, and again
-inside its SIGTERM handler, so that all ranks stop at the same batch. On a slow link that is a round
-trip per step. Here a rank that receives SIGTERM keeps training with a note for its peers; the note
-travels with the next exchange, and when that has landed, all
-ranks raise Lightning's own `SIGTERMException` after the same step:
+*SIGTERM* is a wish to stop (`stopping`), which travels with the next exchange:
 
-1. Step 101: rank 1 receives SIGTERM and takes a note. Nobody knows; everybody trains.
-2. Step 125: a fragment leaves; rank 1's message says "stop".
+1. Step 101: rank 1 receives SIGTERM and notes it. Nobody else knows; everybody trains.
+2. Step 125: a fragment leaves; rank 1's header has the flag.
 3. Step 126: the fragment lands on all ranks. All tell their Trainer that SIGTERM was received;
-   Lightning's loop raises at the end of this step, runs the `on_exception` hooks (which save what
-   they would save) and tears down.
+   Lightning raises `SIGTERMException` after this step, runs the `on_exception` hooks, which save
+   what they would save, and tears down.
 
-SLURM's signal to requeue, on which Lightning would save from wherever each rank happens to be, in
-the middle of a step and of collectives, is taken for SIGTERM.
+Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch instead: a round trip
+per batch on a slow link. The delay here is at most a launch interval plus the overlap, and in the
+first cycle, before the first launch, a whole cycle plus the overlap. A scheduler's grace period
+must be longer than that. The terminal says after which step all will have stopped.
 
-Who sends it sees one sentence: when all will have stopped, as far as that is known (`stops_after`).
-
-Ctrl-C stops every rank where it is, each in another step, so that no checkpoint can be made of them
-any more (`stopped_by_hand`).
-
-The delay is at most a launch interval plus the overlap (of eager updates: a cycle), and before the
-first launch, in the first cycle, a whole cycle plus the overlap. A scheduler's grace period must be
-longer than that.
+*Ctrl-C* stops every rank where it is, each in another step, so that no checkpoint can be made of
+them any more (`stopped_by_hand`).
 """
 
 from __future__ import annotations
@@ -45,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def stopped_by_hand(module: pl.LightningModule | None) -> bool:
-    """Return whether a callback saves because of Ctrl-C, which came to each rank where it was.
+    """Return whether a callback saves because of Ctrl-C, which stopped each rank where it was.
 
-    What a rank waits for then may never be sent, and what it has is of another step than what the
-    others have.
+    What a rank waits for then may never be sent, and its values are of another step than those of
+    the others.
 
     Args:
         module: of the Trainer; after a launch, in the launching process, it has none.
@@ -72,19 +64,22 @@ def warn_unsaved() -> None:
 
 
 class DeferredSigterm:
-    """Takes the place of Lightning's SIGTERM agreement in one fit.
+    """SIGTERM on this rank, in place of Lightning's own agreement.
+
+    SLURM's signal to requeue, on which Lightning would save from wherever each rank happens to be,
+    in the middle of a step and of collectives, is handled like SIGTERM.
 
     It is made in the process that trains, before Lightning registers its signal handlers: in
     `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
 
     Args:
         trainer: of the fit.
-        patches: gets what stands before Lightning's methods.
+        patches: get what runs in place of Lightning's methods.
 
     Attributes:
         requested: this rank has received SIGTERM.
         stops_after: returns the step after which all ranks will know of one that comes now; None:
-            nobody can tell.
+            it cannot be known.
     """
 
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
@@ -101,7 +96,7 @@ class DeferredSigterm:
         tell_sigterm(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Take SLURM's signal ahead of a time limit, on which Lightning would save at once."""
+        """Handle SLURM's signal ahead of a time limit, on which Lightning would save at once."""
         if self._trainer.local_rank == 0 and not self.requested:
             _write_now(
                 f"\nSignal {signum} is taken for SIGTERM, and callbacks save what they save on"
@@ -115,7 +110,7 @@ class DeferredSigterm:
             return
         self.requested = True
         log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
-        # the others of this machine hear it with rank 0; one that leaves by an error is ended so
+        # once a machine; and a rank that leaves by an error ends the others of its machine so
         if self._trainer.local_rank == 0 and sys.exc_info()[1] is None:
             self._say(f"Asked to stop: all ranks stop together, {self._when()}.")
         launcher = self._trainer.strategy.launcher
@@ -136,10 +131,10 @@ class DeferredSigterm:
 
 
 def _write_now(text: str) -> None:
-    """Write from a signal's handler: not by `print`, in the middle of which it may have come."""
+    """Write in a signal handler: not by `print`, which the signal may have interrupted."""
     try:
         file = sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # of a notebook, whose output is no file
+    except (AttributeError, OSError, ValueError):  # in a notebook, whose output is no file
         file = 2
-    with suppress(OSError):  # a terminal that is gone
+    with suppress(OSError):  # the terminal was closed
         os.write(file, text.encode())

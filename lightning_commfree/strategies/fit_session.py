@@ -1,0 +1,247 @@
+"""State and hooks of one fit, from a strategy's `setup` to its `teardown`.
+
+`FitSession` has the parts that all strategies share. Three classes derive from it, one for each way
+in which ranks need each other: `local_weights` (they train apart), `lockstep` (they exchange
+something in every optimizer step) and `domino_tp` (they share a model, and need each other in every
+batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import lightning.pytorch as pl
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
+from lightning_commfree.lightning_internals import Patches, add_to_rows
+from lightning_commfree.strategies.contracts import Between
+from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.stopping import Stopping
+
+B = TypeVar("B", bound=Between)
+
+
+class FitSession(Generic[B]):
+    """One fit of a strategy; Lightning reaches its methods in the order in which they are here.
+
+    Args:
+        trainer: of the fit.
+        ranks: all of them.
+        between: the algorithm.
+        stopping: when the fit stops.
+        patches: get what runs around Lightning's methods.
+        numel: numbers that the whole model trains.
+
+    Raises:
+        ValueError: the ranks have different algorithms; on all ranks.
+
+    Attributes:
+        between: the algorithm.
+        log: the figures of the fit.
+        computing: a training step is computed.
+        accumulates: no optimizer step follows it.
+    """
+
+    trains_apart = False  # ranks exchange nothing at most steps
+    computing = accumulates = False
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        ranks: Ranks,
+        between: B,
+        stopping: Stopping,
+        patches: Patches,
+        numel: int,
+    ) -> None:
+        self.between: B = between
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._ranks, self._channels, self._stopping = ranks, ranks.channels, stopping
+        check_agreement(self._world, between.fingerprint())
+
+        traffic = Traffic.of(numel, ranks.size, *between.cycle())
+        self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
+        stopping.sigterm.stops_after = self.stops_after
+
+    def begin(self, resumed: bool) -> None:
+        """Begin to train with the next batch; hooks may have written to the weights.
+
+        Args:
+            resumed: the algorithm has its own state back.
+        """
+        del resumed
+        self._stopping.begin(self.trains_apart)
+
+    def batch_begins(self) -> None:
+        """Called with a new batch, before it is trained."""
+        self._stopping.share_last_batch(self._channels.within)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Compute a training step in the body."""
+        self.computing = True
+        try:
+            yield
+        finally:
+            self.computing = False
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Compute a training step in the body that no optimizer step follows."""
+        self.accumulates = True
+        try:
+            yield
+        finally:
+            self.accumulates = False
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Called when the gradients of a batch, with this loss, are computed."""
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Take an optimizer step in the body; the algorithm exchanges what is due after it.
+
+        The one place that says what a step is: for everything behind it, algorithms and stopping,
+        steps are how often this has run.
+        """
+        streams, world = self._ranks.streams, self._world
+        with nullcontext() if streams is None else streams.explaining():
+            # the ranks of a replica exchange gradients in the body
+            within = self._channels.within.size > 1
+            named = world.naming_lost("gradients", computing=True) if within else nullcontext()
+            with self.between.stepping(), named:
+                yield
+            if self.between.after_step(self._stopping.wanted):
+                self._stopping.agree_in_step()
+            self._stopping.step_done()
+            self.after_step()
+        self.log.after_step()
+
+    def after_step(self) -> None:
+        """Called when all ranks have taken a step and know whether they stop after it."""
+
+    def stops_after(self) -> int | None:
+        """Return the step after which all ranks know, at the latest, of a SIGTERM that comes now.
+
+        None where it cannot be known. Here ranks exchange something in every step, and the one that
+        runs may have sent its flags already.
+        """
+        return self._trainer.global_step + 2
+
+    def validation_begins(self) -> None:
+        """Called after Lightning's `on_validation_start` hooks."""
+        ledger = self._world.ledger
+        self._phase_before, ledger.phase = ledger.phase, VALIDATION
+
+    def validation_ends(self) -> None:
+        """Called after Lightning's `on_validation_end` hooks."""
+        self._world.ledger.phase = self._phase_before
+        if not self._trainer.sanity_checking:
+            self._stopping.agree_here()
+
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of `read` while the module holds the weights for a checkpoint."""
+        return read()
+
+    def check_save(self) -> None:
+        """Refuse a checkpoint that would be useless; on all ranks."""
+
+    def fit_ends(self) -> None:
+        """Called when no step follows."""
+
+    def end(self) -> None:
+        """Release the resources of the algorithm; after a failed fit too."""
+        self.log.close()
+        self.between.close()
+
+    @property
+    def _world(self) -> Channel:
+        return self._channels.world
+
+
+class OutsideOfFit(FitSession[Any]):
+    """Stands in for a session while no fit runs: Lightning does everything by itself."""
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+
+    @override
+    def batch_begins(self) -> None:
+        pass
+
+    @override
+    def validation_begins(self) -> None:
+        pass
+
+    @override
+    def validation_ends(self) -> None:
+        pass
+
+    @override
+    def end(self) -> None:
+        pass
+
+
+class FitLog:
+    """The figures of one fit, in the rows that the Trainer's loggers get of the module's metrics.
+
+    They are in those rows alone: `callback_metrics`, `logged_metrics` and what `validate` returns
+    are the user's, and a logger is called when it would be called without them. A row that follows
+    another one without a step between them has none. Those of the ledger are of training steps
+    alone, without the start, validations, checkpoints and the last exchange, and means over the
+    last whole cycles: as many as hold `log_every_n_steps`.
+
+    Args:
+        trainer: in its fit.
+        ledger: of this rank.
+        traffic: the forecast: after how many steps the same is sent again, and what DDP would send.
+        more: the algorithm's own figures; asked for after a step, where they are wanted.
+        patches: get what runs ahead of Lightning's method.
+
+    Attributes:
+        traffic: as given.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        ledger: Ledger,
+        traffic: Traffic,
+        more: Callable[[], Mapping[str, float]],
+        patches: Patches,
+    ) -> None:
+        self._trainer, self._ledger, self._more = trainer, ledger, more
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        self.traffic, self._means = traffic, StepMeans(ledger, traffic, max(every, 1))
+        self._steps_in_rows = 0
+        self._last: dict[str, float] | None = None
+        add_to_rows(trainer, patches, self._more_for)
+
+    def after_step(self) -> None:
+        """Count a step; from within `Strategy.optimizer_step`."""
+        self._ledger.phase = END  # until the next step begins
+        self._means.after_step()
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures as of now, by name; when the fit is over those that came last."""
+        if self._last is not None:
+            return dict(self._last)
+        return {**self._means.figures(), **self._more()} if self._means.steps else {}
+
+    def close(self) -> None:
+        """End it, with the fit; the figures stay."""
+        self._last, self._more = self.figures(), dict
+
+    def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the figures for a row of the loggers, of whatever is trained or validated."""
+        logs = self._trainer.loggers and self._trainer.training
+        if not logs or self._means.steps == self._steps_in_rows:
+            return {}
+        self._steps_in_rows = self._means.steps
+        return {name: figure for name, figure in self.figures().items() if name not in row}

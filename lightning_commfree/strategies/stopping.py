@@ -1,0 +1,329 @@
+"""All ranks stop after the same step, whoever asks for it.
+
+*Equal epochs*: every rank trains as many batches per epoch as the rank with the fewest. Lightning's
+own limit of an epoch is lowered, so progress bars, schedulers and validations follow it. So all
+ranks come to the same steps, validations, checkpoints and epoch ends, and nobody has to ask where
+the others are.
+
+*Wishes travel*: SIGTERM, or `trainer.should_stop` on one rank, is a wish to stop. It travels as a
+flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
+(`agree_in_step`). Where all ranks are at the same place anyway, after a validation, at the end of
+an epoch and before a checkpoint, they agree at once (`agree_here`).
+
+*Streams* have no length, so their ranks cannot agree on one in advance:
+
+- Ranks that exchange something in every batch or step say with it that their data end
+  (`share_last_batch`, `end_epoch`). The epoch ends on all of them with the first rank's data.
+- Ranks that train apart cannot say it in time. If their data end after different steps, all raise
+  an error that names the rank (`comm.stream_ends`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.lightning_internals import (
+    EPOCHS,
+    Patches,
+    data_used_up,
+    end_epoch_after_this_batch,
+    has_no_batch,
+    is_last_batch,
+    limit_epochs,
+    may_stop_early,
+)
+from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand
+
+TAG = "last_batch"
+_SHOWN = 20  # ranks in a message
+
+
+class Stopping:
+    """When a fit stops, on all of its ranks.
+
+    It is made before the optimizers are: a scheduler may be made for as many steps as the Trainer
+    estimates, which depends on the length of an epoch.
+
+    Args:
+        trainer: of the fit.
+        ranks: all of them.
+        patches: get what runs around the methods of Lightning's loops.
+
+    Attributes:
+        sigterm: SIGTERM on this rank.
+    """
+
+    def __init__(self, trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
+        self._trainer, self._ranks = trainer, ranks
+        self._several = trainer.world_size > 1  # a single rank has nobody to agree with
+        self._wish = self._agreed = self._trains = False
+        self._unsized = self._uneven_said = False
+        self._step = 0
+        self.sigterm = DeferredSigterm(trainer, patches)
+        if self._several:
+            self._follow_loops(patches)
+
+    # -- the moments of a fit
+
+    def begin(self, trains_apart: bool) -> None:
+        """Train from the next batch on.
+
+        Args:
+            trains_apart: ranks exchange nothing at most steps, and cannot say that their data end.
+        """
+        self._trains, self._step = True, self._trainer.global_step
+        if trains_apart and self._unsized and self._several:
+            self._ranks.watch_streams()
+
+    def step_done(self) -> None:
+        """Count an optimizer step; in it.
+
+        Raises:
+            StreamEndsError: the stream of some rank has ended in an earlier step.
+        """
+        self._step += 1
+        if self._ranks.streams is not None:
+            self._ranks.streams.advance(self._epoch, self._step)
+
+    # -- wishes
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank wants all to stop; to be sent with the next exchange."""
+        return self._wish or self.sigterm.requested
+
+    def agree_in_step(self) -> None:
+        """Stop after the step that runs: its exchange had the wish of some rank. On all ranks."""
+        if self._several:
+            self._agree(self._trainer.global_step + 1)
+
+    def agree_here(self) -> None:
+        """Stop here if some rank wants to; collective, where all ranks are."""
+        if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
+            self._hold()
+            self._agree(self._trainer.global_step)
+
+    def no_step_follows(self, in_step: bool = False) -> bool:
+        """Return whether the latest optimizer step is the last one, as far as it can be known now.
+
+        `Strategy.on_train_end` is the last hook of a fit: callbacks have validated and written
+        their last checkpoint by then. What must be in that checkpoint has to happen before, so the
+        end is foreseen wherever it can be. Lightning decides it in nested loops; here is the same
+        decision at one moment.
+
+        Args:
+            in_step: it runs, and the Trainer has not counted it yet.
+        """
+        trainer, loop = self._trainer, self._trainer.fit_loop
+        if self._leaves_now:
+            return False
+        if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
+            return True
+        # a `should_stop` of this rank alone is a wish that the others do not know yet
+        stops = self._agreed if self._several else trainer.should_stop
+        if stops and may_stop_early(trainer, in_step):
+            return True
+        epoch: Any = loop.epoch_progress.current
+        if loop.max_epochs in (None, -1):
+            return False
+        if epoch.started < epoch.ready:  # it begins; the counter of batches is the last epoch's
+            return False
+        if in_step:  # within an epoch, which is processed when it has run through
+            return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
+        # `ready` counts the epochs that were begun; a fit resumed at an epoch's end counts one few
+        return epoch.ready >= loop.max_epochs and (
+            epoch.processed >= loop.max_epochs or data_used_up(trainer)
+        )
+
+    # -- streams
+
+    @property
+    def stream_ends(self) -> bool:
+        """Whether this rank's stream ends with the latest batch."""
+        return self._unsized and is_last_batch(self._trainer)
+
+    def share_last_batch(self, channel: Channel) -> None:
+        """Let the epoch end with this batch if the stream of some rank does; before it is trained.
+
+        For ranks that need each other in every batch.
+
+        Args:
+            channel: to these ranks.
+        """
+        if not self._unsized or channel.size == 1:
+            return
+        mine = torch.tensor([is_last_batch(self._trainer)], dtype=torch.uint8)
+        last = channel.all_gather(mine.to(channel.device), TAG).wait().flatten().tolist()
+        self._end_epoch([r for r, ends in zip(channel.ranks, last, strict=True) if ends], len(last))
+
+    def end_epoch(self) -> None:
+        """End the epoch: with the step that runs the stream of some rank ends. On all ranks."""
+        last = self._ranks.all_values(int(self.stream_ends))
+        self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
+
+    def check_streams_end(self) -> None:
+        """Check, where the epoch ends on this rank, that it does so on all ranks that train apart.
+
+        Raises:
+            StreamEndsError: some have ended after other steps.
+        """
+        if self._ranks.streams is not None:
+            self._ranks.streams.end(self._epoch, self._step)
+
+    def share_stream_end(self) -> None:
+        """Let the epoch end on all ranks that train apart if it does on some; in the last step.
+
+        With `max_steps` the last step may be the end of some streams, after which Lightning
+        validates.
+        """
+        if self._ranks.streams is not None:
+            self.check_streams_end()
+            self.end_epoch()
+
+    # -- inside
+
+    def _follow_loops(self, patches: Patches) -> None:
+        """Run this object's parts around Lightning's loops, for which it has no hook.
+
+        In the order in which Lightning calls the methods. Other code in this package that patches
+        the same methods (`EpochStart`) was there before, so it runs inside these.
+        """
+        fit = self._trainer.fit_loop
+        set_up, start = fit.setup_data, fit.epoch_loop.on_run_start
+        end_batch, end_epoch = fit.epoch_loop.on_advance_end, fit.on_advance_end
+
+        def set_up_equally() -> None:
+            before = fit._combined_loader
+            set_up()
+            if fit._combined_loader is not before:  # made, or reloaded
+                self._equalize()
+
+        def start_together(*args: Any) -> None:
+            start(*args)
+            self._check_first_batch()
+            self._hold()  # else Lightning would end the epoch on this rank alone
+
+        def end_batch_together(*args: Any) -> None:
+            if self._leaves_now:
+                raise SIGTERMException
+            if self.stream_ends:
+                self.check_streams_end()  # a validation follows, to which all ranks must come
+            self._hold()  # else Lightning would validate on this rank alone
+            end_batch(*args)
+
+        def end_epoch_together() -> None:
+            if self._unsized:
+                self.check_streams_end()
+            end_epoch()
+            self.agree_here()
+            if self._trainer.received_sigterm:  # as Lightning ends `on_advance_end`
+                raise SIGTERMException
+
+        if EPOCHS.works(self._trainer):
+            patches.put(fit, "setup_data", set_up_equally)
+        patches.put(fit.epoch_loop, "on_run_start", start_together)
+        patches.put(fit.epoch_loop, "on_advance_end", end_batch_together)
+        patches.put(fit, "on_advance_end", end_epoch_together)
+
+    @property
+    def _leaves_now(self) -> bool:
+        """Whether all ranks leave by SIGTERM after this step, where streams may end with it.
+
+        Lightning would first validate where a stream ends, which may be on some ranks only.
+        """
+        return self._ranks.streams is not None and self._trainer.received_sigterm
+
+    @property
+    def _epoch(self) -> int:
+        return self._trainer.fit_loop.epoch_progress.current.ready - 1
+
+    def _equalize(self) -> None:
+        """Lower this rank's batches of an epoch to those of the rank with the fewest."""
+        mine = self._trainer.fit_loop.max_batches
+        counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))
+        sized = [count for count in counts if count >= 0]
+        self._unsized = not sized
+        if self._unsized or len(set(counts)) == 1:
+            return
+        least = min(sized)
+        limit_epochs(self._trainer, least)
+        if self._uneven_said:  # of the same loaders, before they were reloaded
+            return
+        self._uneven_said = True
+        shortest = counts.index(least)
+        others = [(r, f"{n - least}" if n >= 0 else "the rest") for r, n in enumerate(counts)]
+        left_out = [f"rank {rank} leaves out {some}" for rank, some in others if some != "0"]
+        more = ", ..." if len(left_out) > _SHOWN else ""
+        rank_zero_warn(
+            f"Rank {shortest} has the fewest training batches, {least} per epoch, and all ranks"
+            f" train as many: {', '.join(left_out[:_SHOWN])}{more}. Give all ranks equally many"
+            " batches to train on all of them."
+        )
+
+    def _check_first_batch(self) -> None:
+        """Check that the streams of all ranks have a batch in this epoch, or that none has.
+
+        Raises:
+            RuntimeError: some have none; on all ranks.
+        """
+        if not self._unsized:
+            return
+        empty = self._ranks.all_values(int(has_no_batch(self._trainer)))
+        if 0 < sum(empty) < len(empty):
+            without = [rank for rank, none in enumerate(empty) if none]
+            raise RuntimeError(
+                f"{_named(without)} got no training batch in epoch {self._epoch}, and the other"
+                " ranks did. Give all ranks equally many batches."
+            )
+
+    def _end_epoch(self, last: list[int], size: int) -> None:
+        if not last:
+            return
+        end_epoch_after_this_batch(self._trainer)
+        if len(last) < size and not self._uneven_said:
+            self._uneven_said = True
+            rank_zero_warn(
+                f"The data of {_named(last).lower()} ended with batch"
+                f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}: the epoch"
+                " ends there on all ranks, and so will later ones where some rank's data end."
+                " Give all ranks equally many batches to train on all of them."
+            )
+
+    def _hold(self) -> None:
+        """Turn `trainer.should_stop` of this rank alone into a wish."""
+        trainer = self._trainer
+        if trainer.should_stop and not self._agreed and may_stop_early(trainer):
+            self._wish, trainer.should_stop = True, False
+
+    def _agree(self, step: int) -> None:
+        """Stop after `step` if some rank wants to; collective over all ranks."""
+        if self._agreed:
+            return
+        said = self._ranks.all_values(self._wish + 2 * self.sigterm.requested)
+        if any(word & 2 for word in said):
+            self.sigterm.agree()
+            return
+        wishes = [rank for rank, word in enumerate(said) if word]
+        if not wishes:
+            return
+        self._agreed = self._trainer.should_stop = True
+        if len(wishes) < len(said):
+            rank_zero_warn(
+                f"{_named(wishes)} wanted to stop (`trainer.should_stop`) and the others did not:"
+                f" all ranks stop after step {step}, with the same weights. Decide on something"
+                " that is the same on all ranks, such as a metric logged with `sync_dist=True`."
+            )
+
+
+def _named(ranks: list[int]) -> str:
+    """Return ranks for the beginning of a sentence: "Rank 1", "Ranks 1, 2"."""
+    names = ", ".join(map(str, ranks[:_SHOWN])) + (" and others" if len(ranks) > _SHOWN else "")
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"

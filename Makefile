@@ -92,7 +92,7 @@ release: $(STAMP)
 	@echo "make release: dist/ is to be uploaded by 'twine upload dist/*'; build/README.html is how its page will look"
 
 # Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
-BENCHES := bits start wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap auto_split architectures demo
+BENCHES := wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap auto_split architectures demo
 
 bench: $(STAMP)
 	@export OMP_NUM_THREADS=1; failed=; \

@@ -29,8 +29,8 @@ help:
 	@echo "make docs         set up, then build the documentation into build/site; no network, and a broken link fails"
 	@echo "make release      set up, then build wheel and sdist into dist/ and check them and how README renders"
 	@echo "make newcomer-test  paste the pages' commands into a fresh clone: demo, two machines, fine-tuning, documentation"
-	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
-	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
+	@echo "make bench        set up, then run the benchmarks that this machine supports, about an hour; writes their pages"
+	@echo "make bench-quality  the same for the losses compared with DDP, an hour or more"
 	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
 	@echo "make clean        remove .venv, builds and caches; what recipes wrote stays"
 
@@ -91,7 +91,7 @@ release: $(STAMP)
 	$(PY) -m readme_renderer README.md --output build/README.html
 	@echo "make release: dist/ is to be uploaded by 'twine upload dist/*'; build/README.html is how its page will look"
 
-# Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
+# A benchmark that needs root, iproute2 or more cores than this machine has says so, and the others run.
 BENCHES := wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap auto_split architectures demo
 
 bench: $(STAMP)
@@ -99,8 +99,8 @@ bench: $(STAMP)
 	for name in $(BENCHES); do \
 	  echo "== python -m benchmarks.$$name"; $(PY) -m benchmarks.$$name || failed="$$failed $$name"; \
 	done; \
-	if [ -n "$$failed" ]; then echo "make bench: failed or could not run, for the reason printed above:$$failed"; exit 1; fi; \
-	echo "make bench: all have run"
+	if [ -n "$$failed" ]; then echo "make bench: failed or could not run, see the reason above:$$failed"; exit 1; fi; \
+	echo "make bench: all completed"
 
 bench-quality: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.quality

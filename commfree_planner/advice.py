@@ -1,4 +1,4 @@
-"""Which P and tau a run should take at its bandwidth, and why."""
+"""Recommend P, tau and H of Streaming DiLoCo for a bandwidth, with reasons."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from commfree_planner.training import Training
 
-MOST_OVERLAP_STEPS = (
-    5  # section 3 of the paper: utilization stops growing there, loss suffers at 20
-)
+# section 3 of the paper: utilization does not grow beyond 5, and the loss is worse at 20
+MOST_OVERLAP_STEPS = 5
 MOST_SYNC_EVERY = 300  # the largest H of arXiv:2503.09799
 
 
 class Candidate(NamedTuple):
-    """One setting and what it reaches."""
+    """A setting and its utilization."""
 
     sync_every: int
     num_fragments: int
@@ -25,14 +24,14 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting for `StreamingDiLoCoStrategy`, and the reasons in sentences.
+    """A setting of `StreamingDiLoCoStrategy`, with reasons.
 
     Attributes:
-        sync_every: H; the training's, unless no P and tau reach the target with it.
+        sync_every: H; the training's, unless it cannot reach the target with any P and tau.
         num_fragments: P.
         overlap_steps: tau.
-        utilization: that this setting reaches.
-        reaches_target: whether that is enough.
+        utilization: of this setting.
+        reaches_target: whether the utilization reaches the target.
         reasons: complete sentences.
     """
 
@@ -45,14 +44,14 @@ class Advice:
 
 
 def advise(training: Training, gbit_per_s: float, target: float) -> Advice:
-    """Return the least change of the paper's setting that reaches the target.
+    """Return the setting closest to the paper's that reaches the target.
 
-    In this order: the shortest delay, because a landing is tau steps late; then the P nearest to
-    the model's default; only then a longer cycle, because a larger H costs loss. The wire format is
+    It prefers the smallest tau, because a landing is tau steps late, then the P closest to the
+    model's default, and only then a longer cycle, because a larger H costs loss. The wire format is
     the training's.
 
     Args:
-        training: the run; its own P and tau do not count.
+        training: the run; its own P and tau are ignored.
         gbit_per_s: bandwidth of a replica, in Gbit/s.
         target: utilization to reach, in (0, 1).
 
@@ -61,8 +60,8 @@ def advise(training: Training, gbit_per_s: float, target: float) -> Advice:
     """
     if not 0 < target < 1:
         raise ValueError(
-            f"`advice_target={target}` must lie strictly between 0 and 1: it is the share of the"
-            " time in which the machines shall compute. Give, for example, 0.95."
+            f"`advice_target={target}` must be strictly between 0 and 1: it is the share of the"
+            " time in which the machines compute. Pass, for example, 0.95."
         )
     best = _best(training, gbit_per_s, target)
     if best.utilization < target:
@@ -72,7 +71,7 @@ def advise(training: Training, gbit_per_s: float, target: float) -> Advice:
 
 
 def _best(training: Training, gbit_per_s: float, target: float) -> Candidate:
-    """Return the first candidate that reaches the target, otherwise the one that comes nearest."""
+    """Return the first candidate that reaches the target, or the one with the best utilization."""
     best: Candidate | None = None
     for tau in range(min(MOST_OVERLAP_STEPS, training.sync_every - 1) + 1):
         for count in _fragment_counts(training):
@@ -88,7 +87,7 @@ def _best(training: Training, gbit_per_s: float, target: float) -> Candidate:
 
 
 def _fragment_counts(training: Training) -> list[int]:
-    """Return a P for each number of blocks per fragment, and 1; the default first."""
+    """Return a P for each number of blocks per fragment, and 1, by distance from the default."""
     default, blocks = training.model.default_num_fragments, len(training.model.block_params)
     counts = {
         -(-blocks // size) + bool(training.model.rest_params) for size in range(1, blocks + 1)
@@ -97,7 +96,7 @@ def _fragment_counts(training: Training) -> list[int]:
 
 
 def _with_longer_cycles(training: Training, gbit_per_s: float, target: float) -> Candidate | None:
-    """Return the shortest cycle that reaches the target; None where none is short enough."""
+    """Return the shortest sufficient cycle, or the longest one; None if H is already longer."""
     too_short, enough = training.sync_every, MOST_SYNC_EVERY
     if enough <= too_short:
         return None
@@ -118,44 +117,44 @@ def _reasons(
     training: Training, best: Candidate, gbit_per_s: float, target: float
 ) -> Iterator[str]:
     if training.num_replicas == 1:
-        yield "One replica sends nothing, so nothing is waited for."
+        yield "One replica sends nothing, so it never waits."
         return
     training = replace(training, sync_every=best.sync_every)
     exchange = training.diloco(best.num_fragments, best.overlap_steps, training.wire_dtype)
-    yield from _reasons_of_the_link(training, best, exchange.bytes_per_cycle, gbit_per_s)
+    yield from _link_reasons(training, best, exchange.bytes_per_cycle, gbit_per_s)
     steps = exchange.bytes_at_once * 8e-9 / gbit_per_s / training.step_seconds
     yield (
-        f"The largest of {best.num_fragments} fragments is on the link for {steps:.2g} steps;"
+        f"The largest of {best.num_fragments} fragments takes {steps:.2g} steps on the link;"
         f" overlap_steps={best.overlap_steps} hides {min(steps, best.overlap_steps):.2g} of them."
     )
     default = training.model.default_num_fragments
     if best.num_fragments != default:
         yield (
-            f"With the default of {default} fragments overlap_steps={best.overlap_steps} would give"
+            f"With the default of {default} fragments, overlap_steps={best.overlap_steps} reaches"
             f" {_with_default(training, best, gbit_per_s):.1%}."
         )
     if best.utilization < target:
         needed = training.needed_gbit_per_s(exchange, target)
         yield (
-            f"No P, no overlap_steps up to {MOST_OVERLAP_STEPS} and no sync_every up to"
+            f"No num_fragments, overlap_steps up to {MOST_OVERLAP_STEPS} and sync_every up to"
             f" {max(MOST_SYNC_EVERY, best.sync_every)} reach {target:.0%} at {gbit_per_s:g} Gbit/s;"
-            f" this setting would need {needed:.3g} Gbit/s."
+            f" this setting needs {needed:.3g} Gbit/s."
         )
     if training.wire_dtype != "fp4":
         coded = training.diloco(best.num_fragments, best.overlap_steps, "fp4")
         ratio = exchange.bytes_per_cycle / coded.bytes_per_cycle
-        yield f"wire_dtype=fp4 would send {ratio:.1f} times fewer bytes."
+        yield f"wire_dtype=fp4 sends {ratio:.1f} times fewer bytes."
 
 
-def _reasons_of_the_link(
+def _link_reasons(
     training: Training, best: Candidate, cycle_bytes: float, gbit_per_s: float
 ) -> Iterator[str]:
     link_s = cycle_bytes * 8e-9 / gbit_per_s
     compute_s = best.sync_every * training.step_seconds
     yield (
-        f"The {cycle_bytes / 1e6:,.4g} MB of a cycle take {link_s:.3g} s on the link and its"
-        f" {best.sync_every} steps compute for {compute_s:.3g} s: the link must carry for"
-        f" {link_s / compute_s:.0%} of the time that is computed."
+        f"The {cycle_bytes / 1e6:,.4g} MB of a cycle take {link_s:.3g} s on the link, and its"
+        f" {best.sync_every} steps compute for {compute_s:.3g} s: the link is busy for"
+        f" {link_s / compute_s:.0%} of the compute time."
     )
 
 

@@ -1,27 +1,28 @@
-"""How many bytes leave a replica: `diloco.wire`'s formats and `comm.ledger`'s formulas, foretold.
+"""Bytes that a replica sends: payloads of the wire formats, and formulas of the collectives.
 
-They are written down a second time because those modules import torch; a test compares them.
+They repeat formulas of the library, which imports torch; `tests/planner/test_library.py` compares
+them.
 """
 
 from __future__ import annotations
 
-_BLOCK = 256  # values that share a scale, in int8 and fp4
+_BLOCK = 256  # values per scale, in int8 and fp4
 GRADIENT_DTYPES = ("fp32", "bf16")
 WIRE_DTYPES = ("fp32", "bf16", "int8", "fp4")
 
 
 def payload_bytes(numel: int, wire_dtype: str) -> int:
-    """Return the bytes of `numel` values in a wire format, its scales included.
+    """Return the bytes of `numel` values in a wire format, including scales.
 
     Raises:
-        ValueError: `wire_dtype` is none of `WIRE_DTYPES`.
+        ValueError: `wire_dtype` is not in `WIRE_DTYPES`.
     """
     scales = -(-numel // _BLOCK)
     sizes = {
         "fp32": 4 * numel,
         "bf16": 2 * numel,
         "int8": numel + 4 * scales,
-        "fp4": 8 * -(-numel // 16) + scales,  # two codes a byte, in whole words
+        "fp4": 8 * -(-numel // 16) + scales,  # two codes per byte, in whole words
     }
     if wire_dtype not in sizes:
         raise ValueError(
@@ -37,21 +38,21 @@ def all_reduce_bytes(num_bytes: int, num_replicas: int) -> float:
 
 
 def all_reduce_rounds(num_replicas: int) -> int:
-    """Return how often a ring all-reduce passes the link, one after the other."""
+    """Return the number of consecutive transfers of a ring all-reduce."""
     return 2 * (num_replicas - 1)
 
 
 def exchange_rounds(num_replicas: int) -> int:
-    """Return how often the cheaper way of `exchange_bytes` passes the link."""
+    """Return the number of consecutive transfers of the exchange in `exchange_bytes`."""
     return num_replicas - 1 if num_replicas <= 2 else all_reduce_rounds(num_replicas)
 
 
 def vote_bytes(numel: int, num_replicas: int) -> float:
     """Return the bytes that a worker sends to vote on `numel` signs by majority.
 
-    The cheaper of two ways, as of `exchange_bytes`: one bit for each to all others; or one bit up
-    to the worker that counts, and the result down, one bit, or two where the number of workers is
-    even and a tie can come.
+    The cheaper of two methods, as in `exchange_bytes`: one bit per sign to all other workers; or
+    one bit up to the worker that counts, and the result down, which takes one bit, or two for an
+    even number of workers because of ties.
     """
     plane = numel / 8
     down_planes = 2 if num_replicas % 2 == 0 else 1
@@ -60,11 +61,11 @@ def vote_bytes(numel: int, num_replicas: int) -> float:
 
 
 def power_sgd_floats(numel: int, width: float, rank: int, in_block: bool) -> float:
-    """Return how many numbers DDP's PowerSGD hook reduces in place of a layer's gradients.
+    """Return how many values DDP's PowerSGD hook all-reduces instead of a layer's gradients.
 
-    A matrix of n x m becomes n + m times the rank. A layer's shapes are not known here: a block is
-    taken for one of GPT-2's (12 width^2 parameters whose matrices have 16 width rows and columns),
-    what is outside of blocks for a table of embeddings. Vectors are left out.
+    An n x m matrix becomes (n + m) times the rank. As the shapes of a layer are unknown, a block is
+    assumed to be GPT-2's (12 width^2 parameters, whose matrices have 16 width rows and columns in
+    total), and the parameters outside of blocks to be an embedding. Vectors are ignored.
     """
     sides = 16 / 12 * numel / width if in_block else numel / width + width
     return min(rank * sides, numel)
@@ -73,7 +74,8 @@ def power_sgd_floats(numel: int, width: float, rank: int, in_block: bool) -> flo
 def exchange_bytes(num_bytes: int, num_replicas: int) -> float:
     """Return the bytes that a replica sends to exchange a payload of `num_bytes`.
 
-    The cheaper of two ways: every replica gathers all payloads, b(M-1); or each averages its share
-    of all payloads and the encoded mean is gathered, 2b(M-1)/M. They are equal for M = 2.
+    The cheaper of two methods: every replica gathers all payloads, b(M-1); or each replica averages
+    its shard of all payloads and the encoded means are gathered, 2b(M-1)/M. They are equal for
+    M = 2.
     """
     return min(num_bytes * (num_replicas - 1), all_reduce_bytes(num_bytes, num_replicas))

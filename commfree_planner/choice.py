@@ -1,4 +1,4 @@
-"""Which strategy a run should take at its bandwidth, and why."""
+"""Recommend a strategy for a bandwidth, with reasons."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from commfree_planner.training import Training
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy, and the reasons in sentences.
+    """A strategy, with reasons.
 
     Attributes:
-        strategy: what `Trainer(strategy=...)` takes.
-        setting: of it, in words; empty: its defaults.
-        utilization: that it reaches.
+        strategy: value for `Trainer(strategy=...)`.
+        setting: its arguments as text; empty for defaults.
+        utilization: of this setting.
         reasons: complete sentences.
     """
 
@@ -28,30 +28,31 @@ class Choice:
 
 
 def choose(training: Training, gbit_per_s: float, target: float, advice: Advice) -> Choice:
-    """Return the strategy that changes training least among those that reach the target.
+    """Return the strategy that changes training least and reaches the target.
 
-    In this order: data parallelism as it is; the same with gradients rounded to bf16; Streaming
-    DiLoCo. It is also the one where nothing reaches the target, unless another comes nearer.
+    It prefers plain data parallelism, then data parallelism with bf16 gradients, then Streaming
+    DiLoCo. If none reaches the target, it returns Streaming DiLoCo or Distributed Lion, whichever
+    has the higher utilization.
 
     Args:
         training: the run.
         gbit_per_s: bandwidth of a replica, in Gbit/s.
         target: utilization to reach, in (0, 1).
-        advice: the setting of Streaming DiLoCo, as `advise` returns it for the same.
+        advice: result of `advise` for the same arguments.
     """
     reached = {m.name: training.utilization(m.exchange, gbit_per_s) for m in methods(training)}
     if training.num_replicas == 1:
-        return Choice("ddp", "", 1.0, ("One replica has nobody to exchange with.",))
+        return Choice("ddp", "", 1.0, ("One replica exchanges nothing.",))
     if reached[DATA_PARALLEL] >= target:
         reason = (
             f"Data parallelism computes for {reached[DATA_PARALLEL]:.1%} of the time at this"
-            " bandwidth: nothing else has anything to gain."
+            " bandwidth: other strategies gain nothing."
         )
         return Choice("ddp", "", reached[DATA_PARALLEL], (reason,))
     if reached.get(BF16, 0.0) >= target:
         reason = (
             f"Data parallelism computes for {reached[DATA_PARALLEL]:.1%} of the time, and with"
-            f" gradients rounded to bf16 for {reached[BF16]:.1%}: the least change that does."
+            f" gradients rounded to bf16 for {reached[BF16]:.1%}, which reaches the target."
         )
         return Choice("ddp", "ddp_comm_hook=bf16_compress_hook", reached[BF16], (reason,))
     setting = (
@@ -67,24 +68,24 @@ def choose(training: Training, gbit_per_s: float, target: float, advice: Advice)
 
 def _reasons(reached: dict[str, float], name: str, best: float, target: float) -> Iterator[str]:
     yield (
-        f"Data parallelism would compute for {reached[DATA_PARALLEL]:.1%} of the time and wait for"
-        f" the rest; this computes for {best:.1%}."
+        f"Data parallelism computes for {reached[DATA_PARALLEL]:.1%} of the time and waits for the"
+        f" rest; this strategy computes for {best:.1%}."
     )
     if name != "distributed_lion":
         yield (
-            "distributed_lion, if the weights must be equal after every step or there is no memory"
-            f" for a global copy: {reached[LION]:.1%}, with a learning rate of its own."
+            "Use distributed_lion if weights must be equal after every step, or if there is no"
+            f" memory for a global copy: {reached[LION]:.1%}; it needs its own learning rate."
         )
     if reached[POWER_SGD] >= target:
         yield (
-            f"DDP with torch's PowerSGD hook would compute for {reached[POWER_SGD]:.1%}, before"
-            " what it takes to compress; its gradients are approximations."
+            f"DDP with torch's PowerSGD hook computes for {reached[POWER_SGD]:.1%}, not including"
+            " the time of compression; its gradients are approximations."
         )
     if DOMINO in reached:
         fast = (
-            "" if reached[DOMINO] >= target else "; give its ranks faster links, as within a node"
+            "" if reached[DOMINO] >= target else "; its ranks need faster links, as within a node"
         )
         yield (
-            "domino_tp between these ranks, if the model does not fit on one device:"
-            f" {reached[DOMINO]:.1%} at most{fast}."
+            "Use domino_tp between these ranks if the model does not fit on one device: at most"
+            f" {reached[DOMINO]:.1%}{fast}."
         )

@@ -1,10 +1,10 @@
-"""`commfree-plan`: what a link makes of a training, on the command line.
+"""`commfree-plan`: predict the utilization of a training run on the command line.
 
 ::
 
     commfree-plan --parameters 124e6 --blocks 12 --outside 39e6 --step-time 0.35 --bandwidth 0.1
 
-The recipe `recipes.plan` does the same for a model of transformers, counted exactly, and draws it.
+The recipe `recipes.plan` does the same for a transformers model with exact counts, and draws it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from commfree_planner.methods import Method, methods
 from commfree_planner.model import Model
 from commfree_planner.training import Training
 
-_WIDTH = 80  # letters a line: the narrowest terminal that people use
-TARGETS = (0.5, 0.9, 0.99)  # utilizations whose bandwidth the table names
+_WIDTH = 80  # columns of a standard terminal
+TARGETS = (0.5, 0.9, 0.99)  # utilizations whose bandwidth is shown
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table and the advice; what cannot be planned ends with a sentence and status 2."""
+    """Print tables and advice; exit with a message and status 2 if the arguments are invalid."""
     parser = _parser()
     options = parser.parse_args(arguments)
 
@@ -46,25 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="commfree-plan",
-        description="What a link makes of a training, before anything is trained: a simulation.",
+        description="Predict the utilization of a training run at a bandwidth, by simulation.",
     )
     add = parser.add_argument
-    add("--parameters", type=_count, required=True, help="trainable ones, such as 124e6")
+    add("--parameters", type=_count, required=True, help="trainable parameters, such as 124e6")
     add("--blocks", type=int, required=True, help="transformer blocks")
-    add("--outside", type=_count, default=0, help="of them outside of the blocks: embeddings")
-    add("--step-time", type=float, required=True, help="seconds of a step that waits for nobody")
+    add("--outside", type=_count, default=0, help="parameters outside of the blocks: embeddings")
+    add("--step-time", type=float, required=True, help="seconds of a step without waiting")
     add("--bandwidth", type=float, required=True, help="Gbit/s that one replica can send")
     add("--latency", type=float, default=0.0, help="of the link, one way, seconds: half a ping")
     add("--tokens-per-step", type=_count, help="of a replica; adds the row of tensor parallelism")
-    add("--width", type=int, help="of activations, numbers a token; GPT-2's if it is not given")
+    add("--width", type=int, help="activations per token; default: GPT-2's")
     add("--num-replicas", type=int, default=2)
-    add("--replica-size", type=int, default=1, help="ranks of a replica; from 2 on adds a line")
+    add("--replica-size", type=int, default=1, help="ranks of a replica; if above 1, adds a line")
     add("--sync-every", type=int, default=100)
-    add("--num-fragments", type=int, help="3 blocks each if it is not given")
+    add("--num-fragments", type=int, help="default: 3 blocks per fragment")
     add("--overlap-steps", type=int, default=1)
     add("--wire-dtype", choices=WIRE_DTYPES, default="fp4")
     add("--gradient-dtype", choices=GRADIENT_DTYPES, default="fp32", help="of DDP's gradients")
-    add("--target", type=float, default=0.95, help="share of the time that shall be computed in")
+    add("--target", type=float, default=0.95, help="share of the time for computing")
     return parser
 
 
@@ -72,9 +72,9 @@ def _count(text: str) -> int:
     try:
         number = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 124e6") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number: write 124e6") from None
     if not math.isfinite(number) or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(number)
 
 
@@ -82,8 +82,8 @@ def _planned(options: argparse.Namespace) -> tuple[Training, Advice]:
     parameters, blocks, outside = options.parameters, options.blocks, options.outside
     if blocks < 1 or not 0 <= outside <= parameters - blocks:
         raise ValueError(
-            f"{parameters:,} parameters cannot be {outside:,} outside of blocks and at least one in"
-            f" each of {blocks} blocks. Give counts of the whole model."
+            f"{parameters:,} parameters are too few for {outside:,} outside of blocks and at least"
+            f" one in each of {blocks} blocks. Pass counts of the whole model."
         )
 
     in_blocks = parameters - outside
@@ -113,7 +113,7 @@ def _lines(
     yield ""
 
     setting = f" ({choice.setting})" if choice.setting else ""
-    yield from _folded(f"Take strategy={choice.strategy}{setting}: {choice.utilization:.1%}.")
+    yield from _folded(f"Use strategy={choice.strategy}{setting}: {choice.utilization:.1%}.")
     for reason in choice.reasons:
         yield from _folded(f"- {reason}", "  ")
     verdict = "reaches" if advice.reaches_target else "does not reach"
@@ -147,7 +147,7 @@ def _needed(training: Training, compared: Sequence[Method]) -> list[list[str]]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table: two columns of words, then figures."""
+    """Yield the lines of a table: two columns of text, then numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, strict=True)

@@ -1,4 +1,4 @@
-"""What the ranks of one replica send to each other in a step, by how they hold it."""
+"""Traffic between the ranks of one replica, by layout."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from commfree_planner.training import Training
 
 
 def inside_bytes(training: Training, replica_size: int) -> dict[str, float]:
-    """Return the bytes that one rank sends to the others of its replica in a step.
+    """Return the bytes that one rank sends within its replica in a step, by layout.
 
-    One forward and one backward a step; with k ranks and b bytes of gradients or weights:
+    With one forward and one backward per step, k ranks, and b bytes of gradients or weights:
 
-    - ``ddp`` sums gradients in a ring: 2 b (k - 1) / k.
-    - ``fsdp`` gathers the weights for forward and backward, and reduces and scatters the gradients:
+    - ``ddp`` all-reduces the gradients: 2 b (k - 1) / k.
+    - ``fsdp`` all-gathers the weights for forward and backward, and reduce-scatters the gradients:
       3 b (k - 1) / k.
-    - ``domino`` sums activations, four times a block: of the replica's tokens, if they are known.
+    - ``domino`` all-reduces the activations four times per block; only if the tokens per step are
+      known.
 
     Args:
-        training: whose replica it is.
+        training: the run.
         replica_size: k, ranks of a replica.
 
     Raises:
@@ -29,8 +30,8 @@ def inside_bytes(training: Training, replica_size: int) -> dict[str, float]:
             f"`replica_size={replica_size}` must be at least 1: it counts the ranks of one replica."
         )
     model, dtype = training.model, training.gradient_dtype
-    passed = payload_bytes(model.params, dtype) * (replica_size - 1) / replica_size
-    found = {"ddp": 2 * passed, "fsdp": 3 * passed}
+    share = payload_bytes(model.params, dtype) * (replica_size - 1) / replica_size
+    found = {"ddp": 2 * share, "fsdp": 3 * share}
     if training.tokens_per_step is not None:
         activations = payload_bytes(round(training.tokens_per_step * model.activation_width), dtype)
         sums = LayerSums(
@@ -43,12 +44,9 @@ def inside_bytes(training: Training, replica_size: int) -> dict[str, float]:
 
 
 def inside_line(training: Training, replica_size: int) -> str:
-    """Return a sentence on `inside_bytes`."""
+    """Return the result of `inside_bytes` as a sentence."""
     sent = [
         f"{num_bytes / 1e6:,.4g} MB with inside={layout}"
         for layout, num_bytes in inside_bytes(training, replica_size).items()
     ]
-    return (
-        f"Within a replica of {replica_size} ranks each rank sends to the others in a step"
-        f" {', '.join(sent)}."
-    )
+    return f"Within a replica of {replica_size} ranks, each rank sends per step {', '.join(sent)}."

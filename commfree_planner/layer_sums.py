@@ -1,12 +1,12 @@
-"""Tensor parallelism's sums of activations, and Domino's hiding of them (arXiv:2409.15241).
+"""All-reduces of activations in tensor parallelism, and their overlap in Domino (arXiv:2409.15241).
 
-The ranks of a group hold a part of every layer. In each block two sums over the group are due in
-forward and two in backward: of attention's output and of the feed-forward's. Tensor parallelism
-waits for each. Domino cuts the batch in two: while the sum of half A travels, half B computes.
+The ranks of a group hold shards of every layer. Each block has two all-reduces in forward and two
+in backward, after attention and after the feed-forward layer. Tensor parallelism waits for each.
+Domino splits the batch in two: while the all-reduce of half A is in flight, half B computes.
 
-With a, the time in which a half computes what lies between two sums, and c, the time of its sum:
-half A's next part needs A's sum, and machine and link do one thing at a time. So a pair of halves
-takes 2 max(a, c). Sums of embedding and head are left out.
+Let a be the compute time of a half between two all-reduces, and c the time of its all-reduce. Half
+A continues after its all-reduce, and machine and link do one thing at a time, so a pair of halves
+takes 2 max(a, c). The all-reduces of embedding and head are ignored.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SUMS_PER_DIRECTION = 2  # of a block, in forward and in backward
+_SUMS_PER_DIRECTION = 2  # all-reduces of a block in forward, and in backward
 _HALVES = 2
-_FORWARD_SHARE = 1 / 3  # of a step's computing; backward has the rest
+_FORWARD_SHARE = 1 / 3  # of the compute time of a step
 
 
 @dataclass(frozen=True)
 class LayerSums:
-    """What one rank of a tensor parallel group sends in a step.
+    """The all-reduces of one rank of a tensor-parallel group in a step.
 
     Args:
         num_blocks: of the model.
-        bytes_per_sum: that a rank sends for one sum over the whole batch.
-        rounds: times that the link's latency is waited for in a sum.
+        bytes_per_sum: sent by a rank for one all-reduce over the whole batch.
+        rounds: number of latencies of an all-reduce.
     """
 
     num_blocks: int
@@ -42,18 +42,18 @@ class LayerSums:
 
     @property
     def bytes_per_step(self) -> float:
-        """The same."""
+        """Bytes that one rank sends in a step, which is a cycle."""
         return self.bytes_per_cycle
 
     @property
     def bytes_at_once(self) -> float:
-        """Bytes of one sum."""
+        """Bytes of one all-reduce, of half a batch."""
         return self.bytes_per_sum / _HALVES
 
     def utilization(
         self, layer_seconds: Sequence[float], bytes_per_s: float, latency_s: float
     ) -> float:
-        """Return the share of the time in which a rank computes.
+        """Return the share of time in which a rank computes.
 
         Args:
             layer_seconds: compute time of each layer in a step, forward and backward together.
@@ -65,7 +65,7 @@ class LayerSums:
         for seconds in layer_seconds:
             for share in (_FORWARD_SHARE, 1 - _FORWARD_SHARE):
                 half_s = seconds * share / _SUMS_PER_DIRECTION / _HALVES
-                # a layer that computes nothing stands in no block and has no sums
+                # layer 0, outside of blocks, computes nothing and has no all-reduces
                 slowest = max(half_s, sum_s) if seconds else 0.0
                 taken += _SUMS_PER_DIRECTION * _HALVES * slowest
         return sum(layer_seconds) / taken

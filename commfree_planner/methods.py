@@ -1,4 +1,4 @@
-"""The ways to train that are compared, and what each of them sends."""
+"""The compared training methods, and the messages of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from commfree_planner.bytes_sent import (
     power_sgd_floats,
     vote_bytes,
 )
-from commfree_planner.dag import Exchange, Message
 from commfree_planner.layer_sums import LayerSums
 from commfree_planner.model import build_exchange
+from commfree_planner.simulation import Exchange, Message
 from commfree_planner.training import Training
 
 DATA_PARALLEL = "data parallel"
@@ -27,7 +27,7 @@ POWER_SGD_RANK = 4
 
 
 class Method(NamedTuple):
-    """A way to train, and what it sends."""
+    """A training method and its messages."""
 
     name: str
     setting: str
@@ -35,11 +35,11 @@ class Method(NamedTuple):
 
 
 def methods(training: Training) -> list[Method]:
-    """Return all methods: those that exchange in every step, DiLoCo's, and Domino.
+    """Return all methods: those that exchange in every step, DiLoCo's variants, and Domino.
 
-    DiLoCo's are in the paper's order, and each sends less than the one before, or less at a time:
-    one fragment that blocks, in fp32; the same in P fragments; with overlap; with the training's
-    `wire_dtype`. Domino is there where the training's tokens are known.
+    The variants of DiLoCo are in the paper's order, and each sends less than the one before, or
+    less at a time: one blocking fragment in fp32; P fragments; with overlap; with the training's
+    `wire_dtype`. Domino requires the training's tokens per step.
     """
     count, tau, wire = training.fragment_count, training.overlap_steps, training.wire_dtype
     found = [
@@ -61,7 +61,7 @@ def methods(training: Training) -> list[Method]:
 
 
 def power_sgd(training: Training) -> Exchange:
-    """Return what DDP's PowerSGD hook sends, after it has begun; it sums twice."""
+    """Return the messages of DDP's PowerSGD hook, which has two all-reduces per layer."""
     model, rounds = training.model, 2 * all_reduce_rounds(training.num_replicas)
 
     def message(layer: int) -> Message:
@@ -76,7 +76,7 @@ def power_sgd(training: Training) -> Exchange:
 
 
 def lion(training: Training) -> Exchange:
-    """Return what `DistributedLionStrategy` sends, each replica a worker: votes by majority."""
+    """Return the messages of `DistributedLionStrategy` by majority; each replica is a worker."""
     return build_exchange(
         training.model,
         lambda numel: vote_bytes(numel, training.num_replicas),
@@ -86,13 +86,13 @@ def lion(training: Training) -> Exchange:
 
 
 def domino(training: Training) -> LayerSums:
-    """Return what `DominoTPStrategy` sends with the replicas' ranks as one tensor parallel group.
+    """Return the messages of `DominoTPStrategy` with all replicas as one tensor-parallel group.
 
-    It trains on the batches of all replicas together, so that a step computes as long as theirs.
+    It trains on the batches of all replicas together, so a step computes as long as theirs.
     """
-    assert training.tokens_per_step is not None, "there is no row without them"
-    numbers = training.num_replicas * training.tokens_per_step * training.model.activation_width
-    size = payload_bytes(round(numbers), training.gradient_dtype)
+    assert training.tokens_per_step is not None, "there is no row without the tokens per step"
+    numel = training.num_replicas * training.tokens_per_step * training.model.activation_width
+    size = payload_bytes(round(numel), training.gradient_dtype)
     return LayerSums(
         len(training.model.block_params),
         all_reduce_bytes(size, training.num_replicas),

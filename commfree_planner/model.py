@@ -1,4 +1,4 @@
-"""A model as the planner sees it: parameters by layer, and which of them leave together."""
+"""Parameters of a model by layer, and their division into fragments."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commfree_planner.dag import Exchange, Message
+from commfree_planner.simulation import Exchange, Message
 
-_BLOCKS_PER_FRAGMENT = 3  # as `diloco.fragments` takes them, after section 3.1 of the paper
+_BLOCKS_PER_FRAGMENT = 3  # the default of `diloco.fragments`, after section 3.1 of the paper
 
 
 @dataclass(frozen=True)
 class Model:
     """Trainable parameters by block.
 
-    Layer 0 is what stands in no block (embeddings, final norm, head). It comes first in a forward
-    and last in a backward, and computes nothing; the blocks, layers 1 ... L, share the step's time
-    in proportion to their parameters.
+    Layer 0 contains the parameters outside of blocks (embeddings, final norm, head). It is first in
+    forward and last in backward, and its compute time is zero; the blocks, layers 1 ... L, share
+    the step time in proportion to their parameters.
 
     Args:
-        block_params: of each block, in the order of the forward.
-        rest_params: of everything else.
-        width: of the activations between blocks, numbers a token; None takes that of a GPT-2 with
-            blocks of this size.
+        block_params: parameters of each block, in forward order.
+        rest_params: parameters outside of blocks.
+        width: activations per token between blocks; None assumes a GPT-2 with blocks of this size.
 
     Raises:
-        ValueError: there is no block, or a number is negative or all are zero.
+        ValueError: there is no block, a block has no parameter, or a number is negative.
     """
 
     block_params: tuple[int, ...]
@@ -37,40 +36,40 @@ class Model:
         if not self.block_params or min(self.block_params) < 1 or self.rest_params < 0:
             raise ValueError(
                 f"`block_params={self.block_params}`, `rest_params={self.rest_params}`: a model"
-                " needs at least one block, and every block at least one parameter. Count the"
-                " trainable parameters of each transformer block."
+                " needs at least one block, and every block at least one parameter. Pass the"
+                " number of trainable parameters of each transformer block."
             )
 
     @property
     def params(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return sum(self.block_params) + self.rest_params
 
     @property
     def default_num_fragments(self) -> int:
-        """P where the user gives none: 3 blocks per fragment, and one fragment for the rest."""
+        """Default P: 3 blocks per fragment, and one fragment for parameters outside of blocks."""
         return math.ceil(len(self.block_params) / _BLOCKS_PER_FRAGMENT) + bool(self.rest_params)
 
     @property
     def activation_width(self) -> float:
-        """The width; where nobody gave it, from 12 width^2 parameters in a block."""
+        """The width; by default derived from 12 width^2 parameters per block."""
         mean_block = sum(self.block_params) / len(self.block_params)
         return math.sqrt(mean_block / 12) if self.width is None else self.width
 
     def layer_params(self, layer: int) -> int:
-        """Return the parameters of a layer; 0 is the rest."""
+        """Return the number of parameters of a layer; 0 is outside of blocks."""
         return self.block_params[layer - 1] if layer else self.rest_params
 
     def layer_seconds(self, step_seconds: float) -> list[float]:
-        """Return how the layers share the compute time of a step, layer 0 first."""
+        """Return the compute time of each layer in a step, layer 0 first."""
         in_blocks = sum(self.block_params)
         return [0.0, *(step_seconds * params / in_blocks for params in self.block_params)]
 
     def fragments(self, num_fragments: int) -> list[list[int]]:
-        """Return the layers of each fragment, "strided": block i to fragment i mod (P - 1).
+        """Return the layers of each fragment, strided over the blocks.
 
         Raises:
-            ValueError: there are too few blocks for as many fragments.
+            ValueError: there are too few blocks for this number of fragments.
         """
         has_rest = bool(self.rest_params)
         layers = range(1, len(self.block_params) + 1)
@@ -78,8 +77,8 @@ class Model:
             raise ValueError(
                 f"`num_fragments={num_fragments}` is not between 1 and"
                 f" {len(layers) + has_rest}: the model has {len(layers)} blocks"
-                f"{' and something besides' if has_rest else ''}. Choose P in that range, or null"
-                f" for {self.default_num_fragments}."
+                f"{' and parameters outside of them' if has_rest else ''}. Choose a number in this"
+                f" range, or null for {self.default_num_fragments}."
             )
         if num_fragments == 1:
             return [[0, *layers]]
@@ -98,19 +97,19 @@ def build_exchange(
     by_layer: bool,
     rounds: int = 0,
 ) -> Exchange:
-    """Return what a replica sends; the defaults are those of data parallelism.
+    """Return the messages of a replica; the defaults are those of data parallelism.
 
     Args:
         model: the model.
-        sent_bytes: bytes that a replica sends for so many parameters.
+        sent_bytes: returns the bytes that a replica sends for a number of parameters.
         sync_every: H, inner steps.
         num_fragments: P.
         overlap_steps: tau, inner steps.
-        by_layer: True: a layer's share leaves as soon as its parameter gradient is there and is
-            waited for by that layer's forward, as in the paper's simulation and, in buckets, in
-            DDP. False: a fragment leaves in one piece after the step and is waited for before the
-            next one, as `StreamingDiLoCo` does it.
-        rounds: times that a message waits for the link's latency.
+        by_layer: True: a layer's share leaves when its parameter gradient is available, and that
+            layer's forward waits for it, as in the paper's simulation and, in buckets, in DDP.
+            False: a fragment leaves as a whole after the step, and the next step waits for it, as
+            in `StreamingDiLoCo`.
+        rounds: number of latencies of a message.
     """
     fragments = []
     for layers in model.fragments(num_fragments):

@@ -1,4 +1,4 @@
-"""What the user trains, and what it takes at a bandwidth."""
+"""A training run, and the messages and bandwidth that it needs."""
 
 from __future__ import annotations
 
@@ -15,37 +15,33 @@ from commfree_planner.bytes_sent import (
     exchange_rounds,
     payload_bytes,
 )
-from commfree_planner.dag import Exchange, utilization
 from commfree_planner.layer_sums import LayerSums
 from commfree_planner.model import Model, build_exchange
-from commfree_planner.search import log_grid, needed_bandwidth
+from commfree_planner.simulation import Exchange, log_grid, needed_bandwidth, utilization
 
-GBIT_GRID = log_grid(1e-6, 1e6, 1201)  # 100 a decade: 2.3 % from one to the next
-_GIVEN_AS = {"step_seconds": "step_time", "latency_s": "latency"}  # to commands
-_EAGER = " Eager updates hide a whole cycle: plan them as overlap_steps=sync_every-1."
+GBIT_GRID = log_grid(1e-6, 1e6, 1201)  # 100 points per decade, 2.3 % apart
+_OPTION_NAMES = {"step_seconds": "step_time", "latency_s": "latency"}  # of commands
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training run, as far as its communication goes.
+    """The properties of a training run that determine its communication.
 
     Args:
         model: parameters by block.
-        step_seconds: an inner step that waits for nobody, in seconds.
+        step_seconds: seconds of an inner step without waiting.
         num_replicas: M.
         sync_every: H, inner steps between two syncs of a fragment.
-        num_fragments: P; None takes 3 blocks per fragment and one fragment for the rest.
+        num_fragments: P; None takes the model's default.
         overlap_steps: tau, inner steps from launch to landing.
         wire_dtype: of the outer gradients.
-        gradient_dtype: of data parallelism's gradients; DDP's is that of the parameters, and the
-            activations' is taken to be it.
+        gradient_dtype: of gradients in data parallelism; also assumed for activations.
         latency_s: of the link, one way, in seconds.
-        tokens_per_step: that a replica trains on in a step; None: nobody said, and then there is no
-            row for tensor parallelism.
+        tokens_per_step: of a replica; None: unknown, which leaves out tensor parallelism.
 
     Raises:
-        ValueError: a value outside its range.
-        TypeError: a value that is no number.
+        ValueError: a value is out of range.
+        TypeError: a value is not a number.
     """
 
     model: Model
@@ -60,21 +56,21 @@ class Training:
     tokens_per_step: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_kinds()
+        self._check_types()
         if not (self.step_seconds > 0 and math.isfinite(self.step_seconds)):
             raise ValueError(
-                f"`step_time={self.step_seconds}` must be a positive number of seconds: what an"
-                " optimizer step takes where nothing is sent. Measure it with one replica."
+                f"`step_time={self.step_seconds}` must be a positive number of seconds: the"
+                " duration of an optimizer step without communication. Measure it with one replica."
             )
         for name in ("num_replicas", "sync_every"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` must be at least 1. Give a whole number."
+                    f"`{name}={getattr(self, name)}` must be at least 1. Pass a whole number."
                 )
         if not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(
                 f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
-                f" `sync_every={self.sync_every}`: a fragment has to land before it leaves again."
+                f" `sync_every={self.sync_every}`: a fragment must land before it leaves again."
                 " Lower `overlap_steps` or raise `sync_every`."
             )
         for name, legal in (("wire_dtype", WIRE_DTYPES), ("gradient_dtype", GRADIENT_DTYPES)):
@@ -85,24 +81,24 @@ class Training:
                 )
         if not 0 <= self.latency_s < math.inf:
             raise ValueError(
-                f"`latency={self.latency_s}` must be a number of seconds from 0 on, one way: half"
-                " of what ping says. Give, for example, 0.02 between regions."
+                f"`latency={self.latency_s}` must be a number of seconds of at least 0, one way:"
+                " half of the time shown by ping. Pass, for example, 0.02 between regions."
             )
         if self.tokens_per_step is not None and self.tokens_per_step < 1:
             raise ValueError(
-                f"`tokens_per_step={self.tokens_per_step}` must be at least 1: what a replica"
-                " trains on in a step. Leave it out for no row of tensor parallelism."
+                f"`tokens_per_step={self.tokens_per_step}` must be at least 1: the tokens of a"
+                " replica in a step. Omit it to leave out tensor parallelism."
             )
-        self.model.fragments(self.fragment_count)  # refuses what the model is too small for
+        self.model.fragments(self.fragment_count)  # raises if the model has too few blocks
 
     @property
     def fragment_count(self) -> int:
-        """P, the user's or the model's default."""
+        """P: the user's value or the model's default."""
         given = self.num_fragments
         return self.model.default_num_fragments if given is None else given
 
     def utilization(self, exchange: Exchange | LayerSums, gbit_per_s: float) -> float:
-        """Return the utilization at a bandwidth; see `dag.utilization`."""
+        """Return the utilization at a bandwidth; see `simulation.utilization`."""
         seconds = self.model.layer_seconds(self.step_seconds)
         return utilization(seconds, exchange, gbit_per_s, self.latency_s)
 
@@ -110,7 +106,7 @@ class Training:
         """Return the bandwidth that reaches a utilization, rounded up by at most 2.3 %.
 
         Returns:
-            Gbit/s; 0 where nothing is sent, infinity beyond 10^6: latency alone may be too much.
+            Gbit/s; 0 if nothing is sent, infinity above 10^6, for example due to latency.
 
         Raises:
             ValueError: the target is outside (0, 1).
@@ -122,7 +118,7 @@ class Training:
         return GBIT_GRID[i] if i < len(GBIT_GRID) else math.inf
 
     def diloco(self, num_fragments: int, overlap_steps: int, wire_dtype: str) -> Exchange:
-        """Return what `StreamingDiLoCoStrategy` sends with this setting and the training's H."""
+        """Return the messages of Streaming DiLoCo with this setting and the training's H."""
         return build_exchange(
             self.model,
             partial(self._outer_bytes, wire_dtype),
@@ -134,13 +130,13 @@ class Training:
         )
 
     def data_parallel(self, dtype: str | None = None) -> Exchange:
-        """Return what DDP sends between replicas, by a ring of one rank of each.
+        """Return the messages of DDP between replicas, in a ring of one rank per replica.
 
         Args:
-            dtype: of what is sent, as by a hook; None: that of the gradients.
+            dtype: of the messages, for a communication hook; None: that of the gradients.
 
-        Where a replica has several ranks, that is an all-reduce that adds within replicas first; a
-        flat ring of all ranks sends up to twice as much between two of them.
+        If a replica has several ranks, this is an all-reduce that adds within replicas first; a
+        flat ring of all ranks sends up to twice as much between two replicas.
         """
         sent = partial(self._gradient_bytes, dtype or self.gradient_dtype)
         rounds = all_reduce_rounds(self.num_replicas)
@@ -152,7 +148,7 @@ class Training:
     def _gradient_bytes(self, dtype: str, numel: int) -> float:
         return all_reduce_bytes(payload_bytes(numel, dtype), self.num_replicas)
 
-    def _check_kinds(self) -> None:
+    def _check_types(self) -> None:
         optional = ("num_fragments", "tokens_per_step")
         whole = ("num_replicas", "sync_every", "overlap_steps", *optional)
         for name in ("step_seconds", "latency_s", *whole):
@@ -162,8 +158,7 @@ class Training:
                 continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(
-                    f"`{_GIVEN_AS.get(name, name)}={value!r}` must be a"
+                    f"`{_OPTION_NAMES.get(name, name)}={value!r}` must be a"
                     f" {'whole ' if name in whole else ''}number, but it is a"
                     f" {type(value).__name__}."
-                    f"{_EAGER if value == 'eager' else ''}"
                 )

@@ -1,1 +1,1 @@
-"""Which architectures does Domino divide? `python -m benchmarks.architectures`."""
+"""Architectures that Domino supports: `python -m benchmarks.architectures`."""

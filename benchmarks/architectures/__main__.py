@@ -1,7 +1,7 @@
-"""Which architectures of transformers does Domino train, and how exactly?
+"""Train small transformers models with Domino and compare them with a plain Trainer.
 
-`python -m benchmarks.architectures` trains a small model of each for three steps, in a plain
-Trainer and with `DominoTPStrategy` on two ranks, in float64 and on batches whose rows are padded.
+`python -m benchmarks.architectures` trains a model of each architecture for three steps, in a plain
+Trainer and with `DominoTPStrategy` on two ranks, in float64 and with padded rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_commfree import DominoTPStrategy
 from lightning_commfree.domino import FAMILIES
 
 PAGE = Path(__file__).with_name("result.md")
-TITLE = "Which architectures does Domino divide?"
+TITLE = "Which architectures does Domino support?"
 RANKS, STEPS, ROWS, TOKENS, WORDS = 2, 3, 3, 12, 96
 SIZES = {
     "vocab_size": WORDS,
@@ -48,7 +48,7 @@ EXPERTS = {
     "moe_intermediate_size": 6,
 }
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
-OWN: dict[str, dict[str, Any]] = {  # sizes by other names, and what small models need
+OWN: dict[str, dict[str, Any]] = {  # other names for the same sizes, and what small models need
     "GPT2": {**GPT2, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 1},
     "Bloom": {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 4},
     "Falcon": {
@@ -75,15 +75,15 @@ ARCHITECTURES = (
 LORA = ("GPT2", "Llama", "Qwen3")
 HOW_TO_READ = f"""\
 Models with 2 blocks of width 16 are trained for {STEPS} steps of SGD on batches of {ROWS} x
-{TOKENS} tokens, of whose first row the last three are padding, in float64
-(`precision="64-true"`). *Loss* and *weights* are the largest differences from a plain Trainer, of
-all steps, and of all weights after the last one. transformers computes norms, softmax and the loss
-in float32, whatever the model is in: there a sum in another order is off by about 1e-7. *Held* is
-the share of the weights that rank 0 holds."""
+{TOKENS} tokens, the first row of which ends with three padding tokens, in float64
+(`precision="64-true"`). *Loss* and *weights* are the largest differences from a plain Trainer: over
+all steps, and over all weights after the last step. transformers computes norms, softmax and the
+loss in float32 whatever the dtype of the model; there, a different summation order changes the
+result by about 1e-7. *Held* is the share of the weights that rank 0 holds."""
 
 
 class Row(NamedTuple):
-    """What was found for an architecture."""
+    """Result for one architecture."""
 
     name: str
     how: str
@@ -93,7 +93,7 @@ class Row(NamedTuple):
 
 
 class Module(pl.LightningModule):
-    """A model, and the losses of its steps."""
+    """Train a model and record the loss of every step."""
 
     model: Any
     losses: Tensor
@@ -112,30 +112,30 @@ class Module(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD of what is trained."""
+        """Create SGD for the trainable parameters."""
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
 class Held(pl.Callback):
-    """Notes what share of the weights a rank holds, in a file: ranks are processes."""
+    """Write the share of the weights on rank 0 to a file, because ranks are processes."""
 
     def __init__(self, path: Path, whole: int) -> None:
         self._path, self._whole = path, whole
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write it."""
+        """Write the share."""
         if trainer.is_global_zero:
             held = sum(p.numel() for p in pl_module.parameters())
             self._path.write_text(str(held / self._whole))
 
 
 def make(name: str, lora: bool = False) -> nn.Module:
-    """Return a small model, float64, with weights that are not small."""
+    """Return a small float64 model with weights large enough for differences to show."""
     config_class = getattr(transformers, CONFIGS.get(name, f"{name}Config"))
     own = OWN.get(name, {})
     settings = own if name in ("GPT2", "Bloom", "Falcon") else {**SIZES, **own}
     config = config_class(**settings)
-    config._experts_implementation = "eager"  # grouped products know no float64
+    config._experts_implementation = "eager"  # grouped matrix products do not support float64
     torch.manual_seed(0)
     model: Any = getattr(
         transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel"
@@ -153,7 +153,7 @@ def make(name: str, lora: bool = False) -> nn.Module:
 
 
 def fit(model: nn.Module, strategy: Any, devices: int, folder: Path) -> tuple[Module, float]:
-    """Train a model; return its module and what a rank has held."""
+    """Train a model; return its module and the share of the weights on rank 0."""
     words = torch.randint(
         2, WORDS, (STEPS * ROWS, TOKENS), generator=torch.Generator().manual_seed(1)
     )
@@ -165,7 +165,7 @@ def fit(model: nn.Module, strategy: Any, devices: int, folder: Path) -> tuple[Mo
         accelerator="cpu",
         strategy=strategy,
         devices=devices,
-        use_distributed_sampler=False,  # all ranks share a batch, in the order of the plain one
+        use_distributed_sampler=False,  # all ranks get the same batches as the plain Trainer
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -179,7 +179,7 @@ def fit(model: nn.Module, strategy: Any, devices: int, folder: Path) -> tuple[Mo
 
 
 def measure(name: str, lora: bool, folder: Path) -> Row:
-    """Return what was found for one architecture."""
+    """Train one architecture both ways and compare."""
     title = f"{name} with LoRA" if lora else name
     model = make(name, lora)
     plain, _ = fit(copy.deepcopy(model), "auto", 1, folder)
@@ -191,13 +191,13 @@ def measure(name: str, lora: bool, folder: Path) -> Row:
         return Row(title, f"refused: {str(error).split('. ')[0]}")
     how = "scheduled" if scheduled else "by its plan"
     expected, begun = plain.model.state_dict(), make(name, lora).state_dict()
-    assert apart(expected, begun) > 1e-5, "three steps of SGD change something"
+    assert largest_difference(expected, begun) > 1e-5, "three steps of SGD must change the weights"
     loss = float((ours.losses - plain.losses).abs().max())
-    return Row(title, how, loss, apart(ours.model.state_dict(), expected), held)
+    return Row(title, how, loss, largest_difference(ours.model.state_dict(), expected), held)
 
 
-def apart(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the largest difference of two states' floating-point tensors."""
+def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Return the largest difference between the floating-point tensors of two states."""
     return max(
         float((value - other[key]).abs().max())
         for key, value in state.items()
@@ -206,22 +206,23 @@ def apart(state: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def opening(rows: Sequence[Row]) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     done = [row for row in rows if not row.how.startswith("refused")]
     worst = max(done, key=lambda row: row.weights)
     counts = {how: sum(row.how == how for row in rows) for how in ("scheduled", "by its plan")}
     return [
-        "Domino schedules some architectures of transformers, divides others by the tensor-parallel"
-        " plan in their config, and refuses the rest. Which, and do they train alike?",
+        "Domino overlaps communication for some transformers architectures, shards others by the"
+        " tensor-parallel plan in their config, and refuses the rest. Which are they, and do they"
+        " train the same?",
         "",
-        f"- **Found:** {counts['scheduled']} scheduled, {counts['by its plan']} divided by a plan,"
+        f"- **Found:** {counts['scheduled']} scheduled, {counts['by its plan']} sharded by a plan,"
         f" {len(rows) - len(done)} refused. Weights differ from a plain Trainer's by"
         f" {worst.weights:.1e} at most ({worst.name}).",
     ]
 
 
 def page_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the page below its provenance."""
+    """Return the page below the provenance."""
     lines = ["| architecture | how | loss | weights | held |", "|---|---|---|---|---|"]
     for row in rows:
         refused = row.how.startswith("refused")
@@ -231,7 +232,7 @@ def page_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train all, then write the page."""
+    """Train all architectures and write the page."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.architectures", description=__doc__.splitlines()[0]
     )

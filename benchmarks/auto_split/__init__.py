@@ -1,1 +1,1 @@
-"""Does Domino choose its split well? `python -m benchmarks.auto_split`."""
+"""How well `split="auto"` of Domino chooses: `python -m benchmarks.auto_split`."""

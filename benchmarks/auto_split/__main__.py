@@ -1,8 +1,8 @@
-"""Does `split="auto"` of Domino lose to a fixed split? `python -m benchmarks.auto_split`.
+"""Compare `split="auto"` of Domino with fixed splits: `python -m benchmarks.auto_split`.
 
-Two nodes of the laboratory share a GPT-2. For each size of batch "auto" is given its trial first.
-Then passes of the fixed splits say which is the best, and, where that is another one, passes of
-"auto" and of the best one how far it is behind. It takes root and iproute2.
+Two nodes of the laboratory share a GPT-2. For each batch size, "auto" first completes its trial.
+Passes of all fixed splits then determine the best one. If "auto" chose another one, further passes
+of these two measure how much slower it is. It needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ PAGE = Path(__file__).with_name("result.md")
 TITLE = 'Does `split="auto"` choose well?'
 MOST_LOST = 1.02  # of the best fixed split's time
 HOW_TO_READ = f"""\
-Milliseconds of a forward and backward of a GPT-2 with {LAYERS} blocks of width {WIDTH}, divided
-among two nodes with one thread each; medians over rounds of the slower node. Batches have rows of
-{TOKENS} tokens. *Chosen* is what "auto" has taken, by its own measurements, after so many passes
-(*trial*). *Ratio*: the time of "auto" over that of the best fixed split, round by round, in rounds
-of these two that follow the others; then the median, and between which values 95 % of such medians
-lie. It is 1 where "auto" has chosen the best split: both run the same events then, which the job
-asserts. The rule, written before the run: met if every ratio is at most {MOST_LOST:g}."""
+Milliseconds of a forward and backward pass of a GPT-2 with {LAYERS} blocks of width {WIDTH},
+sharded over two nodes with one thread each; medians over rounds of the slower node. Batches have
+rows of {TOKENS} tokens. *Chosen* is the split that "auto" took from its own measurements, after
+the number of passes in *trial*. *Ratio* is the time of "auto" over the time of the best fixed
+split, compared round by round in separate rounds of these two: the median and its 95 % confidence
+interval. It is 1 where "auto" chose the best split, because both then run the same events (the
+job asserts this). The rule, written before the run: met if every ratio is at most {MOST_LOST:g}."""
 
 
 class Cell(NamedTuple):
-    """What was found for a rate and a number of rows."""
+    """Measurements for one rate and batch size."""
 
     chosen: str
-    trial: int  # passes until it was chosen
-    passes: Mapping[str, Sequence[float]]  # seconds, round by round, of the fixed splits
-    pair: Mapping[str, Sequence[float]]  # of "auto" and the best one, if that is another one
+    trial: int  # passes until the choice
+    passes: Mapping[str, Sequence[float]]  # seconds of the fixed splits, by round
+    pair: Mapping[str, Sequence[float]]  # of "auto" and the best split; empty if they are the same
 
     @property
     def ms(self) -> dict[str, float]:
@@ -49,36 +49,36 @@ class Cell(NamedTuple):
 
     @property
     def best(self) -> str:
-        """The fixed split that took least."""
+        """The fastest fixed split."""
         return min(FIXED, key=self.ms.__getitem__)
 
     @property
-    def behind(self) -> tuple[float, float, float]:
-        """Time of "auto" over that of the best: the median over rounds, and its 95 % interval."""
+    def ratio_interval(self) -> tuple[float, float, float]:
+        """Median over rounds of the time of "auto" over the best split's, and its 95 % interval."""
         if not self.pair:
             return 1, 1, 1
         ratios = sorted(
             own / its for own, its in zip(self.pair[AUTO], self.pair[self.best], strict=True)
         )
-        half = 0.98 * len(ratios) ** 0.5  # of the ranks between which a median lies
+        half = 0.98 * len(ratios) ** 0.5  # half width of the interval, in ranks
         low, high = round(len(ratios) / 2 - half), round(len(ratios) / 2 + half)
         ends = ratios[max(low, 0)], ratios[min(high, len(ratios) - 1)]
         return statistics.median(ratios), *ends
 
     @property
     def ratio(self) -> float:
-        """Time of "auto" over that of the best fixed split."""
-        return self.behind[0]
+        """Median time of "auto" over the best fixed split's."""
+        return self.ratio_interval[0]
 
 
 Cells = Mapping[tuple[str, int], Cell]
 
 
 def measure(rates: Sequence[str], rows: Sequence[int], most_rounds: int) -> Cells:
-    """Return what was found.
+    """Measure all cells.
 
     Raises:
-        LaboratoryUnavailable: where this machine cannot make the laboratory.
+        LaboratoryUnavailable: this machine cannot run the laboratory.
         RuntimeError: a node failed.
     """
     found: dict[tuple[str, int], Cell] = {}
@@ -99,26 +99,26 @@ def measure(rates: Sequence[str], rows: Sequence[int], most_rounds: int) -> Cell
 
 
 def opening(cells: Cells) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     worst = max(cells, key=lambda key: cells[key].ratio)
     met = [cell for cell in cells.values() if cell.ratio <= MOST_LOST]
     right = [cell for cell in cells.values() if cell.chosen == cell.best]
     trials = [cell.trial for cell in cells.values()]
     verdict = "met" if len(met) == len(cells) else "missed"
     return [
-        "Splitting a batch pays for large ones on slow links, and costs time elsewhere. Does"
-        ' `split="auto"` find what is fastest?',
+        "Splitting a batch is faster for large batches on slow links and slower elsewhere. Does"
+        ' `split="auto"` find the fastest split?',
         "",
         f"- **Found:** within {MOST_LOST - 1:.0%} of the best fixed split in {len(met)} of"
         f" {len(cells)} cells ({verdict}); at worst {cells[worst].ratio:.3f}"
         f" ({worst[1]} x {TOKENS} tokens at {worst[0]}).",
-        f"- The fastest split by this page's medians was chosen in {len(right)} of {len(cells)},"
-        f" after {min(trials)} to {max(trials)} passes, which train.",
+        f"- It chose the split that is fastest by this page's medians in {len(right)} of"
+        f" {len(cells)} cells, after {min(trials)} to {max(trials)} passes, which train as usual.",
     ]
 
 
 def page_lines(cells: Cells) -> list[str]:
-    """Return the page below its provenance."""
+    """Return the page below the provenance."""
     lines = [
         "| link | rows | " + ", ms | ".join(FIXED) + ", ms | rounds | chosen | trial | ratio"
         " | rounds |",
@@ -127,7 +127,7 @@ def page_lines(cells: Cells) -> list[str]:
     for (rate, rows), cell in cells.items():
         times = " | ".join(f"{cell.ms[split]:.1f}" for split in FIXED)
         of_all, of_two = len(cell.passes["none"]), len(cell.pair.get(AUTO, ()))
-        ratio = "{:.3f} ({:.3f} to {:.3f})".format(*cell.behind) if cell.pair else "1"
+        ratio = "{:.3f} ({:.3f} to {:.3f})".format(*cell.ratio_interval) if cell.pair else "1"
         lines.append(
             f"| {rate} | {rows} | {times} | {of_all} | {cell.chosen} | {cell.trial} | {ratio}"
             f" | {of_two or ''} |"
@@ -136,7 +136,7 @@ def page_lines(cells: Cells) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write the page."""
+    """Measure and write the page."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.auto_split", description=__doc__.splitlines()[0]
     )

@@ -1,13 +1,13 @@
-"""What one node of `benchmarks.auto_split` runs: passes of a GPT-2 under every split, by lot.
+"""Job of one node of `benchmarks.auto_split`: passes of a GPT-2 under every split, in random order.
 
-`python -m benchmarks.auto_split.job PLAN OUT`: a line of JSON in OUT for each number of rows, with
-what "auto" has chosen, after how many passes, and seconds of passes, of the slower node's each:
+`python -m benchmarks.auto_split.job PLAN OUT` writes one line of JSON to OUT for each batch size:
+the choice of "auto", the number of passes before it, and the seconds of passes on the slower node:
 
-1. Rounds of all fixed splits, in an order drawn anew for each. They say which is the best.
-2. If that is not what "auto" has chosen: rounds of "auto" and of the best one. They alone say how
-   far "auto" is behind, for which one was the best has been said by others.
+1. Rounds of all fixed splits in random order. They determine the best split.
+2. If "auto" chose another one: rounds of "auto" and the best split. Only these measure the ratio,
+   because the fastest of several noisy splits looks faster than it is in the rounds that chose it.
 
-All splits train one model: two models with the same code differ by where their memory lies.
+All splits run on one model: two models with the same code differ by the placement of their memory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_commfree.domino.settings import AUTO
 
 FIXED = ("none", "batch", "token")
 TOKENS, VOCABULARY, WIDTH, LAYERS = 128, 512, 256, 4
-SECONDS, LEAST = 5.0, 21  # of a split's passes in the first rounds, and how many at least
-PAIR_SECONDS, PAIR_LEAST = 45.0, 41  # the same of the second
+SECONDS, LEAST = 5.0, 21  # for the passes of a split in step 1, and their minimum number
+PAIR_SECONDS, PAIR_LEAST = 45.0, 41  # the same for step 2
 MOST = 601
 
 
-def divided(channel: Channel) -> tuple[Any, ParallelModel]:
-    """Return a model, and how it is divided."""
+def sharded_model(channel: Channel) -> tuple[Any, ParallelModel]:
+    """Return a model and its tensor-parallel wrapper."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -57,7 +57,7 @@ def divided(channel: Channel) -> tuple[Any, ParallelModel]:
 
 
 def pass_s(model: Any, words: torch.Tensor) -> float:
-    """Return the seconds of a forward and backward that all ranks begin together."""
+    """Return the seconds of a forward and backward pass that all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     model(input_ids=words, labels=words, use_cache=False).loss.backward()
@@ -66,13 +66,13 @@ def pass_s(model: Any, words: torch.Tensor) -> float:
     return seconds
 
 
-def compared(
-    splits: Sequence[str], run: Callable[[str], float], rounds: int, lots: random.Random
+def measured(
+    splits: Sequence[str], run: Callable[[str], float], rounds: int, shuffle: random.Random
 ) -> dict[str, list[float]]:
-    """Return the seconds of passes, round by round, of the slower node's each; collective."""
+    """Return the seconds of passes on the slower node, by split and round; collective."""
     passes: dict[str, list[float]] = {split: [] for split in splits}
     for _ in range(rounds):
-        for split in lots.sample(splits, len(splits)):
+        for split in shuffle.sample(splits, len(splits)):
             passes[split].append(run(split))
     slower = torch.tensor([*passes.values()], dtype=torch.float64)
     dist.all_reduce(slower, dist.ReduceOp.MAX)
@@ -80,14 +80,14 @@ def compared(
 
 
 def main() -> None:
-    """Measure what the first argument says, and write it to the second's file."""
+    """Measure the plan in the first argument and write the results to the second's file."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     channel = Channel.open([list(range(size))], rank, Ledger())
-    model, parallel = divided(channel)
-    lots = random.Random(0)  # the same on all nodes
+    model, parallel = sharded_model(channel)
+    shuffle = random.Random(0)  # the same on all nodes
 
     def run(split: str, events: list[Any] | None = None) -> float:
         parallel.settings = DominoSettings(split=split)
@@ -110,13 +110,13 @@ def main() -> None:
             own: list[Any] = []
             its: list[Any] = []
             longest = torch.tensor(run(AUTO, own) + run(chosen, its)) / 2
-            assert own == its, "auto runs its choice"
+            assert own == its, "auto must run the split that it chose"
             dist.all_reduce(longest, dist.ReduceOp.MAX)
-            passes = compared(FIXED, run, rounds(SECONDS, LEAST), lots)
+            passes = measured(FIXED, run, rounds(SECONDS, LEAST), shuffle)
             best = min(FIXED, key=lambda split: statistics.median(passes[split]))
             pair = {}
             if best != chosen:
-                pair = compared((AUTO, best), run, rounds(PAIR_SECONDS, PAIR_LEAST), lots)
+                pair = measured((AUTO, best), run, rounds(PAIR_SECONDS, PAIR_LEAST), shuffle)
             line = {"rows": rows, "chosen": chosen, "trial": trial, "passes": passes, "pair": pair}
             file.write(json.dumps(line) + "\n")
 

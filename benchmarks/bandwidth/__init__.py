@@ -1,6 +1,5 @@
-"""How long does a step of each way to train take over slow links, and what does it send?
+"""Step time and traffic over slow links: Streaming DiLoCo compared with DDP and torchft.
 
-Streaming DiLoCo beside DDP and torchft, on two nodes of the laboratory. `measure` runs a `job` (or
-`torchft_job`) in every node, of which `window` takes the figures; `figures` are their medians,
-`chain` says whether each row is no slower than the one that it adds to, `page` writes it up.
+`measure` runs a `job` (or `torchft_job`) in each of two nodes of the laboratory, where `window`
+times the steps; `figures` computes medians and verdicts, `page` writes the result page.
 """

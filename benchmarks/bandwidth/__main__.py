@@ -1,9 +1,9 @@
 """Step time, utilization and bytes over slow links: `python -m benchmarks.bandwidth`.
 
-Two nodes of the network laboratory train the same GPT-2 in every way of the table, at every rate,
-a few steps of one way and then a few of the next.
-What was measured is kept as JSON, so a broken run goes on where it stopped, and `--page-only`
-writes the page again. It takes root and iproute2; torchft's rows take the extra `bench`.
+Two nodes of the network laboratory train the same GPT-2 with every method of the table at every
+rate, alternating between methods every few steps. Measurements are kept as JSON, so an interrupted
+call continues where it stopped, and `--page-only` writes the page again. It needs root and
+iproute2; the rows of torchft need the extra `bench`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", default=["20mbit", "100mbit", "1gbit"])
     parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo, a window")
+    parser.add_argument("--cycles", type=int, default=1, help="of DiLoCo in a window")
     parser.add_argument("--sync-every", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=40, help="of DDP's window, at most")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, a row")
+    parser.add_argument("--steps", type=int, default=40, help="of DDP's window at most")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per row")
     parser.add_argument("--raw", type=Path, default=Path("outputs/bench/bandwidth.json"))
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
@@ -43,13 +43,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be 1 or more, not {getattr(options, name)}")
     if options.sync_every < 10 or options.sync_every % 2:
-        # the warm-up lies before the first launch, and torchft's two fragments share the cycle
+        # the warm-up ends before the first launch, and torchft's two fragments share a cycle
         parser.error(f"--sync-every must be even and 10 or more, not {options.sync_every}")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write the page."""
+    """Measure and write the page."""
     options = parse(arguments)
     exit_on_signals()
     settings = {name: getattr(options, name) for name in ("sync_every", "cycles", "steps")}

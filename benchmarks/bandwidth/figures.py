@@ -1,10 +1,11 @@
-"""What `benchmarks.bandwidth` measured, by rate and row: medians over the rounds."""
+"""Medians of the bandwidth measurements over rounds, and whether one row is slower than another."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,40 +25,49 @@ LABELS = {
     "torchft": "torchft DiLoCo, no delay",
     "torchft_delay": "torchft DiLoCo, delay 5, alpha 0.5",
 }
-FEWEST_ROUNDS = 3  # of fewer a median does not leave an interruption out
+FEWEST_ROUNDS = 3  # a median of fewer rounds does not remove an interruption
 
-RoundOfCall = tuple[int | None, int]  # call and round
+RoundOfCall = tuple[int, int]  # call and round
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One row of the table at one rate: medians over the rounds, of the slower node."""
+    """One row of the table at one rate: medians over the rounds, of the slower node.
 
-    ms_by_round: Mapping[RoundOfCall, float]  # a window's mean step
-    steps_by_round: Mapping[
-        RoundOfCall, NDArray[np.float64]
-    ]  # ms, nodes x steps; where they were kept
-    own_by_round: Mapping[
-        RoundOfCall, NDArray[np.float64]
-    ]  # ms of the strategy itself at each step, of the node that took less; where it was measured
-    beside_ms: float | None  # CPU time per step in other threads, of the node with more of it
+    Attributes:
+        ms_by_round: mean step of a window.
+        steps_by_round: ms of every step, nodes x steps; only of rounds that recorded steps.
+        own_by_round: ms that the strategy itself took at each step, of the node that took less;
+            only of rounds that measured it.
+        beside_ms: CPU time of all other threads per step, of the node with more of it.
+        step_ms: median of `ms_by_round`.
+        wire_bytes: sent by the interface, per step and node.
+        ledger_bytes: counted by the ledger or, for DDP, computed, per step and node.
+        ledger_is_counted: False if `ledger_bytes` is computed.
+        waited_ms: time waiting for other ranks per step, of the node that waited longer.
+    """
+
+    ms_by_round: Mapping[RoundOfCall, float]
+    steps_by_round: Mapping[RoundOfCall, NDArray[np.float64]]
+    own_by_round: Mapping[RoundOfCall, NDArray[np.float64]]
+    beside_ms: float | None
     step_ms: float
-    wire_bytes: float  # per step and node
+    wire_bytes: float
     ledger_bytes: float | None
     ledger_is_counted: bool
-    waited_ms: float | None  # per step, of the node that waited longer; None: nobody counted
+    waited_ms: float | None
 
     def step_by_step_ms(self, rounds: Iterable[RoundOfCall] | None = None) -> float | None:
         """Return the mean over the window's steps of each step's median over the rounds.
 
-        Of the slower node. What interrupts the machine for seconds lies elsewhere in every round
-        and falls out; what a step costs in every round, a sync among them, stays.
+        Of the slower node. This removes interruptions of the machine, which hit another step in
+        every round, and keeps costs that occur in every round, such as a sync.
 
         Args:
-            rounds: of which ones; None means all.
+            rounds: to use; None means all.
 
         Returns:
-            Milliseconds; None where fewer than `FEWEST_ROUNDS` rounds kept their steps.
+            Milliseconds; None if fewer than `FEWEST_ROUNDS` rounds recorded their steps.
         """
         chosen = self.steps_by_round if rounds is None else rounds
         kept = [self.steps_by_round[key] for key in chosen if key in self.steps_by_round]
@@ -66,16 +76,16 @@ class Figures:
         return float(np.median(kept, axis=0).mean(axis=1).max())
 
     def own_ms(self, but_for: RoundOfCall | None = None) -> float | None:
-        """Return how long the strategy holds up training, without waiting for a slower node.
+        """Return how long the strategy blocks training per step, without waiting for a slower node.
 
-        Of what it took at the end of each step: of the node that took less, for the other one came
-        first and waited; of these the medians over the rounds, and their mean over the steps.
+        Of the times at the end of each step, this takes the node with the smaller one (the other
+        node came first and waited), the median over the rounds, and the mean over the steps.
 
         Args:
-            but_for: a round that is left out.
+            but_for: a round to leave out.
 
         Returns:
-            Milliseconds a step; None where nobody measured it.
+            Milliseconds per step; None if it was not measured.
         """
         own = [steps_ms for key, steps_ms in self.own_by_round.items() if key != but_for]
         return float(np.median(own, axis=0).mean()) if own else None
@@ -84,12 +94,11 @@ class Figures:
 def figures_by_row(
     records: Sequence[dict[str, Any]], rate: str, labels: Mapping[str, str] = LABELS
 ) -> dict[str, Figures | str]:
-    """Return the figures of a rate by row, in the table's order; what only failed has its error."""
+    """Return the figures at one rate by row, or the error of a row that always failed."""
     found: dict[str, Figures | str] = {}
     for row in labels:
         mine = [r for r in records if r["rate"] == rate and r["row"] == row]
-        # an older version did not keep which call had measured
-        rounds = {(r.get("call"), r["round"]): r["nodes"] for r in mine}
+        rounds = {(r["call"], r["round"]): r["nodes"] for r in mine}
         errors = [node["error"] for nodes in rounds.values() for node in nodes if node["error"]]
         good = {
             key: nodes for key, nodes in rounds.items() if not any(node["error"] for node in nodes)
@@ -108,7 +117,7 @@ def _figures(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -
         for key, round_ in rounds.items()
     }
     counted = [node["ledger_bytes"] / node["steps"] for node in nodes if node["ledger_bytes"]]
-    # DDP has no ledger: the formula that the ledger uses for this collective
+    # DDP has no ledger: use the ledger's formula for this collective
     num_bytes = 4 * nodes[0]["parameters"]
     computed = None
     if row == "ddp":
@@ -137,10 +146,126 @@ def _figures(row: str, rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]]) -
 def _median_of_worst(
     rounds: Mapping[RoundOfCall, Sequence[dict[str, Any]]], key: str
 ) -> float | None:
-    """Return ms a step of the node with most of it, median over the rounds that measured it."""
+    """Return the median over rounds of the largest value among the nodes, in ms per step."""
     found = [
         max(1e3 * node[key] / node["steps"] for node in round_)
         for round_ in rounds.values()
         if all(node.get(key) is not None for node in round_)
     ]
     return statistics.median(found) if found else None
+
+
+CHAIN = ("ddp", "diloco", "streaming", "overlap", "overlap_fp4")  # each extends the one before it
+NOT_SLOWER, SLOWER = "not slower", "slower"
+
+
+def chain_lines(found: dict[str, Figures | str]) -> list[str]:
+    """Return for every row of `CHAIN` whether it is slower than the one before it.
+
+    Step by step if enough rounds recorded their steps, otherwise by the means of the windows.
+    """
+    lines = []
+    for before, after in pairwise(CHAIN):
+        first, second = found.get(before), found.get(after)
+        if not (isinstance(first, Figures) and isinstance(second, Figures)):
+            continue
+        ratio, ratios = compare(second, first)
+        reach = f" (by round {', '.join(f'{r:.3f}' for r in ratios)})" if ratios[1:] else ""
+        verdict = verdict_of_rounds(ratio, ratios)
+        steps = compare_step_by_step(second, first)
+        if steps is not None:
+            by_step, without_one = steps
+            reach += f"; step by step {by_step:.4f}"
+            if without_one:
+                low, high = min(without_one), max(without_one)
+                reach += f" ({low:.4f} to {high:.4f} with any one round left out)"
+            verdict = verdict_of_steps(by_step, without_one)
+        text = f"{ratio:.4f} of its time{reach}: {verdict}"
+        text += _own_time_text(second, first)
+        if first.beside_ms is not None and second.beside_ms is not None:
+            text += (
+                f". Its other threads take {second.beside_ms:.2f} ms of CPU per step, the other"
+                f" row's {first.beside_ms:.2f}"
+            )
+        lines.append(f"- {LABELS[after]}, against {LABELS[before]}: {text}.")
+    return lines
+
+
+def noise_lines(found: dict[str, Figures | str]) -> list[str]:
+    """Return the spread of the row without communication, which only the machine causes."""
+    none = found.get("none")
+    if not isinstance(none, Figures) or len(none.ms_by_round) < 2:
+        return []
+    steps = none.ms_by_round.values()
+    return [
+        f"- No communication itself took {min(steps):.1f} to {max(steps):.1f} ms by round: compare"
+        " rows within a round only."
+    ]
+
+
+def compare(ours: Figures, other: Figures) -> tuple[float, list[float]]:
+    """Return the ratio of the median steps, and the ratios of the rounds in ascending order.
+
+    Uses the rounds that both rows have. If there is none, it uses all rounds and returns no ratios
+    of rounds.
+    """
+    both = ours.ms_by_round.keys() & other.ms_by_round.keys()
+    if not both:
+        return ours.step_ms / other.step_ms, []
+    medians = [statistics.median(c.ms_by_round[key] for key in both) for c in (ours, other)]
+    by_round = sorted(ours.ms_by_round[key] / other.ms_by_round[key] for key in both)
+    return medians[0] / medians[1], by_round
+
+
+def compare_step_by_step(ours: Figures, other: Figures) -> tuple[float, list[float]] | None:
+    """Return the ratio of the step-by-step times, and the same with each of the rounds left out.
+
+    Uses the rounds in which both rows recorded their steps; None if there are too few.
+    """
+    both = ours.steps_by_round.keys() & other.steps_by_round.keys()
+
+    def ratio(rounds: Collection[RoundOfCall]) -> float | None:
+        mine, its = ours.step_by_step_ms(rounds), other.step_by_step_ms(rounds)
+        return None if mine is None or its is None else mine / its
+
+    of_all = ratio(both)
+    if of_all is None:
+        return None
+    without_one = [ratio(both - {key}) for key in both]
+    return of_all, [r for r in without_one if r is not None]
+
+
+def verdict_of_rounds(ratio: float, by_round: Sequence[float]) -> str:
+    """Return the verdict on a ratio of medians, given the ratios of the rounds."""
+    if ratio <= 1:
+        return NOT_SLOWER
+    if by_round and 2 * sum(one <= 1 for one in by_round) >= len(by_round):
+        return "undecided, not slower in at least half of the rounds"
+    return SLOWER
+
+
+def _own_time_text(ours: Figures, other: Figures) -> str:
+    """Return how long both rows block training, and a verdict; empty if it was not measured."""
+    mine, its = ours.own_ms(), other.own_ms()
+    if mine is None or its is None:
+        return ""
+    without_one = []
+    if min(len(ours.own_by_round), len(other.own_by_round)) > FEWEST_ROUNDS:
+        for key in ours.own_by_round.keys() | other.own_by_round.keys():
+            mine_without, its_without = ours.own_ms(key), other.own_ms(key)
+            assert mine_without is not None, "other rounds remain"
+            assert its_without is not None, "other rounds remain"
+            without_one.append(mine_without / its_without)
+    own = [
+        f"{ms:.2f} ms per step ({len(figures.own_by_round)} rounds)"
+        for ms, figures in ((mine, ours), (its, other))
+    ]
+    verdict = verdict_of_steps(mine / its, without_one)
+    return f". It blocks training for {own[0]}, the other row for {own[1]}: {verdict}"
+
+
+def verdict_of_steps(ratio: float, without_one: Sequence[float]) -> str:
+    """Return the verdict on a ratio, given the same ratio with each round left out."""
+    if without_one and min(ratio, *without_one) <= 1 < max(ratio, *without_one):
+        return "undecided, it changes if a round is left out"
+    return NOT_SLOWER if ratio <= 1 else SLOWER

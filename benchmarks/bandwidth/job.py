@@ -1,9 +1,8 @@
-"""What one node of the bandwidth tables runs: all rows in one process, in turn, measured alike.
+"""Job of one node of the bandwidth benchmarks: all rows in one process, taking turns.
 
-Every row trains the same GPT-2 on the same made-up tokens, `WARM_UP` steps first and then the
-window, a leg of a few steps at a time: wall-clock time, the interface's counter and the ledger.
-Between two legs the other rows have theirs. One more step follows the window, so that what a
-strategy does at the end of a fit lies outside.
+Every row trains the same GPT-2 on the same random tokens, first `WARM_UP` steps and then the
+window, in legs of a few steps between which the other rows have theirs. One more step follows the
+window, so that the work at the end of a fit is outside of it.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ BATCH, TOKENS, VOCABULARY = 4, 128, 4096
 
 
 def tiny_gpt2() -> GPT2LMHeadModel:
-    """Return the model of all rows: GPT-2, 6 blocks, 5.8 million parameters, random."""
+    """Return the model of all rows: a random GPT-2 with 6 blocks and 5.8 million parameters."""
     return gpt2(VOCABULARY, TOKENS, layers=6, width=256)
 
 
 class HookedDDP(DDPStrategy):
-    """DDP with a communication hook also on the CPU, where Lightning leaves it out.
+    """DDP with a communication hook on the CPU, where Lightning ignores hooks.
 
     Args:
-        make_hook: returns the hook's state and the hook; called when the process group stands.
+        make_hook: returns the hook's state and the hook; called with an initialized process group.
     """
 
     def __init__(self, make_hook: Callable[[], tuple[Any, Callable[..., Any]]]) -> None:
@@ -50,13 +49,13 @@ class HookedDDP(DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel), "DDP has wrapped the model"
+        assert isinstance(self.model, DistributedDataParallel), "the model is wrapped by DDP"
         state, hook = self._make_hook()
         self.model.register_comm_hook(state, hook)
 
 
 def _powersgd() -> tuple[Any, Callable[..., Any]]:
-    # its default begins to compress at step 1000, and its warm start needs 2 steps before it
+    # the default starts to compress at step 1000; its warm start needs 2 uncompressed steps
     return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook
 
 
@@ -65,7 +64,7 @@ def _diloco(sync_every: int, **settings: Any) -> Callable[[], Strategy]:
 
 
 def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
-    """Return what makes the strategy of every row that a Trainer runs, in the table's order."""
+    """Return factories for the strategies of the rows that a Trainer runs, in table order."""
     late = {"overlap_steps": min(5, sync_every - 1)}
     return {
         "none": lambda: SingleDeviceStrategy(device="cpu"),
@@ -80,7 +79,7 @@ def strategies(sync_every: int) -> dict[str, Callable[[], Strategy]]:
 
 
 def lion_strategies() -> dict[str, Callable[[], Strategy]]:
-    """Return the same for the rows that train with Lion, of `benchmarks.lion_bandwidth`."""
+    """Return the same for the Lion rows of `benchmarks.lion_bandwidth`."""
     return {
         "lion_none": lambda: SingleDeviceStrategy(device="cpu"),
         "lion": DistributedLionStrategy,
@@ -92,9 +91,10 @@ def lion_strategies() -> dict[str, Callable[[], Strategy]]:
 
 
 def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> Window:
-    """Run one fit; an error of torch or Lightning ahead of its first step becomes the window's.
+    """Run one fit. An error of torch or Lightning before its first step becomes a failed window.
 
-    Later ones end the job: ahead of it all nodes meet the same, later the others may go on.
+    Before the first step all nodes raise the same error. A later error ends the job, because the
+    other nodes may be continuing.
     """
     stopwatch = Stopwatch(row, steps, sync_every, pass_on)
     strategy = (strategies(sync_every) | lion_strategies())[row]()
@@ -105,11 +105,11 @@ def measure(row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) 
         nodes = 1 if isinstance(strategy, SingleDeviceStrategy) else dist.get_world_size()
         trainer = quiet_trainer(strategy, nodes, WARM_UP + steps + 1, [stopwatch])
         trainer.fit(module, loader(Tokens(VOCABULARY, TOKENS), BATCH))
-    except (RuntimeError, TypeError) as error:  # torch refuses a hook
+    except (RuntimeError, TypeError) as error:  # torch rejects a hook
         if stopwatch.began:
             raise
         return Window(row, steps, error=str(error).splitlines()[0])
-    assert stopwatch.window is not None, "the fit went through the window"
+    assert stopwatch.window is not None, "the fit has completed the window"
     return stopwatch.window
 
 
@@ -118,7 +118,7 @@ def _run(row: str, steps: int, sync_every: int) -> Run[Window]:
 
 
 def main() -> None:
-    """Measure what the first argument says, as JSON; write a line per row to the second's file."""
+    """Measure the plan in the first argument; append one JSON line per row to the second's file."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

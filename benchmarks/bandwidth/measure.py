@@ -1,4 +1,4 @@
-"""Fits side by side in the laboratory, round by round, and what is kept of them on disk."""
+"""Run the rows in the laboratory, round by round, and keep the results on disk."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.lab import NetLab
 
 TORCHFT_ROWS = ("torchft", "torchft_delay")
 DDP_ROWS = ("ddp", "ddp_bf16", "ddp_powersgd")
-# torch's hook begins all-reduces in callbacks, and on a busy machine those of two buckets may come
-# in another order on each rank; gloo then aborts, and with it all rows of the job
+# torch's hook starts all-reduces in callbacks. On a busy machine two buckets may start in a
+# different order on each rank; gloo then aborts, and with it all rows of the job.
 MAY_ABORT = ("ddp_powersgd",)
-# Left to itself, glibc keeps twice as much freed memory as the largest block that came back, and
-# a process fetches the rest anew in every step: rows would differ by the sizes of their blocks.
-# One heap, for the fits' threads would each have another; freed blocks below 32 MiB stay in it.
+# By default, glibc keeps twice the size of the largest freed block and fetches the rest from the
+# system in every step, so rows would differ by the sizes of their blocks. One heap, because each
+# fit's thread would otherwise have its own; freed blocks below 32 MiB stay in it.
 HEAP = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
@@ -30,12 +30,12 @@ NODES = 2
 
 
 class Results:
-    """The raw results, on disk after every row.
+    """Raw results, written to disk after every row.
 
     Args:
         path: of the JSON file; may exist.
-        settings: what every record was measured with.
-        block: the provenance of what is added.
+        settings: common to all records.
+        block: provenance of the records that will be added.
 
     Raises:
         ValueError: the file was measured with other settings.
@@ -43,27 +43,25 @@ class Results:
 
     def __init__(self, path: Path, settings: dict[str, Any], block: Sequence[str] = ()) -> None:
         self._path, self._block = path, list(block)
-        self._call: int | None = None  # not in the list before it has measured something
+        self._call: int | None = None  # listed once this call has measured something
         self.raw: dict[str, Any] = {"settings": settings, "made_by": [], "records": []}
         if path.exists():
             self.raw = json.loads(path.read_text())
             if self.raw["settings"] != settings:
                 raise ValueError(
-                    f"{path} was measured with {self.raw['settings']}, not with {settings}. Give"
+                    f"{path} was measured with {self.raw['settings']}, not with {settings}. Use"
                     " the same options, or another `--raw`."
                 )
-            self.raw.setdefault("made_by", [])  # a file of an older version
 
     @property
     def made_by(self) -> list[list[str]]:
-        """The provenance of each call that has measured something that stands."""
+        """The provenance of each call with at least one successful record."""
         blocks, records = self.raw["made_by"], self.raw["records"]
-        calls = {r.get("call") for r in records if not any(node["error"] for node in r["nodes"])}
-        # an older version did not keep which call had measured
-        return blocks if None in calls else [blocks[call] for call in sorted(calls)]
+        calls = {r["call"] for r in records if not any(node["error"] for node in r["nodes"])}
+        return [blocks[call] for call in sorted(calls)]
 
     def has(self, rate: str, row: str, round_: int, nodes: int = NODES) -> bool:
-        """Return whether a row was measured in this round; one that failed is tried again."""
+        """Return whether a row was measured in this round; a failed row is tried again."""
         return any(
             (r["rate"], r["row"], r["round"], len(r["nodes"])) == (rate, row, round_, nodes)
             and not any(node["error"] for node in r["nodes"])
@@ -71,7 +69,7 @@ class Results:
         )
 
     def add(self, rate: str, round_: int, nodes: Sequence[dict[str, Any]]) -> None:
-        """Keep one row of one round, as all nodes measured it, in place of a failed attempt."""
+        """Add one row of one round as measured by all nodes, replacing a failed attempt."""
         key = {"rate": rate, "row": nodes[0]["row"], "round": round_}
         others = [
             r
@@ -87,15 +85,14 @@ class Results:
 
 
 def ddp_steps(rate: str, steps: int) -> int:
-    """Return how many steps of DDP to measure: all are alike, and long on a slow link."""
+    """Return how many steps of DDP to measure; they are all alike, and slow on a slow link."""
     return min(steps, {"20mbit": 3, "100mbit": 8}.get(rate, 20))
 
 
 def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
-    """Yield the jobs of one round: a module, and its rows with the steps of their windows.
+    """Yield the jobs of one round: a module, and its rows with the lengths of their windows.
 
-    torchft's rows are jobs of their own, in the first round only: they are there for comparison,
-    and they take long.
+    The rows of torchft are separate jobs and run in the first round only, because they take long.
     """
     steps = dict.fromkeys(rows, options.cycles * options.sync_every)
     steps |= dict.fromkeys(DDP_ROWS, ddp_steps(rate, options.steps))
@@ -107,9 +104,9 @@ def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespac
 
 
 def jobs_of_fits(rows: Sequence[tuple[str, int]], round_: int) -> Iterator[Any]:
-    """Yield a job in which the rows take turns, and one for each that may abort.
+    """Yield a job in which the rows take turns, and one for each row that may abort.
 
-    Who begins changes with the round.
+    The first row changes with the round.
     """
     together = [row for row in rows if row[0] not in MAY_ABORT]
     if together:
@@ -123,9 +120,9 @@ def jobs_of_fits(rows: Sequence[tuple[str, int]], round_: int) -> Iterator[Any]:
 def run_job(
     lab: NetLab, module: str, rows: Sequence[tuple[str, int]], options: argparse.Namespace
 ) -> list[list[dict[str, Any]]]:
-    """Run one job on all nodes and return, for every row, what each node measured.
+    """Run one job on all nodes and return the measurements of each node for every row.
 
-    A row that no node, or not every node, has measured when the job fails has failed with it.
+    If the job fails, the rows that not all nodes have measured by then have failed.
     """
     if module.endswith(".torchft_job") and find_spec("torchft") is None:
         error = "torchft is not installed: pip install -e '.[bench]' -c constraints.txt"
@@ -143,9 +140,10 @@ def run_job(
     for file in files:
         file.unlink(missing_ok=True)
     bad = [result for result in results if result.returncode]
-    error = "the job ended well, but not every node has measured it"
+    error = "the job succeeded, but not every node has measured this row"
     if bad:
-        first = min(bad, key=lambda result: result.returncode)  # a signal: the others lost a peer
+        # prefer a node that a signal ended: the others only lost their peer
+        first = min(bad, key=lambda result: result.returncode)
         print(first.output, file=sys.stderr)
         error = _last_line(first.output, first.returncode)
     return [
@@ -157,7 +155,7 @@ def run_job(
 
 
 def _windows(file: Path) -> dict[str, dict[str, Any]]:
-    """Return what one node measured, by row."""
+    """Return the measurements of one node by row."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {window["row"]: window for window in map(json.loads, lines)}
 
@@ -168,28 +166,28 @@ def _failed(row: str, steps: int, error: str, nodes: int = NODES) -> list[dict[s
 
 def _last_line(output: str, returncode: int) -> str:
     lines = [line for line in output.splitlines() if line.strip()]
-    return f"exit code {returncode}, {lines[-1] if lines else 'without a word'}"
+    return f"exit code {returncode}, {lines[-1] if lines else 'no output'}"
 
 
 def measure(
     results: Results, options: argparse.Namespace, jobs: JobsOfRound = jobs, nodes: int = NODES
 ) -> None:
-    """Measure what `results` lacks: round by round, rate by rate."""
+    """Measure everything missing from `results`, round by round and rate by rate."""
     for round_ in range(options.rounds):
         for rate in options.rates:
-            lacking = [row for row in options.rows if not results.has(rate, row, round_, nodes)]
-            for module, rows in jobs(rate, lacking, round_, options):
+            missing = [row for row in options.rows if not results.has(rate, row, round_, nodes)]
+            for module, rows in jobs(rate, missing, round_, options):
                 with NetLab(nodes, rate) as lab:
                     measured = run_job(lab, module, rows, options)
                 for windows in measured:
                     results.add(rate, round_, windows)
-                    print(f"{rate} round {round_} {_shown(windows)}", flush=True)
+                    print(f"{rate} round {round_} {_summary(windows)}", flush=True)
 
 
-def _shown(nodes: Sequence[dict[str, Any]]) -> str:
+def _summary(nodes: Sequence[dict[str, Any]]) -> str:
     first = nodes[0]
     if first["error"]:
         return f"{first['row']}: {first['error']}"
     step_ms = 1e3 * max(node["seconds"] / node["steps"] for node in nodes)
     num_bytes = first["wire_bytes"] / first["steps"]
-    return f"{first['row']}: {step_ms:.1f} ms, {num_bytes:,.0f} bytes a step"
+    return f"{first['row']}: {step_ms:.1f} ms, {num_bytes:,.0f} bytes per step"

@@ -1,4 +1,4 @@
-"""The result page of `benchmarks.bandwidth`, from its raw results alone."""
+"""Result page of `benchmarks.bandwidth`, made from its raw results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bandwidth.chain import chain, compared, compared_step_by_step, noise
-from benchmarks.bandwidth.figures import FEWEST_ROUNDS, LABELS, Figures, figures_by_row
+from benchmarks.bandwidth.figures import (
+    FEWEST_ROUNDS,
+    LABELS,
+    Figures,
+    chain_lines,
+    compare,
+    compare_step_by_step,
+    figures_by_row,
+    noise_lines,
+)
 from benchmarks.common.page import draw_bars
 from benchmarks.lab import BURST_KIB
 
-TITLE = "How long does a step take over slow links, and what does it send?"
+TITLE = "How long does a step take over slow links, and how much does it send?"
 HEADLINE_RATE = "100mbit"
 DRAWN = {
     "none": "no communication",
@@ -24,30 +32,30 @@ DRAWN = {
 
 
 def opening(raw: Mapping[str, Any], picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     lines = [
-        "Two machines train one GPT-2 of 5.8 million parameters, joined by a slow link. Data"
-        " parallelism sends all gradients at every step; Streaming DiLoCo sends a few bytes now and"
-        " then, while it computes.",
+        "Two machines, connected by a slow link, train a GPT-2 with 5.8 million parameters. Data"
+        " parallelism sends all gradients at every step; Streaming DiLoCo occasionally sends a few"
+        " bytes while it computes.",
         "",
     ]
     found = figures_by_row(raw["records"], HEADLINE_RATE)
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
     if isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures):
-        (slower, _), (faster, _) = compared(ours, none), compared(ddp, ours)
+        (slower, _), (faster, _) = compare(ours, none), compare(ddp, ours)
         fewer = ddp.wire_bytes / ours.wire_bytes
         lines += [
-            f"**Found, at {HEADLINE_RATE}:** a step of Streaming DiLoCo with all it has (overlap,"
-            f" fp4) takes {slower:.2f} times as long as without any communication. DDP's takes"
+            f"**Found, at {HEADLINE_RATE}:** a step of Streaming DiLoCo with overlap and fp4 takes"
+            f" {slower:.2f} times as long as without any communication. A step of DDP takes"
             f" {faster:.1f} times as long as that, and sends {fewer:,.0f} times the bytes.",
         ]
     else:
-        lines += [f"**Found:** nothing yet; no communication, DDP and fp4 at {HEADLINE_RATE} lack."]
-    return [*lines, "", f"![milliseconds a step, by link and way to train]({picture})"]
+        lines += [f"**Found:** nothing yet; a row of the headline at {HEADLINE_RATE} is missing."]
+    return [*lines, "", f"![milliseconds per step, by link and method]({picture})"]
 
 
 def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:
-    """Write a PNG with the step times of the rows that most readers ask for."""
+    """Draw the step times of the main rows as a PNG."""
     by_rate = {rate: figures_by_row(records, rate) for rate in rates}
     draw_steps(path, "A step over slow links, and without any", by_rate, DRAWN)
 
@@ -58,7 +66,7 @@ def draw_steps(
     by_rate: Mapping[str, Mapping[str, Figures | str]],
     names: Mapping[str, str],
 ) -> None:
-    """Write a PNG with the step times of the rows that have names, rate by rate."""
+    """Draw the step times of the rows in `names` as a PNG, grouped by rate."""
     groups = {
         rate: {
             name: figures.step_ms
@@ -67,28 +75,28 @@ def draw_steps(
         }
         for rate, found in by_rate.items()
     }
-    draw_bars(path, title, "ms a step", groups, logarithmic=True)
+    draw_bars(path, title, "ms per step", groups, logarithmic=True)
 
 
 def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -> list[str]:
-    """Return the table of one rate as lines of Markdown; `none` gives the utilization.
+    """Return the table of one rate as Markdown lines; utilization is relative to `none`.
 
-    Times that no row has are left out.
+    Columns without any value are left out.
     """
     more: dict[str, Callable[[Figures], float | None]] = {
         "step by step": Figures.step_by_step_ms,
         "waited": lambda figures: figures.waited_ms,
         "own": Figures.own_ms,
-        "beside": lambda figures: figures.beside_ms,
+        "other threads": lambda figures: figures.beside_ms,
     }
     measured = [figures for figures in found.values() if isinstance(figures, Figures)]
     times: dict[str, Callable[[Figures], float | None]] = {
-        "ms a step": lambda figures: figures.step_ms
+        "ms per step": lambda figures: figures.step_ms
     }
     times |= {
         k: ms for k, ms in more.items() if any(ms(figures) is not None for figures in measured)
     }
-    after = ["utilization", "bytes a step, interface", "bytes a step, ledger", "rounds"]
+    after = ["utilization", "bytes per step, interface", "bytes per step, ledger", "rounds"]
     lines = [f"| | {' | '.join([*times, *after])} |", "|---" * (1 + len(times) + len(after)) + "|"]
     none = found.get("none")
     for row, figures in found.items():
@@ -97,7 +105,7 @@ def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -
             lines.append(f"| {labels[row]} | did not run: {figures} |{empty}")
             continue
         shown = ["-" if (one := ms(figures)) is None else f"{one:.1f}" for ms in times.values()]
-        share = f"{100 / compared(figures, none)[0]:.1f} %" if isinstance(none, Figures) else "-"
+        share = f"{100 / compare(figures, none)[0]:.1f} %" if isinstance(none, Figures) else "-"
         ledger = "-" if figures.ledger_bytes is None else f"{figures.ledger_bytes:,.0f}"
         if figures.ledger_bytes is not None and not figures.ledger_is_counted:
             ledger += " (computed)"
@@ -107,20 +115,20 @@ def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -
 
 
 def headline(found: dict[str, Figures | str]) -> list[str]:
-    """Return the targets of the last row against no communication and DDP, with the figures."""
+    """Return the targets for Streaming DiLoCo with fp4, with the measured figures."""
     none, ddp, ours = (found.get(row) for row in ("none", "ddp", "overlap_fp4"))
     if not (isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures)):
-        return [f"Not measured: it takes no communication, DDP and fp4 at {HEADLINE_RATE}."]
+        return [f"Not measured: `none`, `ddp` or `overlap_fp4` at {HEADLINE_RATE} is missing."]
     lines = ["| target | figure | |", "|---|---|---|"]
-    (slower, _), (faster, _) = compared(ours, none), compared(ddp, ours)
+    (slower, _), (faster, _) = compare(ours, none), compare(ddp, ours)
     lines.append(target("step time / no communication, at most 1.03", slower, slower <= 1.03))
-    by_step = compared_step_by_step(ours, none)
+    by_step = compare_step_by_step(ours, none)
     if by_step is not None:
         lines.append(target("the same, step by step", by_step[0], by_step[0] <= 1.03))
     lines.append(target("DDP's step time / step time, at least 5", faster, faster >= 5))
     fewer = ddp.wire_bytes / ours.wire_bytes
     lines.append(target("DDP's interface bytes / ours, at least 500", fewer, fewer >= 500))
-    assert ours.ledger_bytes is not None, "our strategies count"
+    assert ours.ledger_bytes is not None, "our strategies have a ledger"
     agreement = ours.wire_bytes / ours.ledger_bytes
     within = abs(agreement - 1) <= 0.03
     lines.append(target("interface / ledger, within 3 %", agreement, within))
@@ -133,17 +141,12 @@ def target(text: str, figure: float, met: bool) -> str:
 
 
 def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
-    """Return the page below its provenance: verdicts and tables, then the method.
-
-    Args:
-        raw: `settings` and `records` of `benchmarks.bandwidth`.
-        rates: in the order of the page.
-    """
+    """Return the page below the provenance: verdicts and tables, then the method."""
     lines = [f"## Targets at {HEADLINE_RATE}", ""]
     lines += headline(figures_by_row(raw["records"], HEADLINE_RATE))
     for rate in rates:
         found = figures_by_row(raw["records"], rate)
-        lines += ["", f"## {rate}", "", *table(found), "", *chain(found), *noise(found)]
+        lines += ["", f"## {rate}", "", *table(found), "", *chain_lines(found), *noise_lines(found)]
         lines += _windows(raw["records"], rate)
     return [
         *lines,
@@ -155,7 +158,7 @@ def page_lines(raw: dict[str, Any], rates: Sequence[str]) -> list[str]:
 
 
 def _windows(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
-    """Return how long the windows of a rate were, in steps."""
+    """Return the lengths of the windows at one rate, in steps."""
     rows: dict[int, list[str]] = {}
     for row in LABELS:
         of_row = [r["nodes"][0] for r in records if r["rate"] == rate and r["row"] == row]
@@ -165,62 +168,58 @@ def _windows(records: Sequence[dict[str, Any]], rate: str) -> list[str]:
 
 
 def how_it_was_measured(settings: Mapping[str, Any]) -> str:
-    """Return what all figures of the page have in common.
-
-    Args:
-        settings: with which they were measured.
-    """
+    """Return the description of the method."""
     heap = " ".join(f"{name}={value}" for name, value in settings["heap"].items())
     return f"""\
-Two nodes of the network laboratory (`benchmarks/lab/netlab.py`), every link shaped to the rate,
-delay not shaped; after a pause the first {BURST_KIB} KiB pass unshaped. GPT-2 with 5.8 million
-parameters, random tokens, batch 4 x 128 a rank, one thread a rank, AdamW,
+Two nodes of the network laboratory (`benchmarks/lab/netlab.py`). Every link is shaped to the rate;
+the delay is not shaped, and after a pause {BURST_KIB} KiB pass unshaped. GPT-2 with 5.8 million
+parameters, random tokens, batch 4 x 128 per rank, one thread per rank, AdamW,
 H={settings["sync_every"]}.
 
-In a round every row runs once, in the same pair of processes: one `Trainer.fit` per row, which take
-turns. After {settings["leg_steps"]} steps of one, and more while it has a fragment in flight, all
-stand still but the next, in the order of the table, until every window is full: what slows the
-machine for seconds meets every row that has steps left. Between two turns lies a barrier, whose 500
-bytes or so are counted and whose time is nobody's: both nodes begin a turn at one moment, and a
-sync, which falls on the first step of a turn or into the next ones, waits for the slower node's
-part of these steps and not of all since the last sync. The first step of a turn takes some per cent
-longer than the others, in every row.
+In a round every row runs once, all in the same pair of processes: one `Trainer.fit` per row, taking
+turns. After {settings["leg_steps"]} steps of one row, and more while it has a fragment in flight,
+the next row of the table continues, until every window is full. A slowdown of the machine that
+lasts seconds therefore affects every row that has steps left. Between two turns there is a barrier.
+Its 500 bytes or so are counted; its time is not. It makes both nodes start a turn together, so that
+a sync, which happens in the first step of a turn or in the following ones, waits for the slower
+node's part of these steps and not of all steps since the last sync. The first step of a turn takes
+a few percent longer than the others, in every row.
 
-All fits of a process share one heap, which keeps what is freed below 32 MiB
-(`{heap}`). glibc's own rule is to keep twice
-as much as the largest block that came back. Rows would then differ by the sizes of their blocks:
-DiLoCo, which frees an outer gradient of the whole model, would keep its heap, and no communication
-would fetch part of it anew in every step.
+All fits of a process share one heap, which keeps freed memory in blocks below 32 MiB
+(`{heap}`). By default, glibc
+keeps twice the size of the largest block that was freed. Rows would then differ by the sizes of
+their blocks: DiLoCo, which frees an outer gradient of the whole model, would keep its heap, while
+the row without communication would fetch part of it from the system in every step.
 
-PowerSGD runs in processes of its own and shares its time with nobody: its hook's all-reduces may
-come in another order on each node, on which gloo aborts, and the rows beside it would be lost. So
-does torchft, which is no Lightning strategy, in a loop of its own, in the first round only. Where
-several calls are named above, a ratio of two rows is of the rounds in which one call measured both.
+PowerSGD runs in separate processes and does not take turns: its hook may start all-reduces in a
+different order on each node, on which gloo aborts, and all rows of the process would be lost. So
+does torchft, which is not a Lightning strategy, with its own loop and in the first round only. If
+several calls are named above, a ratio of two rows uses the rounds in which one call measured both.
 
-- ms a step: the median over the rounds of a window's mean step, of the slower node. What computes
-  the same may still differ from fit to fit, by where its memory lies.
-- step by step: of every step of the window the median over the rounds, and of these the mean, so
-  that what stops the machine for seconds, elsewhere in every round, falls out, and what a step
-  costs in every round stays; what a node waits for one that was stopped falls out too. Where
-  {FEWEST_ROUNDS} rounds or more kept their steps, it decides whether a row is slower than the one
-  before it.
-- waited: milliseconds a step in which a rank stood still for others, as the strategy's ledger has
-  it, of the node that waited longer.
-- own: how long the strategy itself holds up training, at the end of steps, waiting for the link
-  included, of the node that took less (the other one had come first, and waited for it). By own
-  time and step by step alike, a verdict that turns with a round left out is none.
-- beside: CPU time a step of all threads but the training's, gloo's among them, of the node with
-  more of it. Where every core trains, as here, it is taken from the training. The threads of rows
-  that stand still poll their sockets: that is in every row's figure and step time, also in those of
-  no communication, so that a strategy's own share of it is in no ratio here: 0.6 ms a step where
-  rows ran one after the other (this page at commit 8f435dd).
-- utilization: the step time of no communication over the row's. No communication: a plain Trainer a
-  node, both at once.
-- bytes: the median over nodes and rounds of what one node sent.
+- ms per step: median over the rounds of the mean step of a window, of the slower node. Fits with
+  the same computation may still differ by the placement of their memory.
+- step by step: for every step of the window the median over the rounds, then the mean over the
+  steps. This removes interruptions of the machine, which hit another step in every round, and the
+  waiting for an interrupted node; it keeps costs that occur in every round. If
+  {FEWEST_ROUNDS} or more rounds recorded their steps, it decides whether a row is slower than the
+  one before it.
+- waited: milliseconds per step in which a rank waited for others, from the strategy's ledger, of
+  the node that waited longer.
+- own: how long the strategy itself blocks training at the end of steps, including waiting for the
+  link, of the node that took less (the other node came first and waited for it). For own time as
+  for step by step, a verdict that changes if a round is left out counts as undecided.
+- other threads: CPU time per step of all threads except the training thread, including gloo's, of
+  the node with more of it. If every core trains, as here, this time is taken from the training. The
+  threads of paused rows poll their sockets, which is part of every row's figure and step time, also
+  without communication. A strategy's own share is therefore in no ratio here: it was 0.6 ms per
+  step where rows ran one after the other (this page at commit 8f435dd).
+- utilization: the step time without communication over the row's. Without communication: a plain
+  Trainer per node, both at the same time.
+- bytes: the median over nodes and rounds of the bytes that one node sent.
 
-The window of a DiLoCo row is {settings["cycles"]} whole cycle(s) in the steady state. A fit is
-silent for its first H steps; for the timing its step counter starts a few steps before H, so that
-the window begins with the first launch. Ahead of it every fragment is exchanged once, as DDP's
-gradients are in the warm-up, and what is exchanged at the end of a fit lies outside. Lightning
+The window of a DiLoCo row is {settings["cycles"]} whole cycle(s) in the steady state. A fit sends
+nothing in its first H steps; for the timing its step counter starts a few steps before H, so that
+the window begins with the first launch. Before it, every fragment is exchanged once, as are DDP's
+gradients in the warm-up; the exchange at the end of a fit is outside of the window. Lightning
 broadcasts a flag before every batch, which is part of DDP's rows; it ignores `ddp_comm_hook` on the
 CPU, so a subclass registers the hook."""

@@ -1,8 +1,9 @@
-"""torchft's DiLoCo from its published package, in one node of `benchmarks.bandwidth`.
+"""Job of one node of `benchmarks.bandwidth` with DiLoCo of the published torchft package.
 
-torchft is no strategy of Lightning, so the loop is written out; model, tokens and optimizer are
-those of the other rows. It keeps one fragment in flight, and `sync_every` must be a multiple of the
-number of fragments: 2 of them here, blocks 0, 2, 4 with the embeddings, and blocks 1, 3, 5.
+torchft is not a Lightning strategy, so this file contains the training loop; model, tokens and
+optimizer are the same as in the other rows. torchft keeps one fragment in flight, and `sync_every`
+must be a multiple of the number of fragments. There are 2: blocks 0, 2, 4 with the embeddings, and
+blocks 1, 3, 5.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.lab import interface_counters
 
 LIGHTHOUSE_PORT, STORE_PORT = 29510, 29511
 TIMEOUT = timedelta(seconds=120)
-WARM_UP = 4  # steps: the first sync, which connects the two, and some without one
+WARM_UP = 4  # steps: the first sync, which connects the nodes, and some steps without a sync
 
 
 def fragments(model: GPT2LMHeadModel) -> list[nn.Module]:
@@ -46,7 +47,7 @@ def _manager(rank: int, model: GPT2LMHeadModel, inner: torch.optim.Optimizer) ->
     store = TCPStore("0.0.0.0", STORE_PORT, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
-        load_state_dict=lambda state: None,  # both begin alike: nobody heals
+        load_state_dict=lambda state: None,  # both start with the same weights, so no recovery
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
         min_replica_size=2,
         use_async_quorum=False,
@@ -67,16 +68,16 @@ def _manager(rank: int, model: GPT2LMHeadModel, inner: torch.optim.Optimizer) ->
 
 
 def measure(row: str, steps: int, sync_every: int) -> Window:
-    """Train through the window.
+    """Train through the window of one row.
 
     Args:
-        row: "torchft" blocks at a sync; "torchft_delay" waits 5 steps, or what it allows, and mixes
-            with alpha 0.5.
+        row: "torchft" blocks at a sync; "torchft_delay" lands 5 steps later, or as many as torchft
+            allows, and mixes with alpha 0.5.
         steps: in the window.
-        sync_every: H, of a fragment.
+        sync_every: H of a fragment.
 
     Raises:
-        RuntimeError: torchft has given up a sync.
+        RuntimeError: torchft has skipped a sync.
     """
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -94,11 +95,11 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
     warm_up = WARM_UP + delay
     options = {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5 if delayed else 0.0}
     with DiLoCo(manager, parts, inner, outer, sync_every, **options) as diloco:
-        # as for the other rows, not from the beginning of the silent time: the first sync, which
-        # connects the replicas, falls into the warm-up
+        # as for the other rows, start shortly before the first sync, which connects the replicas
+        # and is part of the warm-up
         diloco._local_step = period - delay - 1
         wire = 0
-        ends: list[float] = []  # of the last warm-up step and those of the window
+        ends: list[float] = []  # end times of the last warm-up step and of the window's steps
         batches = DataLoader(Tokens(VOCABULARY, TOKENS), batch_size=BATCH, shuffle=True)
         for step, batch in enumerate(batches, 1):
             inner.zero_grad()
@@ -114,7 +115,7 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
     synced = manager.current_step()
     expected = 1 + steps // period
     if synced != expected:
-        raise RuntimeError(f"torchft committed {synced} syncs where {expected} were due")
+        raise RuntimeError(f"torchft committed {synced} syncs instead of {expected}")
     return Window(
         row=row,
         steps=steps,
@@ -126,7 +127,7 @@ def measure(row: str, steps: int, sync_every: int) -> Window:
 
 
 def main() -> None:
-    """Measure one row, named as in `benchmarks.bandwidth.job`; node 0 hosts the lighthouse."""
+    """Measure one row, with the arguments of `bandwidth.job`; node 0 runs the lighthouse."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     ((row, steps),) = plan["rows"]
     torch.set_num_threads(1)
@@ -141,7 +142,7 @@ def main() -> None:
     window = measure(row, steps, plan["sync_every"])
     with path.open("a") as file:
         file.write(json.dumps(asdict(window)) + "\n")
-    time.sleep(2)  # the peer may still need the lighthouse for its last answer
+    time.sleep(2)  # the peer may still be waiting for an answer of the lighthouse
     sys.stdout.flush()
     os._exit(0)  # torchft's threads outlive the interpreter's shutdown
 

@@ -1,6 +1,6 @@
-"""The part of a fit that the bandwidth tables time: after some steps of warm-up, whole cycles.
+"""The timed window of a fit: whole cycles after a warm-up, in legs of a few steps.
 
-It comes in legs of a few steps. Between two of them the fits of the other rows have theirs.
+Between two legs the fits of the other rows have theirs.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import LedgerTotals
 from lightning_commfree.strategies import ReplicaStrategy
 
-WARM_UP = 3  # steps; DDP rebuilds its buckets after the first, PowerSGD begins with the third
-LEG_STEPS = 3  # about a second: what slows the machine for longer meets all rows
+WARM_UP = 3  # steps: DDP rebuilds its buckets after the first, PowerSGD starts with the third
+LEG_STEPS = 3  # about a second, so that longer slowdowns of the machine affect all rows
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one node measured for one row of one round.
+    """Measurements of one node for one row of one round.
 
     Attributes:
-        row: its name.
-        steps: in the window.
-        seconds: they took.
-        wire_bytes: this node's interface sent, with headers.
-        ledger_bytes: the strategy's ledger counted; None where there is no ledger.
-        formula_bytes: the strategy foretold for the window; None where it was not asked.
-        waited_s: seconds of the window in which this node stood still for others, as the
-            strategy's ledger has them; None where there is no ledger.
-        parameters: of the model.
-        step_s: seconds of each step of the window, in order; their sum is `seconds`.
-        own_s: of these, what Streaming DiLoCo itself took at the end of each step, waiting
-            included; empty for other rows.
-        beside_s: CPU seconds of the window in all threads but the training's, such as gloo's; None
-            where nobody measured it.
-        error: why there is no measurement; None if there is one.
+        row: name of the row.
+        steps: number of steps in the window.
+        seconds: duration of the window.
+        wire_bytes: sent by this node's interface, including headers.
+        ledger_bytes: counted by the strategy's ledger; None without a ledger.
+        formula_bytes: predicted by Distributed Lion for the window; None for other strategies.
+        waited_s: seconds in which this node waited for others, from the strategy's ledger; None
+            without a ledger.
+        parameters: number of parameters of the model.
+        step_s: seconds of each step, in order; their sum is `seconds`.
+        own_s: seconds of each step in which Streaming DiLoCo blocked training, including waiting;
+            empty for other rows.
+        beside_s: CPU seconds of all threads except the training thread; None if not measured.
+        error: why the measurement failed; None if it succeeded.
     """
 
     row: str
@@ -61,35 +60,35 @@ class Window:
 
 
 class Stopwatch(pl.Callback):
-    """Measures the window of a fit.
+    """Measure the window of a fit.
 
     Args:
         row: name of the row.
-        steps: in the window.
-        sync_every: of DiLoCo. A fit of DiLoCo is silent for its first `sync_every` steps; here it
-            begins so late in that time that the window's first step is the one after which the
-            first fragment leaves: the window holds whole cycles. Before, every fragment is
-            exchanged once, as DDP's all-reduces are in the warm-up: what a first exchange takes
-            once in a fit lies outside.
-        pass_on: called after the warm-up and after every leg but the last, returns when the next
-            may begin. A leg has `LEG_STEPS` steps, and more while a fragment is in flight: what
-            overlaps, overlaps with steps of its own fit.
+        steps: number of steps in the window.
+        sync_every: H of DiLoCo. A fit of DiLoCo sends nothing in its first `sync_every` steps; here
+            its step counter is set so that the first fragment leaves after the window's first
+            step, which makes the window whole cycles. Before the window every fragment is exchanged
+            once, like DDP's gradients in the warm-up, to exclude the one-time costs of a first
+            exchange.
+        pass_on: called after the warm-up and after every leg but the last; returns when the next
+            leg may begin. A leg has `LEG_STEPS` steps, and more while a fragment is in flight,
+            because an exchange must overlap with steps of its own fit.
 
     Attributes:
-        began: whether the fit has come to its first step.
-        window: what was measured; None before the window's end.
+        began: whether the fit has reached its first step.
+        window: the measurement; None before the end of the window.
     """
 
     def __init__(self, row: str, steps: int, sync_every: int, pass_on: Callable[[], None]) -> None:
         self._steps, self._sync_every, self._pass_on = steps, sync_every, pass_on
         self._row = row
-        self._before = LedgerTotals(0, 0.0, 0)  # where the window begins
-        self._wire_bytes, self._beside_s = 0, 0.0  # of the window's legs so far
-        self._start = (0, 0.0)  # of the leg: interface, CPU beside
+        self._before = LedgerTotals(0, 0.0, 0)  # at the start of the window
+        self._wire_bytes, self._beside_s = 0, 0.0  # of the finished legs
+        self._start = (0, 0.0)  # at the start of the leg: interface, CPU of other threads
         self._end = 0.0  # of the last step
         self._step_s: list[float] = []
         self._leg = 0  # steps of this leg
-        self._own: list[float] = []  # of every step since the fit began
+        self._own: list[float] = []  # of every step of the fit
         self.began = False
         self.window: Window | None = None
 
@@ -98,7 +97,7 @@ class Stopwatch(pl.Callback):
         self.began = True
         if isinstance(trainer.strategy, StreamingDiLoCoStrategy):
             running = trainer.strategy.algorithm
-            running.finish()  # the replicas are equal: nothing moves
+            running.finish()  # all replicas are equal, so no weight changes
             running.step = self._sync_every - 1 - WARM_UP
             running.after_step = self._timed(running.after_step)
 
@@ -129,7 +128,7 @@ class Stopwatch(pl.Callback):
                 self._begin_leg()
 
     def _begin_leg(self) -> None:
-        dist.barrier()  # all nodes begin with empty sockets and at one moment
+        dist.barrier()  # all nodes start together and with empty sockets
         self._start = (interface_counters().sent_bytes, _cpu_s_beside())
         self._leg = 0
         self._end = time.perf_counter()
@@ -137,7 +136,7 @@ class Stopwatch(pl.Callback):
     def _end_leg(self) -> None:
         wire, beside_s = self._start
         self._beside_s += _cpu_s_beside() - beside_s
-        dist.barrier()  # what the peer waits for has left our interface
+        dist.barrier()  # all data for the peer has left this interface
         self._wire_bytes += interface_counters().sent_bytes - wire
 
     def _measured(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Window:
@@ -184,5 +183,5 @@ def _in_flight(strategy: Strategy) -> bool:
 
 
 def _cpu_s_beside() -> float:
-    """Return the CPU seconds of all threads of the process but the one that calls."""
+    """Return the CPU seconds of all threads of the process except the calling one."""
     return time.process_time() - time.thread_time()

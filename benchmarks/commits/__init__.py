@@ -1,1 +1,1 @@
-"""Is a training step as fast as at another commit? `__main__` alternates, `job` trains."""
+"""Compare the step time of two checkouts. `__main__` alternates between them, `job` trains."""

@@ -1,11 +1,10 @@
-"""Is a training step as fast as at another commit? `python -m benchmarks.commits BEFORE AFTER`.
+"""Compare the step time of two checkouts: `python -m benchmarks.commits BEFORE AFTER`.
 
-BEFORE and AFTER are checkouts, such as `git worktree add` makes. Both libraries train the same
-model with the same script (`job`) on two nodes of the laboratory, in turns: a fit of one, a fit of
-the other, round by round, and the other one first in every second round. Printed are, row by row,
-the median of the rounds' mean step times of both, the ratio of these medians (AFTER over BEFORE)
-and the smallest and largest ratio of a round. The mean of a fit covers whole cycles, so that no
-exchange is left out.
+BEFORE and AFTER are checkouts, as made by `git worktree add`. Both libraries train the same model
+with the same script (`job`) on two nodes of the laboratory, alternating fit by fit; the order is
+reversed in every second round. For each row it prints the median over rounds of both mean step
+times, the ratio of these medians (AFTER / BEFORE), and the smallest and largest ratio of a round.
+The mean of a fit covers whole cycles, so that it includes every exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ JOB = Path(__file__).with_name("job.py")
 
 
 class Compared(NamedTuple):
-    """Two checkouts' step times of a row, in seconds, and their ratios."""
+    """Step times of two checkouts in seconds, and their ratios."""
 
     before: float
     after: float
@@ -36,17 +35,17 @@ class Compared(NamedTuple):
 
 
 def compared(before: Sequence[float], after: Sequence[float]) -> Compared:
-    """Compare the rounds' times of two checkouts, which belong together pair by pair."""
+    """Compare the times of two checkouts, paired by round."""
     ratios = [new / old for old, new in zip(before, after, strict=True)]
     medians = statistics.median(before), statistics.median(after)
     return Compared(*medians, medians[1] / medians[0], min(ratios), max(ratios))
 
 
 def mean_step(checkout: Path, row: str, steps: int) -> float:
-    """Return the mean seconds of a step of one fit.
+    """Run one fit and return its mean step time in seconds.
 
     Raises:
-        RuntimeError: a node has failed; with what it said.
+        RuntimeError: a node failed; the text contains its output.
     """
     with tempfile.TemporaryDirectory() as folder, NetLab(2, ROWS[row][0]) as lab:
         out = Path(folder) / "seconds.json"
@@ -59,7 +58,7 @@ def mean_step(checkout: Path, row: str, steps: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for checkout in (options.before, options.after):
         if not (checkout / "lightning_commfree").is_dir():
-            parser.error(f"{checkout} is no checkout of this repository")
+            parser.error(f"{checkout} is not a checkout of this repository")
 
     exit_on_signals()
     checkouts = options.before.resolve(), options.after.resolve()

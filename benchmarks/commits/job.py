@@ -1,6 +1,6 @@
-"""One node's fit with the library of whichever checkout is on PYTHONPATH; public names only.
+"""Fit of one node with the checkout on PYTHONPATH. Uses public names only, to run with both.
 
-``python job.py ROW STEPS OUT``: rank 0 writes the seconds of every step, as JSON, to OUT.
+``python job.py ROW STEPS OUT``: rank 0 writes the seconds of every step to OUT as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 
-WARM_UP = 8  # steps that do not count: allocations, and the first exchange
+WARM_UP = 8  # unmeasured steps: allocations, and the first exchange
 SYNC_EVERY = 6
 BATCH, TOKENS, VOCABULARY = 4, 128, 4096
 Factory = Callable[..., torch.optim.Optimizer]
@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[str, Callable[[], Any], Factory]] = {
 
 
 class Model(pl.LightningModule):
-    """GPT-2 of 5.8 million parameters, as in the bandwidth table."""
+    """GPT-2 with 5.8 million parameters, as in the bandwidth benchmark."""
 
     def __init__(self, optimizer: Factory) -> None:
         super().__init__()
@@ -57,23 +57,23 @@ class Model(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the row's."""
+        """Create the optimizer of this row."""
         return self._optimizer(self.parameters(), lr=1e-4)
 
 
 class Clock(pl.Callback):
-    """Notes when every batch has ended."""
+    """Record the end time of every batch."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Note it."""
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
 
 def main(row: str, steps: int, out: Path) -> None:
-    """Train, and write the times."""
+    """Train and write the step times."""
     _, strategy, optimizer = ROWS[row]
     clock, rows = Clock(), torch.randint(VOCABULARY, (2048, TOKENS))
     trainer = pl.Trainer(

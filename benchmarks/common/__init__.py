@@ -1,6 +1,6 @@
-"""What several benchmarks share.
+"""Helpers shared by several benchmarks.
 
-`page` and `kept` (pages and results that are kept), `side_by_side` (runs at the same time), `relay`
-(fits in one process that take turns), `ladder` (the search for a learning rate), `timing`,
-`pretraining` (a run of `recipes.pretrain`).
+`page` (result pages), `runs` (a grid of runs whose results are kept between calls), `ladder`
+(learning-rate search), `relay` (fits in one process that take turns), `timing` (operations that
+take turns), `fits` (small GPT-2 fits), `pretraining` (runs of `recipes.pretrain`).
 """

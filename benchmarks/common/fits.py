@@ -1,4 +1,4 @@
-"""Small fits of a GPT-2 on made-up tokens, of which the time or the end is measured."""
+"""Small GPT-2 fits on random tokens, used to measure time, memory and traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 
 def gpt2(vocabulary: int, positions: int, layers: int, width: int) -> GPT2LMHeadModel:
-    """Return a GPT-2 of four heads with random weights, the same ones each time."""
+    """Return a GPT-2 with four heads and random weights, the same at every call."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -32,7 +32,7 @@ def gpt2(vocabulary: int, positions: int, layers: int, width: int) -> GPT2LMHead
 
 
 class Tokens(Dataset[Tensor]):
-    """Uniformly random tokens, int64 of shape (length,), made when they are asked for."""
+    """Uniformly random tokens, int64 of shape (length,), generated on access."""
 
     def __init__(self, vocabulary: int, length: int) -> None:
         self._vocabulary, self._length = vocabulary, length
@@ -47,14 +47,13 @@ class Tokens(Dataset[Tensor]):
 
 
 class Module(pl.LightningModule):
-    """The model with nothing that is logged.
+    """Train a model without logging.
 
     Args:
-        model: what is trained; None where a subclass makes it in `configure_model`.
-        optimizer: makes the optimizer of the parameters.
-        zeros: leave the last position without a target, as transformers' own loss does: nothing
-            depends on its embedding, whose gradient is then exactly zero. Else it gets the first
-            token for a target.
+        model: None if a subclass creates it in `configure_model`.
+        optimizer: creates the optimizer from the parameters.
+        zeros: leave the last position without a target, as transformers' own loss does: the
+            gradient of its embedding is then exactly zero. Otherwise its target is the first token.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ def quiet_trainer(
     devices: int = 1,
     precision: Any = "32-true",
 ) -> pl.Trainer:
-    """Return a Trainer of so many CPU processes a node that writes and prints nothing."""
+    """Return a CPU Trainer that writes and prints nothing."""
     return pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -105,5 +104,5 @@ def quiet_trainer(
 
 
 def loader(tokens: Tokens, batch_size: int) -> DataLoader[Tensor]:
-    """Return a loader of batches of tokens, in their order."""
+    """Return a loader of batches of tokens, in order."""
     return DataLoader(tokens, batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""The search for a best learning rate on a ladder: no best one lies at an end of what was tried."""
+"""Learning-rate search on a ladder: the best rung never is at an end of the tried range."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ LossAt = Callable[[int], float | None]  # loss at a rung; None: not run yet
 
 
 def rungs_to_run(loss_at: LossAt, first: Sequence[int]) -> list[int]:
-    """Return the rungs that are to be run, in order, as far as the results allow to know them.
+    """Return the rungs to run, in order, as far as the known losses determine them.
 
     Args:
-        loss_at: what is known.
-        first: neighbouring rungs at which the search begins. It goes on past either end until the
+        loss_at: known losses.
+        first: adjacent rungs at which the search starts. It continues beyond either end until the
             best rung has a worse one on both sides.
     """
     rungs = list(first)
@@ -28,7 +28,7 @@ def rungs_to_run(loss_at: LossAt, first: Sequence[int]) -> list[int]:
 
 
 def best_rung(loss_at: LossAt, first: Sequence[int]) -> int | None:
-    """Return the best rung of such a search; None while a run of it is missing."""
+    """Return the best rung of this search; None while a run is missing."""
     losses = {rung: loss_at(rung) for rung in rungs_to_run(loss_at, first)}
     known = {rung: loss for rung, loss in losses.items() if loss is not None}
     return min(known, key=lambda rung: known[rung]) if len(known) == len(losses) else None

@@ -1,7 +1,7 @@
-"""A result page: what was asked and found, with a picture; then how it was made; then tables.
+"""Result pages: question, finding and picture first; then provenance; then tables.
 
-The page of a folder is `result.md` beside its code, and names a commit at which it was made. From a
-tree with other changes it is therefore not written there, only elsewhere, for a try-out.
+The page of a folder is `result.md` next to its code, and names the commit that made it. With
+uncommitted changes a page can therefore only be written elsewhere, as a trial.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from matplotlib.figure import Figure
 from recipes.training.provenance import DIRTY, lines_of
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-UNCOMMITTED = "measured from a tree with changes that nobody kept, on top of"
-# what a benchmark writes itself, run by run: a second call must not take it for changed code
+UNCOMMITTED = "measured with uncommitted changes, which were not kept, on top of commit"
+# written by the benchmark itself after each run: must not count as changed code in a second call
 RESULTS = [":(exclude)benchmarks/*/*.md", ":(exclude)benchmarks/*/*.png"]
 RESULTS += [":(exclude)benchmarks/*/*.json"]
 
 
 def provenance(question: str, arguments: Sequence[str] | None, page: Path) -> list[str]:
-    """Return lines of Markdown that say where figures come from.
+    """Return Markdown lines with the command, commit, hardware and versions.
 
     Args:
         question: name of the folder.
-        arguments: of the command; None: those of this process.
-        page: that is going to be written.
+        arguments: of the command; None takes those of this process.
+        page: that will be written.
 
     Raises:
-        SystemExit: the page is one of the repository, and tracked files have changes.
+        SystemExit: the page is in the repository and tracked files have changes.
     """
     words = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", f"benchmarks.{question}", *words])
     lines = lines_of(command, ignore=RESULTS)
     if page.resolve().is_relative_to(BENCHMARKS) and any(DIRTY in line for line in lines):
         raise SystemExit(
-            f"{page} shall name the commit that made it, and the working tree has changes that are"
-            " not committed. Commit them, or name a page outside of benchmarks/ for a try-out"
-            " (`--page`, or `--results`)."
+            f"{page} must name the commit that made it, but the working tree has uncommitted"
+            " changes. Commit them, or write a trial page outside of benchmarks/ (`--page`, or"
+            " `--results`)."
         )
     return lines
 
@@ -50,20 +50,20 @@ def provenance(question: str, arguments: Sequence[str] | None, page: Path) -> li
 def result_page(
     title: str, opening: Sequence[str], made_by: Iterable[Sequence[str]], body: Sequence[str]
 ) -> list[str]:
-    """Return a page as lines of Markdown.
+    """Return a page as Markdown lines.
 
     Args:
         title: of the page.
-        opening: what was asked and found, in a few lines that a stranger understands; the picture.
-        made_by: what `provenance` returned to each call that has measured.
+        opening: question, finding and picture, understandable on their own.
+        made_by: result of `provenance` for each call that measured.
         body: method and tables.
     """
-    head = [f"# {title}", "", *opening, "", "## Where it comes from", ""]
+    head = [f"# {title}", "", *opening, "", "## Provenance", ""]
     return [*head, *one_block(made_by), "", *body]
 
 
 def one_block(made_by: Iterable[Sequence[str]]) -> list[str]:
-    """Return the provenance of several calls as one list: each value once, under its label."""
+    """Merge the provenance of several calls: each distinct value once, under its label."""
     found: dict[str, list[str]] = {"command": [], "commit": [], UNCOMMITTED: []}
     for line in (line for block in made_by for line in block):
         label, _, value = line.removeprefix("- ").partition(": ")
@@ -74,20 +74,20 @@ def one_block(made_by: Iterable[Sequence[str]]) -> list[str]:
     lines = [
         f"- {label}: {'; '.join(dict.fromkeys(all_))}" for label, all_ in found.items() if all_
     ]
-    return [_as_typed_today(line) for line in lines]
+    return [_with_current_command(line) for line in lines]
 
 
-def _as_typed_today(line: str) -> str:
-    """Return a line with the command that does it now, where the module has moved since."""
-    today = line.replace("python -m recipes.bench.", "python -m benchmarks.")
-    if today == line:
+def _with_current_command(line: str) -> str:
+    """Replace commands of modules that have moved since, and name the old ones."""
+    current = line.replace("python -m recipes.bench.", "python -m benchmarks.")
+    if current == line:
         return line
-    then = dict.fromkeys(re.findall(r"recipes\.bench\.\w+", line))
-    return f"{today}; called {', '.join(f'`{name}`' for name in then)} then"
+    old = dict.fromkeys(re.findall(r"recipes\.bench\.\w+", line))
+    return f"{current} (then named {', '.join(f'`{name}`' for name in old)})"
 
 
 def write_page(path: Path, lines: Sequence[str]) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     print(f"wrote {path}")
@@ -100,19 +100,19 @@ def draw_bars(
     groups: Mapping[str, Mapping[str, float]],
     logarithmic: bool = False,
 ) -> None:
-    """Write a PNG with a group of bars for each name, and a colour for each name within.
+    """Write a PNG with groups of bars, one colour per bar name.
 
     Args:
-        path: of the picture.
-        title: above it.
+        path: of the PNG.
+        title: of the picture.
         unit: of the values.
-        groups: by group, by bar: the value. A bar that a group lacks leaves its place empty.
-        logarithmic: whether the axis is.
+        groups: values by group and bar. A bar missing from a group leaves a gap.
+        logarithmic: use a logarithmic axis.
     """
     bars = list(dict.fromkeys(bar for values in groups.values() for bar in values))
     width = 0.8 / max(len(bars), 1)
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot, which keeps global state and may look for a display
+    FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
     axes = figure.subplots()
 
     for shift, bar in enumerate(bars):

@@ -1,4 +1,4 @@
-"""Runs of `recipes.pretrain`: in processes of their own, or what one is played of in this one."""
+"""Runs of `recipes.pretrain`: in subprocesses, or their parts for a simulation in this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Config = dict[str, Any]
 
 
 def summary_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Run one job of `recipes.pretrain` and return its summary.
+    """Run `recipes.pretrain` once and return its summary.
 
     Raises:
-        subprocess.CalledProcessError: the job failed; it has printed why.
+        subprocess.CalledProcessError: the job failed; it has printed the reason.
     """
     command = [sys.executable, "-m", "recipes.pretrain", *overrides, f"hydra.run.dir={folder}"]
     subprocess.run(command, check=True)
@@ -33,18 +33,15 @@ def summary_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def composed(words: Sequence[str]) -> Config:
-    """Return what `recipes.pretrain` would be given for a run, as plain values.
-
-    Args:
-        words: overrides; nothing is written into the run's folder, so it needs no name.
-    """
+    """Return the configuration of `recipes.pretrain` with these overrides, as plain values."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
+        # nothing is written to the run's folder, so it needs no real name
         config = compose("pretrain", ["run_dir=none", *words])
     return cast(Config, OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
 
 
 def batches(data: TokenDataModule, steps: int) -> Iterator[Tensor]:
-    """Yield the training batches of so many steps, epoch after epoch, as a Trainer would."""
+    """Yield training batches for `steps` steps, epoch after epoch, as a Trainer would."""
     loader = data.train_dataloader()
     epoch = 0
     while steps > 0:

@@ -1,7 +1,7 @@
-"""Several runs in one process that take legs in turn: one runs at a time, the others stand still.
+"""Fits in one process that take turns: one runs at a time, the others are paused.
 
-What a machine does beside a bench changes within seconds. Of runs that follow one another, one
-finds the machine slower than the other; runs that change every few steps share its moods.
+Other load on a machine changes within seconds. Of fits that run one after the other, one may find
+the machine slower than the other; fits that alternate every few steps see the same conditions.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 R = TypeVar("R")
-Run = Callable[[Callable[[], None]], R]  # gets what ends a leg and returns when the next begins
+# gets a function that ends the run's leg and returns when its next leg begins
+Run = Callable[[Callable[[], None]], R]
 
 
 class Relay(Generic[R]):
-    """Runs in threads of their own, of which only the one that holds the baton runs.
+    """Runs in separate threads, of which only the one with the baton runs.
 
     Args:
         runs: by name, in the order of their legs. Each is called with a function that passes the
-            baton on and returns when it has come round.
+            baton on and returns when it comes back.
 
     Example::
 
@@ -32,20 +33,20 @@ class Relay(Generic[R]):
 
     def __init__(self, runs: Mapping[str, Run[R]]) -> None:
         self._runs = runs
-        self._order = deque(runs)  # the first one holds the baton
+        self._order = deque(runs)  # the first one has the baton
         self._passed = threading.Condition()
         self._ended: queue.SimpleQueue[tuple[str, R | BaseException]] = queue.SimpleQueue()
 
     def results(self) -> Iterator[tuple[str, R]]:
-        """Run all; yield name and result of each when it has ended.
+        """Run all; yield the name and result of each as it ends.
 
         Raises:
-            BaseException: what a run raised. The others then stand still for good: the process
-                should end.
+            BaseException: the exception of a run. The other runs stay paused for good, so the
+                process should end.
         """
         for name in self._runs:
-            # daemons: those that stand still must not keep the process
-            threading.Thread(target=self._go, args=(name,), name=name, daemon=True).start()
+            # daemons, because paused runs must not keep the process alive
+            threading.Thread(target=self._execute, args=(name,), name=name, daemon=True).start()
         for _ in self._runs:
             name, result = self._ended.get()
             if isinstance(result, BaseException):
@@ -53,11 +54,11 @@ class Relay(Generic[R]):
             yield name, result
             self._leave()
 
-    def _go(self, name: str) -> None:
+    def _execute(self, name: str) -> None:
         self._wait_for_baton(name)
         try:
             result: R | BaseException = self._runs[name](lambda: self._pass_on(name))
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             result = error
         self._ended.put((name, result))
 

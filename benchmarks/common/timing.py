@@ -1,4 +1,4 @@
-"""How long operations take that take turns, so that what else the machine does meets them alike."""
+"""Timing of operations that take turns, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Timing(NamedTuple):
-    """Median time of an operation in seconds, and that time over the first operation's."""
+    """Median time of an operation in seconds, and its ratio to the first operation's."""
 
     seconds: float
     ratio: float
@@ -22,12 +22,12 @@ def take_turns(
     rounds: int,
     seconds_of: Callable[[Callable[[], object]], float],
 ) -> dict[str, Timing]:
-    """Time every operation once a round, after one round that does not count.
+    """Time every operation once per round.
 
     Args:
         operations: by name.
-        rounds: that count.
-        seconds_of: calls an operation and returns how long it took.
+        rounds: measured rounds, after one warm-up round.
+        seconds_of: calls an operation and returns its duration.
     """
     seconds: dict[str, list[float]] = {name: [] for name in operations}
     for _ in range(rounds + 1):
@@ -40,14 +40,14 @@ def take_turns(
 
 
 def seconds_of(operation: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds from the call to the end of what it makes `device` do."""
-    _finish(device)
+    """Return the wall-clock seconds of an operation, including its work on `device`."""
+    _synchronize(device)
     start = time.perf_counter()
     operation()
-    _finish(device)
+    _synchronize(device)
     return time.perf_counter() - start
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

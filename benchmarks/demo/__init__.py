@@ -1,1 +1,1 @@
-"""What does `make demo` reach, beside DDP with the same tokens?"""
+"""The loss of `make demo`, compared with DDP on the same tokens."""

@@ -1,8 +1,8 @@
-"""The demo against DDP with the same number of tokens: `python -m benchmarks.demo`.
+"""Compare the demo with DDP on the same number of tokens: `python -m benchmarks.demo`.
 
-Runs `recipes.pretrain` twice, each in processes of its own, once as the demo does and once with
-`strategy=ddp` and everything else alike, and writes the figures of both `summary.json` to a result
-page. Further words go to both runs as overrides: `trainer.max_steps=100`.
+Runs `recipes.pretrain` twice, once as the demo does and once with `strategy=ddp` and everything
+else the same, and writes the figures of both `summary.json` to the result page. Further words are
+overrides for both runs, such as `trainer.max_steps=100`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from benchmarks.common.pretraining import summary_of
 from recipes.training.traffic import human_bytes
 
 PAGE = Path(__file__).with_name("result.md")
-TITLE = "What does the demo reach, beside DDP with the same tokens?"
+TITLE = "Which loss does the demo reach, compared with DDP on the same tokens?"
 HOW_TO_READ = """\
 Validation loss in nats per token over the whole validation split, of the model after the fit. The
-seconds are of one run each, on loopback, and say nothing about slow links."""
+seconds are from one run each, on loopback, and do not apply to slow links."""
 RUNS = {
-    "ddp": ["strategy=ddp"],  # what the demo changes besides the strategy are the strategy's knobs
+    "ddp": ["strategy=ddp"],  # the demo changes only the strategy and its settings
     "streaming_diloco": ["experiment=demo"],
 }
 
 
 def opening(summaries: Mapping[str, Mapping[str, Any]], picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     ddp, ours = summaries["ddp"], summaries["streaming_diloco"]
     percent = 100 * (ours["validation_loss"] / ddp["validation_loss"] - 1)
     return [
         f"`make demo` trains a small GPT-2 with Streaming DiLoCo on two processes for"
-        f" {ours['tokens']:,} tokens. What would DDP have made of the same tokens?",
+        f" {ours['tokens']:,} tokens. Which loss does DDP reach with the same tokens?",
         "",
         f"**Found:** the demo ends with a validation loss of {ours['validation_loss']:.4f}, DDP"
-        f" with {ddp['validation_loss']:.4f} ({percent:+.2f} %). In its steps a rank sends"
-        f" {human_bytes(ours['bytes_in_steps'])}, DDP's {human_bytes(ddp['bytes_in_steps'])}.",
+        f" with {ddp['validation_loss']:.4f} ({percent:+.2f} %). A rank sends"
+        f" {human_bytes(ours['bytes_in_steps'])} in its steps, and"
+        f" {human_bytes(ddp['bytes_in_steps'])} with DDP.",
         "",
         f"![validation loss of both]({picture})",
     ]
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the comparison as lines of Markdown."""
+    """Return the comparison as Markdown lines."""
     ddp_loss = summaries["ddp"]["validation_loss"]
     lines = [
         "| strategy | tokens | validation loss | against DDP | unigram model | sent in steps |"
@@ -62,7 +63,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run both jobs and write the page."""
+    """Run both and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("outputs/bench/demo"))
     parser.add_argument("--page", type=Path, default=PAGE)

@@ -1,1 +1,1 @@
-"""What does a socket for each direction gain, where two ranks send at once?"""
+"""The gain from one socket per direction when two ranks send at the same time."""

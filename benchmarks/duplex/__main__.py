@@ -1,6 +1,6 @@
-"""A gather over slow links with one socket between two ranks, and with one for each direction.
+"""Compare all-gathers over slow links with one socket per rank pair and with one per direction.
 
-`python -m benchmarks.duplex` measures what `Channel.open(full_duplex=True)` is for. It takes
+`python -m benchmarks.duplex` measures the gain from `Channel.open(full_duplex=True)`. It needs
 root and iproute2.
 """
 
@@ -19,23 +19,24 @@ from benchmarks.common.page import draw_bars, provenance, result_page, write_pag
 from benchmarks.lab import BURST_KIB, LaboratoryUnavailable, NetLab, exit_on_signals
 
 PAGE = Path(__file__).with_name("result.md")
-TITLE = "What does a socket for each direction gain, where two ranks send at once?"
+TITLE = "How much does one socket per direction gain?"
 MEGABITS = 100
 HOW_TO_READ = f"""\
-Every rank gathers so many bytes from every other one, through `Channel.all_gather` with one gloo
-group and with one for each direction, in turn, on links of {MEGABITS} Mbit/s in each direction
-(`benchmarks/lab/netlab.py`). In every round another rank launches 20 ms after the others, as ranks
-do that train; a figure is the median over the rounds of that rank's milliseconds. Bytes over the
-link's rate: a rank's own bytes to all others, sent and received at the same time; no floor, for
-after a pause a link lets {BURST_KIB} KiB pass unshaped, and the others began earlier."""
+Every rank gathers the given number of bytes from every other rank through `Channel.all_gather`,
+alternately with one gloo group and with one per direction, over links of {MEGABITS} Mbit/s in each
+direction (`benchmarks/lab/netlab.py`). In every round a different rank launches 20 ms after the
+others, as happens in training; each figure is the median over the rounds of that rank's
+milliseconds. Bytes / rate: a rank's own bytes to all others, sent and received at the same time.
+This is no lower bound, because a link passes {BURST_KIB} KiB unshaped after a pause and the others
+started earlier."""
 Seconds = Mapping[tuple[int, str, int], Sequence[float]]  # by nodes, kind and bytes
 
 
 def measure(node_counts: Sequence[int], sizes: Sequence[int], rounds: int) -> Seconds:
-    """Return the seconds of every gather.
+    """Measure the seconds of every gather.
 
     Raises:
-        LaboratoryUnavailable: where this machine cannot make the laboratory.
+        LaboratoryUnavailable: this machine cannot run the laboratory.
         RuntimeError: a node failed.
     """
     found: dict[tuple[int, str, int], list[float]] = defaultdict(list)
@@ -56,26 +57,26 @@ def measure(node_counts: Sequence[int], sizes: Sequence[int], rounds: int) -> Se
 
 
 def opening(seconds: Seconds, picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     lines = [
-        "When all ranks gather from each other, two of them send to each other at once. gloo has"
-        " one socket between them, and one direction then waits for the other.",
+        "In an all-gather, every two ranks send to each other at the same time. gloo has only one"
+        " socket between them, so one direction waits for the other.",
         "",
     ]
     for nodes, by_size in medians_ms(seconds).items():
         shares = ", ".join(
-            f"{two / one:.2f} of the time with {num_bytes / 1e6:g} MB"
+            f"{two / one:.2f} of the time for {num_bytes / 1e6:g} MB"
             for num_bytes, (one, two) in by_size.items()
         )
         lines.append(
-            f"- **Found, {nodes} nodes at {MEGABITS} Mbit/s:** with a socket for each direction a"
+            f"- **Found, {nodes} nodes at {MEGABITS} Mbit/s:** with one socket per direction a"
             f" gather takes {shares}."
         )
     return [*lines, "", f"![milliseconds a gather]({picture})"]
 
 
 def medians_ms(seconds: Seconds) -> dict[int, dict[int, tuple[float, float]]]:
-    """Return by nodes and bytes the milliseconds with one socket and with two."""
+    """Return the milliseconds with one socket and with two, by nodes and bytes."""
     found: dict[int, dict[int, tuple[float, float]]] = {}
     for nodes, num_bytes in dict.fromkeys((nodes, size) for nodes, _, size in seconds):
         one, two = (
@@ -86,7 +87,7 @@ def medians_ms(seconds: Seconds) -> dict[int, dict[int, tuple[float, float]]]:
 
 
 def draw(seconds: Seconds, path: Path) -> None:
-    """Write a PNG with the milliseconds of a gather."""
+    """Draw the milliseconds of a gather as a PNG."""
     groups = {
         f"{nodes} nodes, {num_bytes / 1e6:g} MB": {"one socket": one, "two sockets": two}
         for nodes, by_size in medians_ms(seconds).items()
@@ -96,7 +97,7 @@ def draw(seconds: Seconds, path: Path) -> None:
 
 
 def page_lines(seconds: Seconds) -> list[str]:
-    """Return the page below its provenance."""
+    """Return the page below the provenance."""
     lines = [
         "| nodes | MB a rank | bytes / rate, ms | one socket, ms | two, ms | two / one | rounds |",
         "|---|---|---|---|---|---|---|",
@@ -113,7 +114,7 @@ def page_lines(seconds: Seconds) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write the page."""
+    """Measure and write the page."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.duplex", description=__doc__.splitlines()[0]
     )

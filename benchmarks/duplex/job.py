@@ -1,4 +1,4 @@
-"""What one node of `benchmarks.duplex` runs: gathers through both kinds of channel, in turn."""
+"""Job of one node of `benchmarks.duplex`: gathers through both kinds of channel, alternately."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 
-LATE_S = 0.02  # by which one rank launches after the others, as ranks that train do
+LATE_S = 0.02  # delay of one rank after the others, as in training
 
 
 def gather_s(channel: Channel, num_bytes: int, late: bool) -> float:
-    """Return the seconds that a gather takes this rank; `late`: it launches after the others."""
+    """Return the seconds of a gather on this rank; if `late`, it launches after the others."""
     values = torch.zeros(num_bytes, dtype=torch.uint8)
     dist.barrier()
     time.sleep(LATE_S * (1 + late))
@@ -27,7 +27,7 @@ def gather_s(channel: Channel, num_bytes: int, late: bool) -> float:
 
 
 def main() -> None:
-    """Measure what the first argument says; write the late rank's seconds to the second's file."""
+    """Measure the plan in the first argument; append the late rank's seconds to the second one."""
     plan, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -41,7 +41,7 @@ def main() -> None:
             for kind, channel in kinds.items():
                 late = rank == round_ % size
                 seconds = gather_s(channel, num_bytes, late)
-                if late:  # the others also wait for it to come
+                if late:  # the others' times include waiting for this rank
                     with path.open("a") as file:
                         file.write(json.dumps([kind, num_bytes, seconds]) + "\n")
     for channel in kinds.values():

@@ -1,8 +1,7 @@
-"""The network laboratory: slow links on one machine, real sockets, real waiting.
+"""Network laboratory: slow links on one machine, with real sockets and real waiting.
 
-`netlab` makes nodes, links and a switch and runs jobs in them; `nodes` is what it does on the
-host's command line. `python -m benchmarks.lab -- COMMAND` runs one command in every node. Whoever
-uses the laboratory imports from here.
+`netlab` creates nodes, links and a switch and runs jobs in them; `nodes` contains the system
+commands. `python -m benchmarks.lab -- COMMAND` runs one command in every node. Import from here.
 """
 
 from benchmarks.lab.netlab import BURST_KIB, JobResult, NetLab, why_unavailable

@@ -2,7 +2,8 @@
 
     python -m benchmarks.lab --rate 100mbit --nodes 2 -- python train.py
 
-prints the output of each node and what its interface sent. It takes Linux, root and iproute2.
+prints the output of each node and the bytes that its interface sent. It needs Linux, root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.lab import LaboratoryUnavailable, NetLab, exit_on_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command in every node; return 0 if it ended well in all of them."""
+    """Run one command in every node; return 0 if all of them succeeded."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lab", description=__doc__)
     parser.add_argument("--rate", default="100mbit", help="of every link (%(default)s)")
     parser.add_argument("--nodes", type=int, default=2, help="%(default)s")

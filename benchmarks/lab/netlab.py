@@ -1,11 +1,11 @@
-"""The laboratory itself: nodes on a switch, their links, and the jobs that run in them.
+"""Nodes on a switch, their links, and the jobs that run in them.
 
-A node is a Linux network namespace with one interface, `eth0`, a host name of its own and no other
-way out. All nodes hang on one switch (a bridge in a namespace of its own), and both ends of every
-cable pass a token bucket, so a node sends and receives at the rate at once, as full-duplex Ethernet
-does. The rate is shaped, delay is not; a bucket that was left alone is full, and lets 256 KiB pass
-before it shapes. It leaves nothing on the host: names carry the process id, and host names live in
-a mount of the job alone.
+A node is a Linux network namespace with its own host name, one interface, `eth0`, and no other
+connection. All nodes are connected to one switch (a bridge in another namespace). Both ends of
+every cable have a token bucket, so that a node sends and receives at the full rate simultaneously,
+like full-duplex Ethernet. Only the rate is shaped, not the delay. After a pause the bucket is full
+and passes 256 KiB unshaped. Nothing is left on the host: namespaces are removed on exit, and host
+names are bind-mounted for the job only.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from benchmarks.lab.nodes import (
     wait_for,
 )
 
-SUBNET = "10.77.0"  # seen inside of the laboratory only
+SUBNET = "10.77.0"  # visible inside the laboratory only
 MAX_NODES = 200
-BURST_KIB = 256  # passes unshaped after a pause: 21 ms' worth at 100 Mbit/s
+BURST_KIB = 256  # passes unshaped after a pause: 21 ms at 100 Mbit/s
 PORT = 29500  # free in every new namespace
 _RATE = re.compile(r"\d+(\.\d+)?[kmg]?bit")
-# What runs before the job in its node: its own host name, and a hosts file that only it sees.
+# Runs before the job in its node: sets its host name, and a hosts file that only it sees.
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """How one job of `NetLab.run` ended.
+    """Result of one job of `NetLab.run`.
 
     Attributes:
-        returncode: of the process; negative, the signal that ended it.
+        returncode: of the process; if negative, the signal that ended it.
         output: stdout and stderr together.
-        sent_bytes: what the node's interface sent while the jobs ran.
+        sent_bytes: bytes sent by the node's interface while the jobs ran.
     """
 
     returncode: int
@@ -63,7 +63,7 @@ class JobResult:
 
 
 def why_unavailable() -> str | None:
-    """Return in one sentence why there can be no laboratory on this machine; None if there can."""
+    """Return why this machine cannot run the laboratory; None if it can."""
     missing = [tool for tool in ("ip", "tc", "unshare", "mount") if not shutil.which(tool)]
     if missing:
         return (
@@ -71,24 +71,24 @@ def why_unavailable() -> str | None:
             " with iproute2 and util-linux)."
         )
     if os.geteuid() != 0:
-        return "The network laboratory needs root to make network namespaces; run it with sudo."
+        return "The network laboratory needs root to create network namespaces; run it with sudo."
     probe = ["unshare", "--net", "--mount", "--uts", "true"]
     result = subprocess.run(probe, capture_output=True, text=True, check=False)
     if result.returncode:
-        return f"This machine refuses to make namespaces: {result.stderr.strip()}."
+        return f"This machine does not allow network namespaces: {result.stderr.strip()}."
     return None
 
 
 class NetLab:
-    """Nodes on a switch, for the body of a `with`; torn down on the way out, whatever happened.
+    """Context manager for nodes on a switch; always torn down on exit.
 
     Args:
-        nodes: how many.
-        rate: of every link, in each direction, as `tc` writes it ("100mbit"); None: not shaped.
+        nodes: number of nodes.
+        rate: of every link in each direction, in the format of `tc` ("100mbit"); None: unshaped.
 
     Raises:
-        ValueError: `nodes` or `rate` is not legal.
-        LaboratoryUnavailable: on entering, where this machine cannot make it.
+        ValueError: `nodes` or `rate` is invalid.
+        LaboratoryUnavailable: on entering, if this machine cannot run the laboratory.
 
     Example::
 
@@ -98,18 +98,18 @@ class NetLab:
 
     def __init__(self, nodes: int = 2, rate: str | None = "100mbit") -> None:
         if not 1 <= nodes <= MAX_NODES:
-            raise ValueError(f"`nodes={nodes}` must lie between 1 and {MAX_NODES}.")
+            raise ValueError(f"`nodes={nodes}` must be between 1 and {MAX_NODES}.")
         _check_rate(rate)
         self.rate = rate
         self._nodes = nodes
-        # two laboratories of one process must not collide either
+        # the suffix keeps several laboratories of one process apart
         self._prefix = f"netlab-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._cleanup = ExitStack()
         self._hosts = Path()
 
     @property
     def names(self) -> list[str]:
-        """The host names of the nodes; every node resolves all of them."""
+        """Host names of the nodes; every node can resolve all of them."""
         return [f"node{i}" for i in range(self._nodes)]
 
     def address(self, node: int) -> str:
@@ -120,13 +120,13 @@ class NetLab:
         reason = why_unavailable()
         if reason:
             raise LaboratoryUnavailable(reason)
-        with ExitStack() as stack:  # closes what stands already if a later step fails
+        with ExitStack() as stack:  # undoes the finished steps if a later one fails
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="netlab-"))
             self._hosts = Path(folder) / "hosts"
             rows = [f"{self.address(i)} {name}" for i, name in enumerate(self.names)]
             self._hosts.write_text("\n".join(["127.0.0.1 localhost", *rows]) + "\n")
             for namespace in (self._switch, *map(self._namespace, range(self._nodes))):
-                # first the promise to take it away: an interrupt may come in between
+                # register the removal first, as an interrupt may come in between
                 stack.callback(remove_namespace, namespace)
                 command_output("ip", "netns", "add", namespace)
             command_output("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
@@ -146,14 +146,14 @@ class NetLab:
         self._cleanup.close()
 
     def set_rate(self, rate: str | None) -> None:
-        """Give every link another rate; what runs goes on running."""
+        """Change the rate of every link; running jobs are not interrupted."""
         _check_rate(rate)
         self.rate = rate
         ends = [(self._switch, f"port{i}") for i in range(self._nodes)]
         ends += [(self._namespace(i), INTERFACE) for i in range(self._nodes)]
         for namespace, device in ends:
             if rate is None:
-                # fails where none was set, which is what is wanted
+                # fails if none was set, which is fine
                 try_command("tc", "-n", namespace, "qdisc", "del", "dev", device, "root")
             else:
                 shape = ["tbf", "rate", rate, "burst", f"{BURST_KIB}kb", "latency", "50ms"]
@@ -162,17 +162,17 @@ class NetLab:
                 )
 
     def connect(self, connected: bool) -> None:
-        """Let the switch pass everything, or nothing; the nodes' own links stay up."""
+        """Let the switch forward all traffic or none; the nodes' own links stay up."""
         state = "up" if connected else "down"
         command_output("ip", "-n", self._switch, "link", "set", "br0", state)
 
     def counters(self, node: int) -> Counters:
-        """Return the counters of a node's interface as they stand now."""
+        """Return the current counters of a node's interface."""
         command = ["ip", "netns", "exec", self._namespace(node), "cat", "/proc/self/net/dev"]
         return parse_counters(command_output(*command), INTERFACE)
 
     def environment(self, node: int) -> dict[str, str]:
-        """Return what torchrun would tell a job of one process per node, and gloo's interface."""
+        """Return torchrun's environment for one process per node, and gloo's interface."""
         return {
             "RANK": str(node),
             "GROUP_RANK": str(node),
@@ -181,7 +181,7 @@ class NetLab:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(PORT),
-            "TORCHELASTIC_RUN_ID": self._prefix,  # by this Lightning knows torchrun
+            "TORCHELASTIC_RUN_ID": self._prefix,  # Lightning detects torchrun by this variable
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
@@ -191,26 +191,26 @@ class NetLab:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
     ) -> list[JobResult]:
-        """Run `commands[i]` in node i, all at once, and wait for them.
+        """Run `commands[i]` in node i, all at the same time, and wait for them.
 
-        When one fails, those that still run get 5 seconds to say what they noticed.
+        If one fails, the others have 5 seconds left to report the failure.
 
         Args:
             commands: one argv per node.
-            timeout_s: seconds for all of them; what then runs is killed and has the code -9.
-            env: over this process's environment and `environment(node)`.
+            timeout_s: for all jobs together; jobs still running then are killed (code -9).
+            env: overrides this process's environment and `environment(node)`.
 
         Raises:
-            ValueError: not one command per node.
+            ValueError: the number of commands is not the number of nodes.
         """
         if len(commands) != self._nodes:
             raise ValueError(
-                f"{len(commands)} commands came for {self._nodes} nodes; give one each."
+                f"Got {len(commands)} commands for {self._nodes} nodes; pass one per node."
             )
         nodes = range(self._nodes)
         before = [self.counters(node).sent_bytes for node in nodes]
         with ExitStack() as stack:
-            # files, not pipes: a pipe that nobody empties would stop the job
+            # files, because a job blocks on a full pipe that nobody reads
             logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in nodes]
             jobs = []
             for node in nodes:
@@ -218,7 +218,7 @@ class NetLab:
                 jobs.append(self._start(node, commands[node], env or {}, logs[node]))
                 stack.enter_context(reaped(jobs[-1]))
             wait_for(jobs, timeout_s)
-            for node in nodes:  # what hangs, and what a job that ended has left behind
+            for node in nodes:  # hanging jobs, and processes left behind by finished ones
                 kill_all_in(self._namespace(node))
                 jobs[node].wait()
             sent = [self.counters(node).sent_bytes - before[node] for node in nodes]
@@ -237,7 +237,7 @@ class NetLab:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is for us: we end them in order
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends the jobs
         )
 
     @property
@@ -249,7 +249,7 @@ class NetLab:
 
     def _plug_in(self, node: int) -> None:
         space, port = self._namespace(node), f"port{node}"
-        # both ends are born in their namespaces: the host never sees them
+        # both ends are created inside their namespaces, so the host never sees them
         cable = ["type", "veth", "peer", "name", INTERFACE, "netns", space]
         command_output("ip", "-n", self._switch, "link", "add", port, *cable)
         command_output("ip", "-n", self._switch, "link", "set", port, "master", "br0", "up")
@@ -263,7 +263,7 @@ class NetLab:
 def _check_rate(rate: str | None) -> None:
     if rate is not None and not (_RATE.fullmatch(rate) and float(rate.rstrip("kmgbit")) > 0):
         raise ValueError(
-            f"`rate={rate!r}` is no rate above 0 such as '100mbit', '1gbit' or '500kbit'."
+            f"`rate={rate!r}` is not a positive rate such as '100mbit', '1gbit' or '500kbit'."
         )
 
 

@@ -1,4 +1,4 @@
-"""What the laboratory does on the command line of the host: counters, jobs that end, namespaces."""
+"""System commands of the laboratory: interface counters, processes, namespaces."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from types import FrameType
 from typing import NamedTuple
 
 INTERFACE = "eth0"
-GRACE_S = 5.0  # for the others, once one job has failed, to say what they noticed
+GRACE_S = 5.0  # for the other jobs to report an error after one has failed
 
 
 class LaboratoryUnavailable(RuntimeError):  # noqa: N818 - a state of the machine, not a fault
-    """This machine cannot make the laboratory; the text says what is missing."""
+    """This machine cannot run the laboratory; the message says what is missing."""
 
 
 class Counters(NamedTuple):
-    """Bytes that an interface has sent and received since its node was made, with headers."""
+    """Bytes sent and received by an interface since its creation, including headers."""
 
     sent_bytes: int
     received_bytes: int
@@ -31,8 +31,8 @@ class Counters(NamedTuple):
 def interface_counters(interface: str = INTERFACE) -> Counters:
     """Return the counters of an interface in the network namespace of this process.
 
-    A job in the laboratory calls it at moments of its own choice. /proc/self follows the process,
-    while /sys/class/net shows the namespace that it was mounted in.
+    Jobs in the laboratory call it. It reads /proc/self, because /sys/class/net shows the namespace
+    in which /sys was mounted.
 
     Raises:
         ValueError: there is no such interface.
@@ -49,16 +49,16 @@ def parse_counters(table: str, interface: str) -> Counters:
     rows = dict(line.split(":", 1) for line in table.splitlines() if ":" in line)
     found = {name.strip(): numbers.split() for name, numbers in rows.items()}
     if interface not in found:
-        raise ValueError(f"There is no interface `{interface}` here, only {sorted(found)}.")
+        raise ValueError(f"There is no interface `{interface}`, only {sorted(found)}.")
     return Counters(int(found[interface][8]), int(found[interface][0]))
 
 
 def wait_for(jobs: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    """Return when all have ended, at the timeout, or `GRACE_S` after one has failed."""
+    """Wait until all jobs have ended, the timeout, or `GRACE_S` after a job has failed."""
     deadline = time.monotonic() + timeout_s
     failed = False
     while time.monotonic() < deadline:
-        codes = [job.poll() for job in jobs]  # of all of them: `poll` is what notices an end
+        codes = [job.poll() for job in jobs]  # poll all of them: `poll` is what detects an end
         if None not in codes:
             return
         if not failed and any(codes):
@@ -69,17 +69,17 @@ def wait_for(jobs: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> None:
 
 @contextmanager
 def reaped(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """End the job, if it has not ended, on the way out. It leads a session of its own."""
+    """Kill the job and its session on exit if it is still running."""
     try:
         yield
     finally:
-        if job.poll() is None:  # it may not have entered its namespace yet
+        if job.poll() is None:  # it may not be in its namespace yet
             os.killpg(job.pid, signal.SIGKILL)
         job.wait()
 
 
 def kill_all_in(namespace: str) -> None:
-    """Kill every process of a namespace of ours: grandchildren too, whatever session they chose."""
+    """Kill every process in a namespace, including grandchildren in other sessions."""
     for pid in try_command("ip", "netns", "pids", namespace).stdout.split():
         try:
             os.kill(int(pid), signal.SIGKILL)
@@ -88,9 +88,9 @@ def kill_all_in(namespace: str) -> None:
 
 
 def exit_on_signals() -> None:
-    """Let SIGTERM, and SIGHUP of a terminal that is gone, end this process like an error.
+    """Turn SIGTERM and SIGHUP into `SystemExit`, so that the laboratory is torn down.
 
-    So that a laboratory is taken down on the way. What `nohup` ignores stays ignored.
+    Signals that are ignored, as by `nohup`, stay ignored.
     """
 
     def leave(signum: int, frame: FrameType | None) -> None:
@@ -102,7 +102,7 @@ def exit_on_signals() -> None:
 
 
 def remove_namespace(namespace: str) -> None:
-    """Remove a namespace of ours with its processes and interfaces; one that is not there too."""
+    """Remove a namespace with its processes and interfaces; without it, do nothing."""
     kill_all_in(namespace)
     try_command("ip", "netns", "delete", namespace)
 
@@ -113,10 +113,10 @@ def try_command(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def command_output(*command: str) -> str:
-    """Run a command of the set-up and return its stdout.
+    """Run a setup command and return its stdout.
 
     Raises:
-        LaboratoryUnavailable: it failed; with what it said.
+        LaboratoryUnavailable: it failed; the message contains its stderr.
     """
     result = try_command(*command)
     if result.returncode:

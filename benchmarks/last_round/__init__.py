@@ -1,5 +1,5 @@
-"""How should a DiLoCo fit end: with an outer step, or with the plain mean?
+"""How a DiLoCo fit should end: with an outer step or with the mean of the local weights.
 
-`runs` says which runs there are and makes one, by the replicas that `played` plays in one process;
-`page` writes it up.
+`runs` defines the runs, `simulated` trains all replicas of a run in one process, `page` writes the
+result page.
 """

@@ -1,8 +1,7 @@
-"""What does a replica of several ranks hold and send, by how its ranks hold the model?
+"""Memory and traffic of replicas with several ranks, by layout (DDP, FSDP2, Domino).
 
-Three parts of one page: `memory` (what a rank holds, counted, and the peaks of its resident
-memory), `link` (step time and bytes over a slow link between replicas), `large` (the largest Llama
-of which two replicas of two ranks fit on this machine). Each has what its ranks run (`held`,
-`linked`, `trained`, all called by `job`) and what starts them and tells of it (`memory`, `link`,
-`large`). `ranks` starts processes and ends them before they take more memory than there is.
+One page with three parts: `memory` (bytes per rank, and peaks of resident memory), `link` (step
+time and bytes over a slow link between replicas), `large` (the largest Llama of which two replicas
+of two ranks fit on this machine). Each module contains the work of its ranks, which `job` calls,
+and its part of the page. `ranks` starts the processes and ends them before memory runs out.
 """

@@ -1,7 +1,7 @@
-"""What the ranks of one node run: `python -m benchmarks.layouts.job WORK PLAN FOLDER`.
+"""Job of the ranks of one node: `python -m benchmarks.layouts.job WORK PLAN FOLDER`.
 
-Run by `benchmarks.layouts`, not by hand. The ranks are forked, so that they share what was loaded;
-every one writes what it saw to FOLDER/RANK.json.
+Started by `benchmarks.layouts`. The ranks are forked, to share the loaded libraries; each writes
+its result to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from benchmarks.layouts import held, linked, trained
+from benchmarks.layouts import large, link, memory
 
-# gets the plan and a folder for its files, returns what JSON can hold
+# takes the plan and a folder for its files; returns JSON values
 WORK: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "held": held.every_row,
-    "linked": linked.every_row,
-    "trained": trained.one_fit,
+    "memory": memory.every_row,
+    "link": link.every_row,
+    "large": large.one_fit,
 }
 
 
 def work(name: str, plan: dict[str, Any], folder: Path) -> None:
-    """Do one rank's work in a process that knows its rank, and write down what it found."""
+    """Run the work of one rank, whose environment is set, and write its result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -50,7 +50,7 @@ def _forked(local_rank: int, ranks: int, name: str, plan: dict[str, Any], folder
 
 
 def main() -> None:
-    """Fork the ranks of this node; the environment is that of a job of one process a node."""
+    """Fork the ranks of this node; the environment is that of a job of one process per node."""
     name, plan, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
     ranks = plan["ranks"]
     start_processes(_forked, (ranks, name, plan, folder), nprocs=ranks, start_method="fork")

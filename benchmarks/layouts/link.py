@@ -1,23 +1,72 @@
-"""The part `link`: two replicas of two ranks over a slow link, with and without syncs."""
+"""Part `link`: two replicas of two ranks over a slow link, with and without syncs.
+
+The first half runs in the ranks, the second half starts them and writes the page.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from benchmarks.bandwidth.chain import compared, compared_step_by_step
-from benchmarks.bandwidth.figures import Figures, figures_by_row
+import torch.distributed as dist
+
+from benchmarks.bandwidth.figures import Figures, compare, compare_step_by_step, figures_by_row
 from benchmarks.bandwidth.job import BATCH, TOKENS, VOCABULARY
 from benchmarks.bandwidth.measure import HEAP, NODES, Results
 from benchmarks.bandwidth.page import table, target
-from benchmarks.bandwidth.window import LEG_STEPS
+from benchmarks.bandwidth.window import LEG_STEPS, WARM_UP, Stopwatch, Window
+from benchmarks.common.fits import Module, Tokens, gpt2, loader, quiet_trainer
+from benchmarks.common.relay import Relay, Run
 from benchmarks.lab import NetLab
-from benchmarks.layouts.linked import ALONE, DOMINO
 from benchmarks.layouts.memory import DDP, FSDP
 from benchmarks.layouts.ranks import run_in_lab
+from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.domino import DominoSettings
+
+ALONE, DOMINO = "alone", "domino"
+NEVER = 10_000  # steps: longer than the fit, so no fragment leaves
+
+
+def inside_of(row: str) -> Any:
+    """Return the strategy's `inside` of a row."""
+    layout = row.split("_")[0]
+    return DominoSettings(split="none") if layout == DOMINO else layout
+
+
+def measure_row(row: str, plan: dict[str, Any], pass_on: Any) -> Window:
+    """Run one fit of two replicas, one per node; those of an "alone" row never sync."""
+    ranks, sync_every = plan["ranks"], plan["sync_every"]
+    stopwatch = Stopwatch(row, sync_every, sync_every, pass_on)
+    strategy = StreamingDiLoCoStrategy(
+        sync_every=NEVER if row.endswith(ALONE) else sync_every,
+        replica_size=ranks,
+        inside=inside_of(row),
+    )
+    module = Module(gpt2(VOCABULARY, TOKENS, plan["layers"], plan["width"]))
+    dist.barrier()
+    nodes = dist.get_world_size() // ranks
+    trainer = quiet_trainer(strategy, nodes, WARM_UP + sync_every + 1, [stopwatch], devices=ranks)
+    trainer.fit(module, loader(Tokens(VOCABULARY, TOKENS), BATCH))
+    assert stopwatch.window is not None, "the fit has completed the window"
+    return stopwatch.window
+
+
+def _run(row: str, plan: dict[str, Any]) -> Run[Window]:
+    return lambda pass_on: measure_row(row, plan, pass_on)
+
+
+def every_row(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Run all rows, taking turns; return this rank's windows by row."""
+    del folder
+    relay = Relay({row: _run(row, plan) for row in plan["rows"]})
+    return {row: asdict(window) for row, window in relay.results()}
+
 
 RATE = "100mbit"
-SLOWER, AGREE, ALIKE = 0.05, 0.03, 0.01  # how far from 1 the ratios of the targets may be
+# allowed differences of the targets' ratios from 1
+SLOWER, AGREE, SAME = 0.05, 0.03, 0.01
 LABELS = {
     f"{DDP}_{ALONE}": "DDP inside, no syncs",
     DDP: "DDP inside, DiLoCo between",
@@ -39,10 +88,10 @@ TOY = {**SETTINGS, "sync_every": 6, "layers": 2, "width": 32}
 
 
 def measure(results: Results, settings: Mapping[str, Any], rounds: int, timeout_s: float) -> None:
-    """Measure the rounds that `results` lacks: all rows of one in the same processes, in turn.
+    """Measure the rounds missing from `results`; all rows of a round share the same processes.
 
     Raises:
-        LaboratoryUnavailable: where this machine cannot make the laboratory.
+        LaboratoryUnavailable: this machine cannot run the laboratory.
         RanksFailed: a rank failed.
     """
     for round_ in range(rounds):
@@ -58,10 +107,10 @@ def measure(results: Results, settings: Mapping[str, Any], rounds: int, timeout_
 
 
 def by_node(windows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Return the windows of nodes of so many ranks each.
+    """Combine the windows of ranks into windows of nodes.
 
-    A step takes a node as long as its slowest rank. Its ranks read the same interface, and each has
-    a ledger of its own.
+    A step of a node takes as long as that of its slowest rank. The ranks of a node read the same
+    interface, and each has its own ledger.
     """
     nodes = []
     for first in range(0, len(windows), ranks):
@@ -82,37 +131,36 @@ def by_node(windows: Sequence[Mapping[str, Any]], ranks: int) -> list[dict[str, 
 
 
 def figures(records: Sequence[dict[str, Any]]) -> dict[str, Figures]:
-    """Return the medians over the rounds, by row."""
+    """Return the medians over rounds by row."""
     found = figures_by_row(records, RATE, LABELS)
-    assert all(isinstance(one, Figures) for one in found.values()), "a failed round is not kept"
+    assert all(isinstance(one, Figures) for one in found.values()), "failed rounds are not recorded"
     return {row: one for row, one in found.items() if isinstance(one, Figures)}
 
 
 def opening(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what was found, for the top of the page."""
+    """Return the finding, for the top of the page."""
     found = figures(records)
     told = []
     for layout in LAYOUTS:
-        slower, _ = compared(found[layout], found[f"{layout}_{ALONE}"])
+        slower, _ = compare(found[layout], found[f"{layout}_{ALONE}"])
         told.append(f"{slower:.3f} ({found[layout].ledger_bytes or 0:,.0f} bytes) with {layout}")
     return [
-        f"- **Found, link:** over {RATE} between two nodes of two ranks each, a step with syncs"
-        " takes so many times as long as without, and so many bytes of a node:"
-        f" {', '.join(told)} inside.",
+        f"- **Found, link:** over {RATE} between two nodes of two ranks each, step time with syncs"
+        f" over step time without (and bytes per step and node): {', '.join(told)} inside.",
     ]
 
 
 def targets(found: Mapping[str, Figures]) -> list[str]:
-    """Return the targets, with what was measured."""
+    """Return the targets with the measured figures."""
     lines = ["| target | figure | |", "|---|---|---|"]
     for layout in LAYOUTS:
         ours, alone = found[layout], found[f"{layout}_{ALONE}"]
-        ratio, rounds = compared(ours, alone)
+        ratio, rounds = compare(ours, alone)
         text = f"{layout}: step time / no syncs, at most {1 + SLOWER}"
         lines.append(target(text, ratio, ratio <= 1 + SLOWER))
         reach = ", ".join(f"{one:.3f}" for one in rounds)
         lines.append(f"| the same, by round | {reach} | |")
-        by_step = compared_step_by_step(ours, alone)
+        by_step = compare_step_by_step(ours, alone)
         if by_step is not None:
             met = by_step[0] <= 1 + SLOWER
             lines.append(target("the same, step by step", by_step[0], met))
@@ -120,14 +168,14 @@ def targets(found: Mapping[str, Figures]) -> list[str]:
         text = f"{layout}: interface / ledger, within {100 * AGREE:.0f} %"
         lines.append(target(text, agreement, abs(agreement - 1) <= AGREE))
     for layout in (FSDP, DOMINO):
-        alike = (found[layout].ledger_bytes or 0) / (found[DDP].ledger_bytes or 1)
-        text = f"{layout}'s bytes / ddp's, ledger, within {100 * ALIKE:.0f} %"
-        lines.append(target(text, alike, abs(alike - 1) <= ALIKE))
+        ratio = (found[layout].ledger_bytes or 0) / (found[DDP].ledger_bytes or 1)
+        text = f"{layout}: ledger bytes / ddp's, within {100 * SAME:.0f} %"
+        lines.append(target(text, ratio, abs(ratio - 1) <= SAME))
     return lines
 
 
 def page_lines(records: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list[str]:
-    """Return the part of the page below its title."""
+    """Return this part of the page."""
     found = figures(records)
     parameters = records[0]["nodes"][0]["parameters"]
     return [
@@ -137,18 +185,19 @@ def page_lines(records: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -
         "",
         _how_it_was_measured(settings),
         "",
-        *_inside(4 * parameters, settings["ranks"]),
+        *_bytes_within(4 * parameters, settings["ranks"]),
     ]
 
 
-def _inside(num_bytes: int, ranks: int) -> list[str]:
-    """Return what a rank sends within its replica at every step, by formula."""
+def _bytes_within(num_bytes: int, ranks: int) -> list[str]:
+    """Return the formula of the bytes that a rank sends within its replica."""
     share = num_bytes * (ranks - 1) / ranks
     return [
-        "Within a replica, by FSDP2's formula, as `group_ledger` has it: a unit of b bytes, divided"
-        " among k ranks, is gathered for its forward and for its backward, and its gradients are"
-        " reduce-scattered, b (k - 1) / k bytes a rank each time. Together a step sends"
-        f" {3 * share / 1e6:.1f} MB a rank, and DDP's all-reduce {2 * share / 1e6:.1f} MB.",
+        "Within a replica, by the formula of FSDP2, which `group_ledger` also counts: a unit of b"
+        " bytes, sharded over k ranks, is gathered for its forward and for its backward, and its"
+        " gradients are reduce-scattered, each with b (k - 1) / k bytes per rank. A step sends"
+        f" {3 * share / 1e6:.1f} MB per rank in total, and {2 * share / 1e6:.1f} MB with DDP's"
+        " all-reduce.",
     ]
 
 
@@ -156,17 +205,17 @@ def _how_it_was_measured(settings: Mapping[str, Any]) -> str:
     ranks, sync_every, legs = (settings[key] for key in ("ranks", "sync_every", "leg_steps"))
     layers, width = settings["layers"], settings["width"]
     return f"""\
-Two nodes of the network laboratory, {ranks} ranks each, which are one replica. The link
-between nodes is shaped to {RATE}; ranks of a node reach each other over loopback. GPT-2 of
-{layers} blocks, {width} wide, {VOCABULARY} words, batch {BATCH} x {TOKENS} a rank, AdamW, fp32
-inside, fp4 between, `sync_every={sync_every}` (the default is 100: syncs weigh more here), all else
-by default. Domino's ranks have the same batch, `split="none"`.
-*No syncs*: the same strategy, whose first sync lies behind the end. All rows of a round
-run in the same processes, {legs} steps of one and then of the next, as in
-[bandwidth](../bandwidth/result.md), which says what the columns are; a window is one cycle. A
-node's step is that of its slowest rank, its bytes those of all its ranks. No row has utilization 1.
+Two nodes of the network laboratory with {ranks} ranks each; a node is one replica. The link between
+nodes is shaped to {RATE}; ranks of a node communicate over loopback. GPT-2 with {layers} blocks of
+width {width}, a vocabulary of {VOCABULARY}, batch {BATCH} x {TOKENS} per rank, AdamW, fp32 inside,
+fp4 between, `sync_every={sync_every}` (the default is 100, so syncs have more weight here), all
+else by default. Domino's ranks share one batch, with `split="none"`.
+*No syncs*: the same strategy with its first sync after the end of the fit. All rows of a round run
+in the same processes, {legs} steps of one and then of the next, as in
+[bandwidth](../bandwidth/result.md), which explains the columns; a window is one cycle. A step of a
+node is that of its slowest rank, its bytes are those of all its ranks. No row has utilization 1.
 
-One thread a rank. Four ranks share the cores that are named above: where these are two, a step
-takes twice as long as on a machine with a core for each, and twice as much communication hides
-behind it; and who waits for the link leaves the core to another rank. The step times are of this
-machine alone, and the ratios a lower bound of what links of {RATE} cost faster nodes."""
+One thread per rank. Four ranks share the cores named above. With two cores, a step takes twice as
+long as with a core for each rank, so twice as much communication is hidden, and a rank that waits
+for the link leaves its core to another rank. The step times hold for this machine only, and the
+ratios are a lower bound of the cost of {RATE} links for faster nodes."""

@@ -1,4 +1,4 @@
-"""How long does a step of Distributed Lion take over slow links, and what does it send?
+"""Step time and traffic of Distributed Lion over slow links, on two and on four nodes.
 
-The machinery of `benchmarks.bandwidth` with other rows, on two and on four nodes.
+Uses `benchmarks.bandwidth` with other rows.
 """

@@ -1,8 +1,7 @@
 """Distributed Lion over slow links: `python -m benchmarks.lion_bandwidth`.
 
-The machinery of `benchmarks.bandwidth` with other rows, and on several numbers of nodes: step
-time, utilization and bytes of Distributed Lion, with and without overlap, against DDP. It takes
-root and iproute2.
+Uses `benchmarks.bandwidth` with other rows and several numbers of nodes: step time, utilization and
+bytes of Distributed Lion, with and without overlap, compared with DDP. It needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BYTES_ONLY = ("lion_random", "lion_average", "lion_zeros")
 def jobs(rate: str, rows: Sequence[str], round_: int, options: argparse.Namespace) -> Iterator[Any]:
     """Yield the jobs of one round.
 
-    The rows that are there for their bytes are alike in every round and run in the first.
+    Rows that only show bytes, which are the same in every round, run in the first.
     """
     due = [row for row in rows if round_ == 0 or row not in BYTES_ONLY]
     steps = dict.fromkeys(rows, options.steps)
@@ -52,11 +51,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
     parser.add_argument("--steps", type=int, default=20, help="of a window (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds, a row")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per row")
     parser.add_argument("--raw", type=Path, default=Path("outputs/bench/lion_bandwidth.json"))
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
-    parser.set_defaults(sync_every=100)  # of DiLoCo, which the shared job knows and no row here has
+    parser.set_defaults(sync_every=100)  # read by the shared job for DiLoCo, which no row uses
     options = parser.parse_args(arguments)
     for name, least in (("rounds", 1), ("steps", 1)):
         if getattr(options, name) < least:
@@ -67,7 +66,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write the page."""
+    """Measure and write the page."""
     options = parse(arguments)
     exit_on_signals()
     block = provenance("lion_bandwidth", arguments, options.page)

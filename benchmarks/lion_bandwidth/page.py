@@ -1,4 +1,4 @@
-"""The result page of `benchmarks.lion_bandwidth`, from its raw results alone."""
+"""Result page of `benchmarks.lion_bandwidth`, made from its raw results."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.bandwidth.page import HEADLINE_RATE, draw_steps, table, target
 from benchmarks.bandwidth.window import LEG_STEPS
 from benchmarks.lab import BURST_KIB
 
-TITLE = "How long does a step of Distributed Lion take over slow links, and what does it send?"
+TITLE = "How long does a step of Distributed Lion take over slow links, and how much does it send?"
 LABELS = {
     "none": "no communication, AdamW",
     "ddp": "DDP, AdamW",
     "ddp_powersgd": "DDP, AdamW, PowerSGD rank 4",
     "lion_none": "no communication, Lion",
     "lion": "Distributed Lion, majority, overlap",
-    "lion_no_overlap": "the same without overlap",
+    "lion_no_overlap": "Distributed Lion, majority, no overlap",
     "lion_random": "Distributed Lion, random ties, overlap",
     "lion_average": "Distributed Lion, average, overlap",
     "lion_zeros": "Distributed Lion, majority, overlap, exact zeros",
@@ -31,40 +31,41 @@ DRAWN = {
     "lion": "Distributed Lion",
 }
 MODES = {"lion": "majority", "lion_random": "majority, random ties", "lion_average": "average"}
-WITHIN = 0.05  # of the formula, at the interface
+WITHIN = 0.05  # relative difference of interface and formula
 
 HOW_IT_WAS_MEASURED = f"""\
-Nodes of the network laboratory (`benchmarks/lab/netlab.py`), every link shaped to the rate, delay
-not shaped; after a pause, and so at every step, the first {BURST_KIB} KiB pass unshaped. GPT-2 with
-5.8 million parameters, random tokens, batch 4 x 128 a rank, one thread a rank; bytes follow from
-shapes and signs, not from what is learned. In a round every row runs once, in the same processes:
-one `Trainer.fit` per row, which take turns of {LEG_STEPS} steps, with a barrier of 500 bytes or so
-between; what the threads of rows that stand still poll is in every row's time. Who begins changes
-with the round, and random ties, average and exact zeros, there for their bytes, run in the first
-round only. A figure is the median over the rounds of a window's mean step, of the slowest node;
-step by step: of every step of the window the median over the rounds, and of these the mean, which
-leaves out what stops the machine for seconds; bytes are the median over nodes and rounds of what
-one node sent. No communication: a plain Trainer a node, all at once; with Lion it is
-`DistributedLion` alone. Utilization: the step time of no communication with AdamW over the row's.
-Waited: milliseconds a step in which a rank stood still for others, as the strategy's ledger has it,
+Nodes of the network laboratory (`benchmarks/lab/netlab.py`). Every link is shaped to the rate; the
+delay is not shaped, and after a pause, and so at every step, {BURST_KIB} KiB pass unshaped. GPT-2
+with 5.8 million parameters, random tokens, batch 4 x 128 per rank, one thread per rank. Bytes
+depend on shapes and signs, not on what is learned. In a round every row runs once, in the same
+processes: one `Trainer.fit` per row, which take turns of {LEG_STEPS} steps with a barrier of about
+500 bytes in between; the polling of paused rows' threads is part of every row's time. The first row
+changes with the round. Random ties, average and exact zeros only show bytes and run in the first
+round only. A figure is the median over the rounds of the mean step of a window, of the slowest
+node. Step by step: for every step of the window the median over the rounds, then the mean over the
+steps, which removes interruptions of the machine. Bytes are the median over nodes and rounds of the
+bytes that one node sent. No communication: a plain Trainer per node, all at the same time; with
+Lion, `DistributedLion` alone. Utilization: the step time of AdamW without communication over the
+row's. Waited: milliseconds per step in which a rank waited for others, from the strategy's ledger,
 of the node that waited longest. Lightning broadcasts a flag before every batch, which is part of
 DDP's rows; it ignores `ddp_comm_hook` on the CPU, so a subclass registers the hook. PowerSGD runs
-in processes of its own: its hook's all-reduces may come in another order on each node, on which
-gloo aborts, and the rows beside it would be lost."""
+in separate processes: its hook may start all-reduces in a different order on each node, on which
+gloo aborts, and all rows of the process would be lost."""
 
 ZEROS = """\
-Formula: `Voting.bytes_per_step`, which knows neither headers of TCP and IP nor exact zeros. Every
-position of the model has a target here, so that nearly no gradient is exactly zero. transformers'
-own loss leaves the last one without: the gradient of its embedding is exactly zero at every step,
-and the places of these zeros travel too. That is the row with exact zeros."""
+Formula: `Voting.bytes_per_step`, which includes neither headers of TCP and IP nor exact zeros.
+Every position of the model has a target here, so that hardly any gradient is exactly zero. With
+transformers' own loss the last position has no target: the gradient of its embedding is exactly
+zero at every step, and the positions of these zeros are sent as well. This is the row with exact
+zeros."""
 
 
 def opening(records: Sequence[dict[str, Any]], rates: Sequence[str], picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     lines = [
-        "Machines train one GPT-2 of 5.8 million parameters, joined by slow links. Data parallelism"
-        " sends 32 bits of gradient per parameter; Distributed Lion sends one bit up, a vote, and"
-        " one bit down, while it computes.",
+        "Machines, connected by slow links, train a GPT-2 with 5.8 million parameters. Data"
+        " parallelism sends 32 bits of gradient per parameter; Distributed Lion sends one bit up as"
+        " a vote, and one bit down, while it computes.",
         "",
     ]
     for rate in rates:
@@ -72,32 +73,32 @@ def opening(records: Sequence[dict[str, Any]], rates: Sequence[str], picture: st
         none, ddp, ours = (found.get(row) for row in ("lion_none", "ddp", "lion"))
         if isinstance(none, Figures) and isinstance(ddp, Figures) and isinstance(ours, Figures):
             lines.append(
-                f"- **Found, two nodes at {rate}:** DDP's step takes"
-                f" {ddp.step_ms / ours.step_ms:.2f} times as long as a vote's, which takes"
-                f" {ours.step_ms / none.step_ms:.2f} times as long as Lion's without any"
-                " communication."
+                f"- **Found, two nodes at {rate}:** a step of DDP takes"
+                f" {ddp.step_ms / ours.step_ms:.2f} times as long as a step of Distributed Lion,"
+                f" which takes {ours.step_ms / none.step_ms:.2f} times as long as a step of Lion"
+                " without communication."
             )
-    return [*lines, "", f"![milliseconds a step, by link and way to train]({picture})"]
+    return [*lines, "", f"![milliseconds per step, by link and method]({picture})"]
 
 
 def draw(records: Sequence[dict[str, Any]], rates: Sequence[str], path: Path) -> None:
-    """Write a PNG with the step times on two nodes."""
+    """Draw the step times on two nodes as a PNG."""
     by_rate = {rate: figures_by_row(of_nodes(records, 2), rate, LABELS) for rate in rates}
     draw_steps(path, "A step on two nodes", by_rate, DRAWN)
 
 
 def of_nodes(records: Sequence[dict[str, Any]], nodes: int) -> list[dict[str, Any]]:
-    """Return the records that so many nodes measured."""
+    """Return the records measured on this number of nodes."""
     return [r for r in records if len(r["nodes"]) == nodes]
 
 
 def headline(found: dict[str, Figures | str]) -> list[str]:
-    """Return the targets of two nodes at `HEADLINE_RATE`, with the figures."""
+    """Return the targets for two nodes at `HEADLINE_RATE`, with the measured figures."""
     names = ("ddp", "ddp_powersgd", "lion_none", "lion")
     ddp, powersgd, none, ours = (found.get(name) for name in names)
     lines = ["| target | figure | |", "|---|---|---|"]
     if not isinstance(ours, Figures):
-        return [f"Not measured: it takes Distributed Lion at {HEADLINE_RATE} on two nodes."]
+        return [f"Not measured: `lion` at {HEADLINE_RATE} on two nodes is missing."]
     if isinstance(ddp, Figures):
         faster = ddp.step_ms / ours.step_ms
         lines.append(target("DDP's step time / step time, at least 4.5", faster, faster >= 4.5))
@@ -111,10 +112,10 @@ def headline(found: dict[str, Figures | str]) -> list[str]:
     return lines
 
 
-def who_wins(
+def faster_method(
     records: Sequence[dict[str, Any]], rates: Sequence[str], node_counts: Sequence[int]
 ) -> list[str]:
-    """Return Distributed Lion against DDP with AdamW, in every figures of rates and nodes."""
+    """Return the table that compares Distributed Lion with DDP by rate and number of nodes."""
     lines = ["| rate | nodes | DDP, ms | Distributed Lion, ms | DDP / Lion | faster |"]
     lines.append("|---|---|---|---|---|---|")
     for rate in rates:
@@ -134,7 +135,7 @@ def who_wins(
 
 
 def bytes_by_mode(records: Sequence[dict[str, Any]], node_counts: Sequence[int]) -> list[str]:
-    """Return the bytes at the interface against the formula, over all rates and rounds."""
+    """Return the table of bytes at the interface and by the formula, over all rates and rounds."""
     lines = ["| nodes | mode | interface | ledger | formula | interface / formula | within 5 % |"]
     lines.append("|---|---|---|---|---|---|---|")
     for nodes in node_counts:
@@ -163,19 +164,12 @@ def bytes_by_mode(records: Sequence[dict[str, Any]], node_counts: Sequence[int])
 def page_lines(
     raw: dict[str, Any], rates: Sequence[str], node_counts: Sequence[int], cores: int
 ) -> list[str]:
-    """Return the page below its provenance.
-
-    Args:
-        raw: `settings` and `records` of `benchmarks.lion_bandwidth`.
-        rates: in the order of the page.
-        node_counts: in the order of the page.
-        cores: of the machine that measured.
-    """
+    """Return the page below the provenance; `cores` are those of the measuring machine."""
     records, steps = raw["records"], raw["settings"]["steps"]
     lines = [f"## Targets at {HEADLINE_RATE}, two nodes", ""]
     lines += headline(figures_by_row(of_nodes(records, 2), HEADLINE_RATE, LABELS))
-    lines += ["", "## Where DDP wins", "", *who_wins(records, rates, node_counts)]
-    lines += ["", "## Bytes a node sends in a step, by mode", ""]
+    lines += ["", "## Where DDP is faster", "", *faster_method(records, rates, node_counts)]
+    lines += ["", "## Bytes per step and node, by mode", ""]
     lines += [*bytes_by_mode(records, node_counts), ""]
     lines.append(ZEROS)
     for nodes in node_counts:
@@ -185,13 +179,14 @@ def page_lines(
             if nodes > cores:
                 lines += [_contention(nodes, cores), ""]
             lines += table(found, LABELS)
-    window = f"The window is {steps} steps, of DDP's rows fewer on a slow link."
+    window = f"The window is {steps} steps, and fewer for the rows of DDP on a slow link."
     return [*lines, "", "## How it was measured", "", HOW_IT_WAS_MEASURED, "", window]
 
 
 def _contention(nodes: int, cores: int) -> str:
     return (
-        f"{nodes} nodes share {cores} cores: every row's computing takes about {nodes / cores:g}"
-        " times as long as on a machine a node, so less of a step is waiting, and rows that compute"
-        " on what they send pay twice. Compare rows within this table only."
+        f"{nodes} nodes share {cores} cores: the computation of every row takes about"
+        f" {nodes / cores:g} times as long as with a machine per node. Less of a step is therefore"
+        " waiting, and rows that compute on what they send pay twice. Compare rows within this"
+        " table only."
     )

@@ -1,5 +1,5 @@
-"""What does the vote cost in loss, beside Lion and AdamW on the same tokens?
+"""The loss of Distributed Lion compared with Lion and AdamW on the same tokens.
 
-`grid` says which runs there are, `runs` makes one, by the workers that `played` plays in one
-process; `page` writes it up.
+`grid` defines the runs, `simulated` trains all workers of a run in one process, `page` writes the
+result page.
 """

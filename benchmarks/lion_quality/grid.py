@@ -1,14 +1,14 @@
-"""The runs of Distributed Lion's quality bench as data: which there are, and in which order.
+"""The runs of Distributed Lion's quality benchmark, and their order.
 
-First Lion's betas: those of `BETAS` on the mean gradient, with seed 1, at one learning rate; the
-pair with the lowest mean loss over the models is what all of Lion's runs take from there on. All
-learning rates are rungs of one ladder, 2^k / 1000. A cell is a model with a method; its rate is
-tuned with seed 1, from the rungs at which its kind of method begins on past either end, until the
-best rung has a worse one on both sides. So no best one lies at an end of what was tried. A vote
-begins at G-Lion's best rung: all its seeds are run there first, and the rungs beside it afterwards.
+First come Lion's betas: each pair of `BETAS` on the mean gradient, with seed 1, at one learning
+rate. All later Lion runs use the pair with the lowest mean loss over the models. All learning rates
+are rungs of one ladder, 2^k / 1000. A cell is a model with a method. Its rate is tuned with seed 1,
+starting from the first rungs of its method and continuing beyond either end until the best rung has
+a worse one on both sides. A vote starts at G-Lion's best rung: all its seeds run there first, the
+adjacent rungs afterwards.
 
-Betas, and the rates of AdamW and G-Lion, are tuned without clipping. What is compared clips every
-worker's gradient, as the recipes do.
+Betas, and the rates of AdamW and G-Lion, are tuned without clipping. The compared runs clip every
+worker's gradient, like the recipes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODELS: dict[str, list[str]] = {
         "model.num_hidden_layers=2",
     ],
 }
-BLOCKS_PER_STEP = 128  # of all workers together: every run sees the same tokens in each step
+BLOCKS_PER_STEP = 128  # of all workers together, so every run sees the same tokens in each step
 COMMON = [
     "tokenizer.vocab_size=512",
     "data.block_size=32",
@@ -34,7 +34,7 @@ COMMON = [
 ]
 WORKERS = (2, 4, 8)
 VOTES = ("majority", "average")
-# in order of their runs; G-Lion and AdamW have no workers: they get the mean of all gradients
+# in order of their runs; G-Lion and AdamW use the mean of all gradients
 METHODS = [
     ("adamw", 1),
     ("g_lion", 1),
@@ -43,15 +43,15 @@ METHODS = [
     ("majority", 8),
     *(("average", n) for n in WORKERS),
 ]
-FIRST_RUNGS = {"adamw": (2, 3, 4), "g_lion": (0, 1, 2)}  # a vote's lie around G-Lion's best
+FIRST_RUNGS = {"adamw": (2, 3, 4), "g_lion": (0, 1, 2)}  # of a vote: around G-Lion's best
 Betas = tuple[float, float]
-# beta2's memory 1 / (1 - beta2) is 5 to 100 steps: 1 to 20 percent of a run of 500
+# the memory of beta2, 1 / (1 - beta2), is 5 to 100 steps: 1 to 20 percent of a run of 500 steps
 BETAS: tuple[Betas, ...] = ((0.9, 0.99), (0.9, 0.95), (0.9, 0.9), (0.8, 0.9), (0.6, 0.8))
-BETAS_RUNG = 1  # at which they are compared: both models' best with (0.9, 0.99)
-ADAMW_BETAS: Betas = (0.9, 0.98)  # those of `conf/optimizer/adamw.yaml`
+BETAS_RUNG = 1  # for comparing betas; best rung of both models with (0.9, 0.99)
+ADAMW_BETAS: Betas = (0.9, 0.98)  # of `conf/optimizer/adamw.yaml`
 CLIP = 1.0  # largest norm of a worker's gradient, as in `conf/trainer/cpu.yaml`
-DECAY = 4e-4  # highest learning rate times weight decay, in every run: all decay alike
-PRECONDITION = 2.0  # percent above AdamW, for G-Lion: the vote is set against a Lion that is tuned
+DECAY = 4e-4  # peak learning rate times weight decay, equal in every run
+PRECONDITION = 2.0  # percent above AdamW, for G-Lion: votes are compared with a well-tuned Lion
 TARGET = 2.0  # percent above G-Lion, for the majority of 4 workers
 
 
@@ -61,20 +61,20 @@ class Run:
 
     model: str
     method: str  # "adamw", "g_lion", "majority", "average"
-    workers: int  # that vote; 1 for the first two
+    workers: int  # number of voters; 1 for the first two methods
     seed: int
     lr: float
     beta1: float = 0.0
     beta2: float = 0.0
-    clip: float = 0.0  # 0: gradients are taken as they are
+    clip: float = 0.0  # 0: no clipping
 
     @property
     def vote(self) -> str | None:
-        """What `played.train` is told."""
+        """The `vote` argument of `simulated.train`."""
         return self.method if self.method in VOTES else None
 
     def overrides(self, steps: int) -> list[str]:
-        """Return what the configuration is told; all that is not named here is its default."""
+        """Return the overrides of the configuration; everything else has its default."""
         return [
             f"model={self.model}",
             *MODELS[self.model],
@@ -90,22 +90,22 @@ class Run:
         ]
 
 
-Losses = dict[Run, float]  # of the runs that are done, nats per token
+Losses = dict[Run, float]  # of finished runs, nats per token
 
 
 def lr_of(rung: int) -> float:
-    """Return a rung's learning rate; exact in binary but for the factor 1/1000."""
+    """Return the learning rate of a rung."""
     return 2.0**rung / 1000
 
 
 def tried(model: str, clip: float = 0.0) -> list[Run]:
-    """Return a model's runs that choose Lion's betas; with clipping they check the choice."""
+    """Return a model's runs that choose Lion's betas or, with clipping, check the choice."""
     return [Run(model, "g_lion", 1, 1, lr_of(BETAS_RUNG), *betas, clip) for betas in BETAS]
 
 
 def best_betas(losses: Losses) -> Betas | None:
-    """Return Lion's betas, the same for all models; None while a run that chooses is missing."""
-    columns = list(zip(*map(tried, MODELS), strict=True))  # a pair's runs, one of each model
+    """Return Lion's betas, equal for all models; None while a run of the comparison is missing."""
+    columns = list(zip(*map(tried, MODELS), strict=True))  # runs of a pair, one per model
     if any(run not in losses for column in columns for run in column):
         return None
     means = [sum(losses[run] for run in column) for column in columns]
@@ -113,9 +113,9 @@ def best_betas(losses: Losses) -> Betas | None:
 
 
 def cells(losses: Losses, model: str) -> list[Run]:
-    """Return a run of each method with seed 1, with clipping.
+    """Return a run of each method with seed 1 and clipping.
 
-    Its learning rate is 0 and stands for none, and so do Lion's betas while they are not known.
+    Its learning rate is 0 as a placeholder, and so are Lion's betas while they are unknown.
     """
     lion = best_betas(losses) or (0.0, 0.0)
     return [
@@ -125,15 +125,15 @@ def cells(losses: Losses, model: str) -> list[Run]:
 
 
 def sweep(losses: Losses, cell: Run) -> list[int]:
-    """Return the rungs on which a cell is to be run, as far as the results allow to know them."""
+    """Return the rungs to run for a cell, as far as the losses determine them."""
     first = _first_rungs(losses, cell)
     return rungs_to_run(_loss_at(losses, cell), first) if first else []
 
 
 def best_lr(losses: Losses, cell: Run) -> float | None:
-    """Return a cell's best learning rate; None while it is not known.
+    """Return a cell's best learning rate; None while it is unknown.
 
-    For a vote it is the best of those that were tried so far: see `is_tuned`.
+    For a vote it is the best rate tried so far, see `is_tuned`.
     """
     loss_at = _loss_at(losses, cell)
     known = {rung: loss for rung in sweep(losses, cell) if (loss := loss_at(rung)) is not None}
@@ -157,7 +157,7 @@ def _first_rungs(losses: Losses, cell: Run) -> tuple[int, ...]:
 
 
 def tuning(cell: Run, rung: int) -> Run:
-    """Return the run that says what a rung is worth for a cell."""
+    """Return the run that measures a rung for a cell."""
     return replace(cell, seed=1, lr=lr_of(rung), clip=cell.clip if cell.vote else 0.0)
 
 
@@ -166,23 +166,23 @@ def _loss_at(losses: Losses, cell: Run) -> LossAt:
 
 
 def at_best(losses: Losses, cell: Run, seeds: int) -> list[Run]:
-    """Return a cell's runs with seeds from 1 on at its best learning rate, if that is known."""
+    """Return a cell's runs with all seeds at its best learning rate; empty if it is unknown."""
     lr = best_lr(losses, cell)
     return [] if lr is None else [replace(cell, seed=s, lr=lr) for s in range(1, seeds + 1)]
 
 
 def percents_above(losses: Losses, ours: Iterable[Run], theirs: Iterable[Run]) -> list[float]:
-    """Return, seed by seed, by how many percent a loss is above the other, where both are there."""
+    """Return the percent by which each loss exceeds the other, for pairs of finished runs."""
     found = [(losses.get(run), losses.get(other)) for run, other in zip(ours, theirs, strict=False)]
     return [100 * (loss / other - 1) for loss, other in found if loss and other]
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
-    """Yield the runs in their order, as far as the results allow to know them.
+    """Yield the runs in order, as far as the losses determine them.
 
-    Lion's betas and the rates of AdamW and G-Lion, without clipping; G-Lion's and AdamW's seeds
-    with it and without; every majority's seeds at G-Lion's rate; the other betas with clipping; the
-    majorities' own rates; then the averages likewise.
+    Lion's betas and the rates of AdamW and G-Lion, without clipping; the seeds of G-Lion and AdamW
+    with and without clipping; the seeds of all majorities at G-Lion's rate; the other betas with
+    clipping; the majorities at their own rates; then the same for the averages.
     """
     for column in zip(*map(tried, MODELS), strict=True):
         yield from column
@@ -198,7 +198,7 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
         yield from _at_own_rates(averages, losses, seeds)
 
 
-Row = tuple[Run, ...]  # a method's cells, one of each model
+Row = tuple[Run, ...]  # cells of a method, one per model
 
 
 def _without_vote(rows: Sequence[Row], losses: Losses, seeds: int) -> Iterator[Run]:

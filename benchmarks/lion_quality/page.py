@@ -1,4 +1,4 @@
-"""The page of Distributed Lion's quality bench: its words, tables and figure."""
+"""Result page of Distributed Lion's quality benchmark: text, tables and figure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.common.kept import MISSING, Results, mean_text
 from benchmarks.common.page import result_page
+from benchmarks.common.runs import MISSING, Results, mean_text
 from benchmarks.lion_quality.grid import (
     BETAS,
     BETAS_RUNG,
@@ -38,48 +38,48 @@ from benchmarks.lion_quality.grid import (
     tuning,
 )
 
-TITLE = "What does the vote cost in loss, beside Lion and AdamW on the same tokens?"
+TITLE = "How does the loss of Distributed Lion compare with Lion and AdamW on the same tokens?"
 NAMES = {"adamw": "AdamW", "g_lion": "G-Lion"}
 HOW_TO_READ = f"""\
-Validation loss in nats per token over the whole validation split, of the last weights. In every
-step all runs of one seed see the same {BLOCKS_PER_STEP} blocks; with n workers each takes every
-n-th of them, makes its own gradient and moves its own momentum. G-Lion (Lion) and AdamW take the
-mean gradient of the same blocks, as under DDP. A difference is taken seed by seed, positive where
-the row's method is worse; ± is the standard deviation over the seeds, and stands only where there
-are several. Targets are on the mean: G-Lion's is against AdamW, the majority's against G-Lion. Each
-method has its own learning rate, the best one on seed 1; the highest learning rate times the weight
-decay is {DECAY} in every run. AdamW has the betas of its recipe. Every worker clips its gradient to
-a norm of {CLIP}, and so do G-Lion and AdamW the mean, as the recipes' Trainer does. Schedules are
-those of `conf/optimizer/`, above. Runs that have not been made are missing, and the next call makes
-them. The commits above are those at which runs were made."""
+Validation loss in nats per token over the whole validation split, of the final weights. In every
+step all runs of one seed see the same {BLOCKS_PER_STEP} blocks; each of n workers takes every n-th
+of them, computes its own gradient and updates its own momentum. G-Lion (Lion) and AdamW take the
+mean gradient of the same blocks, as under DDP. Differences are computed per seed and are positive
+where the row's method is worse; ± is the standard deviation over the seeds, if there are several.
+Targets apply to the mean: G-Lion is compared with AdamW, the majority with G-Lion. Each method has
+its own learning rate, the best one on seed 1; the peak learning rate times the weight decay is
+{DECAY} in every run. AdamW has the betas of its recipe. Every worker clips its gradient to a norm
+of {CLIP}; G-Lion and AdamW clip the mean gradient, like the recipes' Trainer. The schedules of
+`conf/optimizer/` are shown above. Missing runs are made by the next call. The commits above are
+those of the runs."""
 BETAS_TUNED = f"""\
-Validation loss of G-Lion with seed 1 at the learning rate {lr_of(BETAS_RUNG)}. beta2 remembers
-1 / (1 - beta2) steps. The choice is made without clipping: the pair with the lowest mean over the
-models is in bold, and all of Lion's runs take it, the votes too. The recipe's rule (`lion_betas` in
-`recipes/training/optimizer.py`) gives it for a run of this length."""
+Validation loss of G-Lion with seed 1 at the learning rate {lr_of(BETAS_RUNG)}. The memory of beta2
+is 1 / (1 - beta2) steps. The choice is made without clipping: the pair with the lowest mean over
+the models is in bold, and all Lion runs use it, including the votes. The recipe's rule
+(`lion_betas` in `recipes/training/optimizer.py`) gives the same pair for runs of this length."""
 WITHOUT_CLIPPING = """\
-G-Lion against AdamW, both at the rates above and without clipping, seed by seed. A momentum that
-large gradients of the first steps have filled has their signs for long."""
+G-Lion compared with AdamW by seed, both at the rates above and without clipping. A momentum filled
+by large gradients of the first steps keeps their signs for a long time."""
 TUNED_ON = """\
-Validation loss with seed 1, of AdamW and G-Lion without clipping. All rates are rungs of one ladder
-of factors of 2; where a method's best rung was at an end of what was tried, the next one was tried
-as well. An empty place was not needed. The best rate is in bold, and every other seed takes it. A
-vote's rungs lie around G-Lion's best one, at which it is run first; a rate with a star in the table
-above is the best of those that were tried, and not all of them were."""
+Validation loss with seed 1, without clipping for AdamW and G-Lion. All rates are rungs of one
+ladder with factors of 2; if a method's best rung was at an end of the tried range, the next one was
+tried as well. Empty cells were not needed. The best rate is in bold and used by every other seed.
+The rungs of a vote are around G-Lion's best one, at which it runs first; a rate with a star in the
+table above is the best of an incomplete search."""
 
 
 def label(run: Run) -> str:
-    """Return the method's name as the page says it."""
+    """Return the method's name on the page."""
     return NAMES.get(run.method) or f"{run.method}, n = {run.workers}"
 
 
 def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
-    """Return the page as lines of Markdown."""
+    """Return the page as Markdown lines."""
     losses, steps = results.losses, results.setting["steps"]
     opening = [
-        "Workers that vote on the sign of every step know less than the mean of their gradients."
-        " What does that cost, against Lion on that mean? And how far is Lion from AdamW? Two very"
-        " small models.",
+        "A vote on the sign of every step uses less information than the mean of the workers'"
+        " gradients. How much higher is the loss than that of Lion on this mean, and how far is"
+        " Lion from AdamW? Two very small models.",
         "",
         *_in_short(losses, seeds),
         "",
@@ -94,7 +94,7 @@ def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
         "",
         *HOW_TO_READ.splitlines(),
         "",
-        "## Against Lion and AdamW on the mean gradient",
+        "## Compared with Lion and AdamW on the mean gradient",
         "",
         *_main_table(losses, seeds),
         "",
@@ -120,7 +120,7 @@ def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
 
 
 def _in_short(losses: Losses, seeds: int) -> list[str]:
-    """Return the finding: how far Lion is from AdamW, and how far votes are from Lion."""
+    """Return the finding: the differences of Lion from AdamW, and of votes from Lion."""
     lines = []
     for model in MODELS:
         runs = _runs(losses, model, seeds)
@@ -133,20 +133,21 @@ def _in_short(losses: Losses, seeds: int) -> list[str]:
         lines.append(
             f"- {model}: Lion on the mean gradient ends {mean_text(lion, '+.2f', ' %')} from AdamW"
             f" (precondition: at most {PRECONDITION} %, {_verdict(lion, PRECONDITION)}). The"
-            f" majority of workers ends {', '.join(votes)} from that Lion."
+            f" majority of workers ends {', '.join(votes)} from this Lion."
         )
     betas, memory = best_betas(losses), 1 / (1 - BETAS[0][1])
     chosen = f"are {betas}" if betas else f"are {MISSING}"
     return [
         *lines,
-        f"- Lion's betas {chosen}, tuned for the length of these runs, and gradients are clipped as"
-        f" in the recipes. With {BETAS[0]}, which remember {memory:.0f} steps, and no clipping this"
-        " page once showed Lion 20 % behind AdamW: that was betas and clipping, not the vote.",
+        f"- Lion's betas {chosen}, tuned for the length of these runs, and gradients are clipped"
+        f" as in the recipes. With {BETAS[0]}, which have a memory of {memory:.0f} steps, and no"
+        " clipping, an earlier version of this page showed Lion 20 % behind AdamW. The cause was"
+        " betas and clipping, not the vote.",
     ]
 
 
 def _runs(losses: Losses, model: str, seeds: int) -> dict[tuple[str, int], list[Run]]:
-    """Return the runs of each method with its best learning rate; none while that is unknown."""
+    """Return the runs of each method at its best learning rate; empty while it is unknown."""
     return {
         (cell.method, cell.workers): at_best(losses, cell, seeds) for cell in cells(losses, model)
     }
@@ -187,7 +188,7 @@ def _rate(losses: Losses, cell: Run) -> str:
 def _betas_table(losses: Losses) -> list[str]:
     heads = [f"{model}{clipped}" for clipped in ("", ", clipped") for model in MODELS]
     lines = [
-        f"| betas | beta2 remembers | {' | '.join(heads)} |",
+        f"| betas | memory of beta2 | {' | '.join(heads)} |",
         "|---|---|" + "---|" * len(heads),
     ]
     columns = [tried(model, clip) for clip in (0.0, CLIP) for model in MODELS]
@@ -233,7 +234,7 @@ def _sweep_table(losses: Losses) -> list[str]:
 
 
 def _in_order(losses: Losses, model: str) -> list[Run]:
-    """Return the cells as a reader looks for them: what the vote is compared with comes first."""
+    """Return the cells in table order: AdamW and G-Lion first."""
     methods = ["adamw", "g_lion", "majority", "average"]
     found = cells(losses, model)
     return sorted(found, key=lambda cell: (methods.index(cell.method), cell.workers))
@@ -246,9 +247,9 @@ def _verdict(percents: Sequence[float], target: float) -> str:
 
 
 def draw_page(losses: Losses, seeds: int, path: Path) -> None:
-    """Write a PNG with every seed's difference from G-Lion, method by method."""
+    """Draw every seed's difference from G-Lion as a PNG, by method."""
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot, which keeps global state and may look for a display
+    FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
     for axes, model in zip(figure.subplots(1, len(MODELS), sharey=True), MODELS, strict=True):
         order = [cell for cell in _in_order(losses, model) if cell.method != "g_lion"]
         runs = _runs(losses, model, seeds)
@@ -257,10 +258,10 @@ def draw_page(losses: Losses, seeds: int, path: Path) -> None:
             percents = percents_above(losses, ours, runs["g_lion", 1])
             axes.plot([place] * len(percents), percents, "o", color="C0", alpha=0.6)
         axes.axhline(0, color="0.7")
-        aimed = [(cell.method, cell.workers) for cell in order].index(("majority", 4))
-        axes.hlines(TARGET, aimed - 0.4, aimed + 0.4, color="0.3", linestyle="--")
+        target_place = [(cell.method, cell.workers) for cell in order].index(("majority", 4))
+        axes.hlines(TARGET, target_place - 0.4, target_place + 0.4, color="0.3", linestyle="--")
         axes.set_xticks(range(len(order)), list(map(label, order)), rotation=60, fontsize=8)
         axes.set(title=model)
         axes.label_outer()
-    figure.supylabel("loss above G-Lion (%); dashed: the target", fontsize=9)
+    figure.supylabel("loss above G-Lion (%); dashed: target", fontsize=9)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,1 @@
-"""What does a step of Distributed Lion cost without communication?
-
-`operations` are what is timed.
-"""
+"""Cost of a Distributed Lion step without communication. `operations` are the timed parts."""

@@ -1,10 +1,10 @@
-"""What a step of Distributed Lion costs without communication: `python -m benchmarks.lion_step`.
+"""Time a step of Distributed Lion without communication: `python -m benchmarks.lion_step`.
 
 One run on one thread. First the vote alone: packing the signs of fp32 values, counting ballots and
-unpacking the result, against a copy of the values and `numpy.packbits`. Then whole optimizer
-steps, against AdamW's on the same parameters. Operations take turns, and on the CPU their time is
-the process's own, so that what else the machine does hardly enters. Where there is a GPU its times
-follow, against what its memory allows.
+unpacking the result, compared with a copy of the values and `numpy.packbits`. Then whole optimizer
+steps, compared with AdamW on the same parameters. Operations take turns and are measured in CPU
+time, so that other load on the machine has little influence. With a GPU, its times follow, compared
+with the limit of its memory bandwidth.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from benchmarks.common.timing import Timing, seconds_of, take_turns
 from benchmarks.lion_step import operations as ops
 
 PAGE = Path(__file__).with_name("result.md")
-TITLE = "What does a step of Distributed Lion cost without communication?"
+TITLE = "How long does a step of Distributed Lion take without communication?"
 WORKERS = (2, 3, 4, 8, 16, 32)
 MODELS = {  # blocks, width, vocabulary, positions
     "5.8M": (6, 256, 4096, 128),
     "16.7M": (8, 384, 6400, 128),
     "toy": (1, 16, 64, 8),
 }
-# bytes of a parameter that have to be read or written: fp32 values once each, and packed planes
+# bytes per parameter that must be read or written: fp32 values once each, and packed planes
 FLOOR_BYTES = {
     ops.PACK: 4 + 1 / 8,
     ops.UNPACK: 4 + 2 / 8,
     ops.CAST: 8 + 2 / 8,  # gradient and momentum; two planes
-    ops.TAKE: 20 + 2 / 8,  # gradient read, momentum and parameter read and written; two planes
+    ops.APPLY: 20 + 2 / 8,  # gradient read, momentum and parameter read and written; two planes
     ops.LION: 28 + 4 / 8,
     ops.WORKER: 28 + 4 / 8,
     ops.ADAMW: 28,  # gradient read, parameter and both moments read and written
@@ -42,45 +42,45 @@ FLOOR_BYTES = {
 }
 
 HOW_TO_READ_VOTE = """\
-CPU time; ratios of medians, to copying the same fp32 values between two buffers. *Pack* compares
-with 0 and packs, in chunks, as a worker does; `numpy.packbits` is given the same comparison, over
-all values. *Vote* counts the ballots of n workers on one rank's share of the parameters (1/n of
-them), ties included; *unpack and add* finds the same signs by unpacking every ballot and adding in
-int16. *Unpack* reads a result of two planes (with ties) as fp32. Pack + vote + unpack is the sum
-of the medians."""
+CPU time; ratios of medians to copying the same fp32 values between two buffers. *Pack* compares
+with 0 and packs in chunks, like a worker; `numpy.packbits` gets the same comparison over all values
+at once. *Vote* counts the ballots of n workers on one rank's share of the parameters (1/n of them),
+including ties; *unpack and add* finds the same signs by unpacking every ballot and adding in int16.
+*Unpack* reads a result of two planes (with ties) as fp32. Pack + vote + unpack is the sum of the
+medians."""
 HOW_TO_READ_STEP = """\
-CPU time; ratios of medians, to `torch.optim.AdamW(foreach=True)` on parameters of the same shapes
-and values. Alone: `DistributedLion.step` of one worker, its vote included. Among others: what a
-worker of two does itself, casting the ballots of all buckets, reading results of two planes and
-taking the step; counting comes on top and is in the table above. AdamW's fused kernel is there for
-comparison."""
+CPU time; ratios of medians to `torch.optim.AdamW(foreach=True)` on parameters of the same shapes
+and values. Single worker: `DistributedLion.step`, including its vote. One of several workers: the
+work of one of two workers, which casts the ballots of all buckets, reads results of two planes and
+applies the step; counting is not included and is in the table below. AdamW's fused kernel is shown
+for comparison."""
 
 
 def cpu_seconds_of(operation: Callable[[], object]) -> float:
-    """Return the CPU time of this process from the call to its return."""
+    """Return the CPU seconds of this process for an operation."""
     start = time.process_time()
     operation()
     return time.process_time() - start
 
 
 def opening(steps: Mapping[str, Mapping[str, Timing]], picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     lines = [
-        "A worker of Distributed Lion packs the signs of its step into bits and takes the step that"
-        " all have voted for. What does that cost beside AdamW, which sends nothing?",
+        "A worker of Distributed Lion packs the signs of its update into bits and applies the"
+        " result of the vote. How long does this take compared with a step of AdamW?",
         "",
     ]
     for model, timings in steps.items():
         lines.append(
-            f"- **Found, {model} parameters, one thread:** Lion alone takes"
-            f" {timings[ops.LION].ratio:.2f} of AdamW's time, a worker among others"
-            f" {timings[ops.WORKER].ratio:.2f}, without the counting of votes."
+            f"- **Found, {model} parameters, one thread:** a single worker takes"
+            f" {timings[ops.LION].ratio:.2f} of AdamW's time, one of several workers"
+            f" {timings[ops.WORKER].ratio:.2f}, not including the counting of votes."
         )
     return [*lines, "", f"![milliseconds of an optimizer step]({picture})"]
 
 
 def draw(steps: Mapping[str, Mapping[str, Timing]], path: Path) -> None:
-    """Write a PNG with the times of the optimizer steps."""
+    """Draw the times of the optimizer steps as a PNG."""
     groups = {
         f"{model} parameters": {name: 1e3 * timing.seconds for name, timing in timings.items()}
         for model, timings in steps.items()
@@ -89,7 +89,7 @@ def draw(steps: Mapping[str, Mapping[str, Timing]], path: Path) -> None:
 
 
 def vote_lines(timings: dict[str, Timing], numel: int) -> list[str]:
-    """Return the times of packing, counting and unpacking as lines of Markdown."""
+    """Return the times of packing, counting and unpacking as Markdown lines."""
     lines = ["## Pack, vote, unpack", "", f"{numel:,} parameters.", HOW_TO_READ_VOTE, ""]
     lines += ["| operation | ms | ratio to the copy |", "|---|---|---|"]
     for name in (ops.COPY, ops.PACKBITS, ops.PACK, ops.UNPACK):
@@ -111,7 +111,7 @@ def vote_lines(timings: dict[str, Timing], numel: int) -> list[str]:
 
 
 def step_lines(timings: dict[str, Timing], shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Return the times of the optimizer steps as lines of Markdown, with the target's verdict."""
+    """Return the times of the optimizer steps as Markdown lines, with the verdict on the target."""
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     alone = timings[ops.LION].ratio
     return [
@@ -121,14 +121,15 @@ def step_lines(timings: dict[str, Timing], shapes: Sequence[tuple[int, ...]]) ->
         "|---|---|---|",
         *(_row(name, timing) for name, timing in timings.items()),
         "",
-        f"Target, alone at most AdamW's time: {alone:.3f}, {'met' if alone <= 1 else 'missed'}.",
+        f"Target, a single worker takes at most AdamW's time: {alone:.3f},"
+        f" {'met' if alone <= 1 else 'missed'}.",
         "",
     ]
 
 
 def gpu_lines(rounds: int, numel: int, model: str) -> list[str]:
-    """Measure on the GPU against its memory; without one return the reason."""
-    title = ["## On a GPU, against its memory's bandwidth", ""]
+    """Measure on the GPU, relative to its memory bandwidth; without one, return the reason."""
+    title = ["## On a GPU, relative to its memory bandwidth", ""]
     if not torch.cuda.is_available():
         return [*title, "Not measured: this machine has no CUDA device."]
     device = torch.device("cuda")
@@ -140,9 +141,9 @@ def gpu_lines(rounds: int, numel: int, model: str) -> list[str]:
     lines = [
         *title,
         f"{torch.cuda.get_device_name(device)}; a copy of {numel:,} fp32 values reads and writes"
-        f" {bytes_per_s / 1e9:.0f} GB a second. Floor: that rate for the bytes that have to be read"
-        " or written once. Times from the call to the end of what it makes the GPU do; a"
-        " `DistributedLion.step` includes the way of the packed bytes to the host and back.",
+        f" {bytes_per_s / 1e9:.0f} GB per second. Floor: the time for all bytes that must be read"
+        " or written once, at this rate. Times include all work on the GPU; a"
+        " `DistributedLion.step` includes the transfer of packed bytes to the host and back.",
         "",
         "| operation | ms | floor, ms | ratio to the floor |",
         "|---|---|---|---|",
@@ -168,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lion_step", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--numel", type=int, default=2**24, help="voted on (%(default)s)")
+    parser.add_argument("--numel", type=int, default=2**24, help="voted parameters (%(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="measured rounds (%(default)s)")
     parser.add_argument("--models", nargs="+", default=["5.8M", "16.7M"], choices=list(MODELS))
     parser.add_argument("--page", type=Path, default=PAGE)

@@ -1,4 +1,4 @@
-"""What `benchmarks.lion_step` times: the vote on made-up ballots, and whole optimizer steps.
+"""Operations timed by `benchmarks.lion_step`: the vote on random ballots, and optimizer steps.
 
 W: workers, N: parameters, B: int64 words of a plane.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.bits import pack_bits_part, packed_bits_size, unpack_bits_part
+from lightning_commfree.comm.bits import pack_bits_part, unpack_bits_part
 from lightning_commfree.lion import DistributedLion
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import Majority, PackedDelta, Shard
@@ -22,28 +22,28 @@ Operations = dict[str, Callable[[], object]]
 
 COPY, PACKBITS = "copy of the fp32 values", "numpy.packbits"
 PACK, UNPACK = "pack", "unpack"
-SIGNS, DELTAS = "pack in one pass", "unpack in one pass"  # what a GPU does
 ADAMW, ADAMW_FUSED = "AdamW(foreach=True)", "AdamW(fused=True)"
-LION, CAST, TAKE = "DistributedLion.step, alone", "cast the ballots", "read and take the step"
-WORKER = "a worker among others: cast, read, take"
-_CHUNK = 1 << 16  # values that a worker on a CPU packs at a time
+LION = "DistributedLion.step, single worker"
+CAST, APPLY = "cast the ballots", "read the result and apply the step"
+WORKER = "one of several workers: cast, read, apply"
+_CHUNK = 1 << 16  # values that a CPU worker packs at a time
 _WORD = 64
 
 
 def pack(values_N: Tensor, plane: Tensor) -> None:
-    """Pack the signs of fp32 values, as `cast_ballot` does: on a CPU in chunks."""
+    """Pack the signs of fp32 values like `cast_ballot`, in chunks on a CPU."""
     for start in range(0, values_N.numel(), _chunk_size(values_N)):
         pack_bits_part(values_N[start : start + _chunk_size(values_N)] > 0, start, plane)
 
 
 def unpack(packed_delta: PackedDelta, out_N: Tensor) -> None:
-    """Write Delta of all parameters in fp32, as `take_step` reads it: on a CPU in chunks."""
+    """Write Delta of all parameters in fp32 like `take_step`, in chunks on a CPU."""
     for start in range(0, out_N.numel(), _chunk_size(out_N)):
         packed_delta.read(start, out_N[start : start + _chunk_size(out_N)])
 
 
 def vote(ballots_WB: Tensor, valid_B: Tensor) -> Shard:
-    """Count one shard by the majority, ties included, nobody voting zero."""
+    """Count one shard by majority, including ties, without zero votes."""
     return Majority().count(ballots_WB, None, valid_B, shard=0)
 
 
@@ -55,7 +55,7 @@ def ballots_of_a_share(numel: int, workers: int, device: torch.device) -> tuple[
 
 
 def unpack_and_add(ballots_WB: Tensor, flags: Tensor, sums: Tensor) -> Tensor:
-    """Count the same without bit-slicing: unpack every ballot, add in int16, take the sign.
+    """Count without bit-slicing: unpack every ballot, add in int16, take the sign.
 
     Args:
         ballots_WB: int64.
@@ -70,14 +70,14 @@ def unpack_and_add(ballots_WB: Tensor, flags: Tensor, sums: Tensor) -> Tensor:
 
 
 def vote_operations(numel: int, workers: tuple[int, ...], device: torch.device) -> Operations:
-    """Return copy, numpy's packing, and our packing, counting and unpacking of `numel` values.
+    """Return a copy, numpy's packing, and our packing, counting and unpacking of `numel` values.
 
-    A count of n workers is over one rank's share of `numel` / n parameters: that is what travels
-    through `DistributedLion` in one step on one rank.
+    The count for n workers is over one rank's share of `numel` / n parameters, which is what one
+    rank counts in a step of `DistributedLion`.
     """
     values = torch.randn(numel, device=device)
     copied, deltas = torch.empty_like(values), torch.empty_like(values)
-    plane = torch.zeros(packed_bits_size(numel), dtype=torch.uint8, device=device)
+    plane = torch.zeros(8 * -(-numel // _WORD), dtype=torch.uint8, device=device)
     pack(values, plane)
     packed_delta = PackedDelta(torch.stack([plane, torch.zeros_like(plane)]), (2, 1), 1)
     table: Operations = {COPY: lambda: copied.copy_(values)}
@@ -95,17 +95,17 @@ def vote_operations(numel: int, workers: tuple[int, ...], device: torch.device) 
 
 
 def vote_name(workers: int) -> str:
-    """Return what the count of so many ballots is called."""
+    """Return the name of the count of `workers` ballots."""
     return f"vote, n = {workers}"
 
 
 def plain_name(workers: int) -> str:
-    """Return what the count of so many unpacked ballots is called."""
+    """Return the name of the count of `workers` unpacked ballots."""
     return f"unpack and add, n = {workers}"
 
 
 def gpt2_shapes(blocks: int, width: int, vocabulary: int, positions: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a GPT-2's parameters in order of use; the output shares the input's."""
+    """Return the shapes of a GPT-2's parameters in order of use; the output layer is tied."""
     norm: list[tuple[int, ...]] = [(width,), (width,)]
     block: list[tuple[int, ...]] = [*norm, (width, 3 * width), (3 * width,)]
     block += [(width, width), (width,), *norm, (width, 4 * width), (4 * width,)]
@@ -116,7 +116,7 @@ def gpt2_shapes(blocks: int, width: int, vocabulary: int, positions: int) -> lis
 def parameters_with_gradients(
     shapes: list[tuple[int, ...]], device: torch.device
 ) -> list[nn.Parameter]:
-    """Return random parameters of these shapes, the same ones at every call."""
+    """Return random parameters of these shapes, the same at every call."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes]
     for parameter in parameters:
@@ -125,7 +125,7 @@ def parameters_with_gradients(
 
 
 class Worker:
-    """One of two workers of Distributed Lion; its ballots go nowhere, and the result stands.
+    """One of two workers of Distributed Lion; its ballots are not sent, and the result is fixed.
 
     Args:
         parameters: with gradients.
@@ -145,8 +145,8 @@ class Worker:
             cast_ballot(bucket, members, valid, flags=False, digest=0)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Read the results and take the step."""
+    def apply(self) -> None:
+        """Read the results and apply the step."""
         for bucket, members, packed_delta in zip(
             self._buckets, self._members, self._packed_deltas, strict=True
         ):
@@ -154,14 +154,14 @@ class Worker:
                 bucket, members, packed_delta, (True,) * len(bucket.parameters), abstained=False
             )
 
-    def cast_and_take(self) -> None:
-        """Do both."""
+    def cast_and_apply(self) -> None:
+        """Cast, read and apply."""
         self.cast()
-        self.take()
+        self.apply()
 
 
 def step_operations(shapes: list[tuple[int, ...]], device: torch.device) -> Operations:
-    """Return the steps that are compared, each on parameters of its own with equal values."""
+    """Return the steps to compare, each on its own parameters with equal values."""
     make = partial(parameters_with_gradients, shapes, device)
     adamw = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1)
     worker = Worker(make())
@@ -170,8 +170,8 @@ def step_operations(shapes: list[tuple[int, ...]], device: torch.device) -> Oper
         ADAMW_FUSED: adamw(make(), fused=True).step,
         LION: DistributedLion(make(), lr=1e-4, weight_decay=0.1).step,
         CAST: worker.cast,
-        TAKE: worker.take,
-        WORKER: worker.cast_and_take,
+        APPLY: worker.apply,
+        WORKER: worker.cast_and_apply,
     }
 
 
@@ -183,7 +183,7 @@ def _valid(bucket: Bucket) -> Tensor:
 
 
 def _packed_delta(bucket: Bucket) -> PackedDelta:
-    """Return what a majority of two random ballots looks like: every other one is a tie."""
+    """Return the majority of two random ballots, half of which are ties."""
     device = bucket.parameters[0].device
     size = (2, bucket.plane_bytes)
     mine, other = torch.randint(0, 256, size, dtype=torch.uint8, device=device)

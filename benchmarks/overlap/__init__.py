@@ -1,6 +1,5 @@
-"""How much of tensor parallelism's communication does Domino hide?
+"""The share of tensor-parallel communication that Domino hides.
 
-`ways` are the ways to train that are compared, `rounds` plays their steps in turn, in one process
-over a `link` that only takes time or in a `job` of the laboratory; `trace` keeps a step's timeline,
-`medians`, `page` and `method` write it up.
+`methods` are compared step by step by `rounds`, in one process over a simulated `link` or in a
+`job` of the laboratory; `trace` records the timeline of a step, `medians` and `page` evaluate.
 """

@@ -1,9 +1,10 @@
 """How much of tensor parallelism's communication Domino hides: `python -m benchmarks.overlap`.
 
-Two parts. *mechanism*: one process, whose all-reduces only take time. *laboratory*: two nodes with
-real sockets over shaped links (root and iproute2), our ways beside PyTorch's and transformers'.
-What was measured is kept as JSON, so a broken run goes on where it stopped, and `--page-only`
-writes the page again. A Chrome trace of a step is kept for the synchronous mode and for Domino.
+Two parts. *mechanism*: one process with simulated links, whose all-reduces take time but no CPU.
+*laboratory*: two nodes with real sockets over shaped links (needs root and iproute2), compared with
+the methods of PyTorch and transformers. Measurements are kept as JSON, so an interrupted call
+continues where it stopped, and `--page-only` writes the page again. A Chrome trace of one step is
+kept for the synchronous mode and for Domino.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from benchmarks.lab import LaboratoryUnavailable, NetLab, exit_on_signals
 from benchmarks.overlap.job import TRACED
 from benchmarks.overlap.link import NO_TIME, Link, SleepingChannel, link_for
 from benchmarks.overlap.medians import median_ms
+from benchmarks.overlap.methods import LABELS, Model, batch_of, ours
 from benchmarks.overlap.page import TITLE, opening, page_lines
-from benchmarks.overlap.rounds import Entry, play_rounds
+from benchmarks.overlap.rounds import Entry, run_rounds
 from benchmarks.overlap.trace import draw_timeline, read_trace, record
-from benchmarks.overlap.ways import LABELS, Model, batch_of, ours
 from lightning_commfree.comm.ledger import Ledger
 
 PAGE = Path(__file__).with_name("result.md")
 PARTS = ("mechanism", "laboratory")
 SHARES = (0.2, 0.3, 0.45)
 RATES = ("2gbit", "1gbit", "500mbit")
-SMALL = ((4, 64), (2, 64), (2, 32), (2, 8))  # where splitting may lose
+SMALL = ((4, 64), (2, 64), (2, 32), (2, 8))  # where splitting may be slower
 SMALL_ROWS = ("none", "sync", "batch")
 NODES = 2
 TRACED_SHARE = 0.3
 
 
 class Raw:
-    """The raw results, on disk after every part.
+    """Raw results, written to disk after every part.
 
     Args:
         path: of the JSON file; may exist.
-        settings: what everything was measured with.
-        block: the provenance of what is added.
+        settings: common to all measurements.
+        block: provenance of the measurements that will be added.
 
     Raises:
         ValueError: the file was measured with other settings.
@@ -65,11 +66,11 @@ class Raw:
             if self.content["settings"] != settings:
                 raise ValueError(
                     f"{path} was measured with {self.content['settings']}, not with {settings}."
-                    " Give the same options, or another `--raw`."
+                    " Use the same options, or another `--raw`."
                 )
 
     def add(self, part: str, measured: Any, rate: str | None = None) -> None:
-        """Keep a part, or one rate of it, on disk."""
+        """Add a part, or one rate of it."""
         if rate is None:
             self.content[part] = measured
         else:
@@ -83,19 +84,19 @@ class Raw:
 def mechanism(
     model: Model, shape: Sequence[int], rounds: int, latency_s: float, traces: Path
 ) -> dict[str, Any]:
-    """Measure over links that only take time, one for each of `SHARES`; trace one of them.
+    """Measure over simulated links, one for each of `SHARES`, and trace one of them.
 
-    The links follow from a measured step without communication: over each, a step that waits for
-    every transfer spends that share of its time so.
+    The rate of a link follows from a measured step without communication: a step that waits for
+    every transfer spends the given share of its time waiting.
 
     Returns:
-        `compute_s` that the links were made for; `links`, by share, their latency and rate;
-        `rows`, timings by "WAY" or "WAY@SHARE".
+        `compute_s`: the measured step; `links`: latency and rate by share; `rows`: timings by
+        "METHOD" or "METHOD@SHARE".
     """
     channel = SleepingChannel(NODES, Ledger())
     sync, batch = (ours(name, model.build(), channel) for name in TRACED)
     tokens = batch_of(shape, model.vocabulary)
-    alone = play_rounds({"sync": Entry(sync)}, tokens, rounds=max(rounds // 4, 2))["sync"]
+    alone = run_rounds({"sync": Entry(sync)}, tokens, rounds=max(rounds // 4, 2))["sync"]
     compute_s = median_ms(alone.seconds) / 1e3
     links = {
         share: link_for(share, compute_s, alone.collectives, alone.payload_bytes, latency_s)
@@ -109,10 +110,10 @@ def mechanism(
     for share, link in links.items():
         entries[f"sync@{share}"] = Entry(sync, over(link))
         entries[f"batch@{share}"] = Entry(batch, over(link))
-    rows = play_rounds(entries, tokens, rounds)
+    rows = run_rounds(entries, tokens, rounds)
     channel.link = links[TRACED_SHARE]
-    for way in (sync, batch):
-        record(way, tokens, traces / "mechanism" / f"{way.name}.json")
+    for method in (sync, batch):
+        record(method, tokens, traces / "mechanism" / f"{method.name}.json")
     return {
         "compute_s": compute_s,
         "links": {str(share): asdict(link) for share, link in links.items()},
@@ -124,8 +125,8 @@ def laboratory(rate: str, options: argparse.Namespace) -> list[list[dict[str, An
     """Measure on two nodes at one rate; return for each node a dictionary per shape.
 
     Raises:
-        LaboratoryUnavailable: this machine cannot make it.
-        RuntimeError: a node failed; with its last words.
+        LaboratoryUnavailable: this machine cannot run the laboratory.
+        RuntimeError: a node failed; the message contains its output.
     """
     shapes = [{"shape": options.shape, "rows": options.rows, "rounds": options.rounds}]
     rows = [row for row in SMALL_ROWS if row in options.rows]
@@ -147,7 +148,7 @@ def laboratory(rate: str, options: argparse.Namespace) -> list[list[dict[str, An
 
 
 def measure(raw: Raw, options: argparse.Namespace) -> None:
-    """Measure what `raw` lacks of the parts asked for."""
+    """Measure everything missing from `raw` in the requested parts."""
     if "mechanism" in options.parts and raw.content["mechanism"] is None:
         model = model_of(options, options.mechanism_layers)
         latency_s = options.latency_us / 1e6
@@ -167,16 +168,16 @@ def model_of(options: argparse.Namespace, layers: int) -> Model:
 
 
 def draw(content: dict[str, Any], options: argparse.Namespace) -> str | None:
-    """Draw the timeline of what has been measured, in the laboratory if it was; return its caption.
+    """Draw the timeline of the laboratory's middle rate, or of the mechanism; return the caption.
 
-    Of several rates the middle one is drawn. None if nothing has been measured.
+    Returns None if nothing has been measured.
     """
     measured = list(content["laboratory"])
     if measured:
         rate = measured[len(measured) // 2]
         caption, folder = f"node 0 at {rate}", options.traces / rate / "node0"
     elif content["mechanism"]:
-        caption = f"a link that only takes time, {TRACED_SHARE:.0%} of the synchronous step"
+        caption = f"a simulated link, {TRACED_SHARE:.0%} of the synchronous step"
         folder = options.traces / "mechanism"
     else:
         return None
@@ -193,7 +194,7 @@ def shape_of(text: str) -> list[int]:
     try:
         rows, tokens = (int(number) for number in text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 8x128") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape such as 8x128") from None
     if rows < 2 or tokens < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: batch and tokens must be 2 or more")
     return [rows, tokens]
@@ -215,9 +216,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--vocabulary", type=int, default=4096)
     add("--shape", type=shape_of, default=[8, 128], help="batch x tokens (8x128)")
     small = [list(shape) for shape in SMALL]
-    add("--small", nargs="*", type=shape_of, default=small, help="shapes with few rows")
-    add("--latency-us", type=float, default=100.0, help="of a transfer in the mechanism")
-    add("--timeout", type=float, default=3000.0, help="seconds, a rate")
+    add("--small", nargs="*", type=shape_of, default=small, help="smaller batches")
+    add("--latency-us", type=float, default=100.0, help="of a transfer over a simulated link")
+    add("--timeout", type=float, default=3000.0, help="seconds per rate")
     add("--traces", type=Path, default=Path("outputs/bench/overlap_traces"))
     add("--raw", type=Path, default=Path("outputs/bench/overlap.json"))
     add("--page", type=Path, default=PAGE)
@@ -237,7 +238,7 @@ _SETTINGS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then write the page and its picture."""
+    """Measure and write the page and its picture."""
     options = parse(arguments)
     exit_on_signals()
     torch.set_num_threads(1)
@@ -248,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.page_only:
             measure(raw, options)
     except LaboratoryUnavailable as error:
-        print(f"{error} `--parts mechanism` measures what needs none.", file=sys.stderr)
+        print(f"{error} `--parts mechanism` does not need it.", file=sys.stderr)
         return 2
     except ValueError as error:
         print(error, file=sys.stderr)

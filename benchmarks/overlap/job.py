@@ -1,4 +1,4 @@
-"""What one node of the laboratory runs for `benchmarks.overlap`: all ways, steps in turn."""
+"""Job of one node of `benchmarks.overlap`: all methods, alternating step by step."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lab import interface_counters
 from benchmarks.overlap.link import SleepingChannel
-from benchmarks.overlap.rounds import Entry, play_rounds
-from benchmarks.overlap.trace import record
-from benchmarks.overlap.ways import (
+from benchmarks.overlap.methods import (
     SILENT,
+    Method,
     Model,
-    Way,
     batch_of,
     by_torch,
     by_transformers,
     ours,
 )
+from benchmarks.overlap.rounds import Entry, run_rounds
+from benchmarks.overlap.trace import record
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 
 TRACED = ("sync", "batch")
 
 
-def build_ways(names: Sequence[str], model: Model) -> tuple[dict[str, Way], dict[str, str]]:
-    """Return the ways by name, and for those that this machine lacks the reason; collective."""
+def build_methods(names: Sequence[str], model: Model) -> tuple[dict[str, Method], dict[str, str]]:
+    """Return the methods by name, and the reasons for unavailable ones; collective."""
     size, rank = dist.get_world_size(), dist.get_rank()
     channel = Channel.open([list(range(size))], rank, Ledger())
     mesh = init_device_mesh("cpu", (size,))
-    ways, missing = {}, {}
+    methods, missing = {}, {}
     for name in names:
         try:
             if name == "torch":
-                ways[name] = by_torch(model.build(), mesh)
+                methods[name] = by_torch(model.build(), mesh)
             elif name == "transformers":
-                ways[name] = by_transformers(model.build(), mesh)
+                methods[name] = by_transformers(model.build(), mesh)
             else:
                 own = SleepingChannel(size, Ledger()) if name in SILENT else channel
-                ways[name] = ours(name, model.build(), own)
-        except ImportError as error:  # an older transformers; the same on all nodes
+                methods[name] = ours(name, model.build(), own)
+        except ImportError as error:  # older transformers, the same on all nodes
             missing[name] = str(error)
-    return ways, missing
+    return methods, missing
 
 
 def run(
     plan: dict[str, Any], folder: Path, sent_bytes: Callable[[], int] = lambda: 0
 ) -> list[dict[str, Any]]:
-    """Measure what `plan` says in this process, a rank of a process group, and trace two ways.
+    """Measure a plan as one rank of a process group, and trace two methods.
 
     Args:
         plan: sizes of the `model`; `shapes`, each with `shape`, `rows` and `rounds`.
-        folder: where this rank's traces go, as WAY.json; of the first shape.
-        sent_bytes: what this node's interface has sent so far.
+        folder: for this rank's traces of the first shape, named METHOD.json.
+        sent_bytes: returns the bytes sent by this node's interface so far.
 
     Returns:
-        A dictionary per shape: the shape, timings by row, reasons of rows that are missing.
+        For each shape: the shape, timings by row, reasons for missing rows.
     """
     model = Model(**plan["model"])
     names = list(dict.fromkeys(name for shape in plan["shapes"] for name in shape["rows"]))
-    ways, missing = build_ways(names, model)
+    methods, missing = build_methods(names, model)
     measured = []
     for i, shape in enumerate(plan["shapes"]):
         tokens = batch_of(shape["shape"], model.vocabulary)
-        entries = {name: Entry(ways[name]) for name in shape["rows"] if name in ways}
-        timings = play_rounds(
+        entries = {name: Entry(methods[name]) for name in shape["rows"] if name in methods}
+        timings = run_rounds(
             entries, tokens, shape["rounds"], fence=dist.barrier, sent_bytes=sent_bytes
         )
         rows = {name: asdict(timing) for name, timing in timings.items()}
@@ -80,12 +80,12 @@ def run(
         for name in TRACED if i == 0 else ():
             if name in entries:
                 dist.barrier()
-                record(ways[name], tokens, folder / f"{name}.json")
+                record(methods[name], tokens, folder / f"{name}.json")
     return measured
 
 
 def main() -> None:
-    """Measure what the first argument says, as JSON; write to the folder in the second."""
+    """Measure the plan in the first argument; write to the folder in the second."""
     plan, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""What `benchmarks.overlap` makes of the times of single steps."""
+"""Medians of the step times of `benchmarks.overlap`, and the share hidden."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Rows = Mapping[str, Mapping[str, Any]]  # `Timings` as plain values, by row
 
 
 def slower(nodes: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """Return, step by step, the largest value of `key` among the nodes."""
+    """Return the largest value of `key` among the nodes, for every step."""
     return [max(values) for values in zip(*(node[key] for node in nodes), strict=True)]
 
 
 def share_hidden(none_s: float, sync_s: float, domino_s: float) -> float:
-    """Return which share of the synchronous step's communication is gone from Domino's."""
+    """Return the share of the synchronous step's communication that Domino hides."""
     return (sync_s - domino_s) / (sync_s - none_s)
 
 
@@ -25,7 +25,7 @@ def median_ms(seconds: Sequence[float]) -> float:
 
 
 def spread_ms(seconds: Sequence[float]) -> str:
-    """Return first and third quartile in milliseconds."""
+    """Return the first and third quartile in milliseconds."""
     if len(seconds) < 2:
         return "-"
     low, _, high = statistics.quantiles(seconds, n=4)
@@ -33,7 +33,7 @@ def spread_ms(seconds: Sequence[float]) -> str:
 
 
 class Medians(NamedTuple):
-    """Milliseconds of a step without communication, synchronous, and with Domino."""
+    """Median milliseconds of a step without communication, synchronous, and with Domino."""
 
     none: float
     sync: float
@@ -41,7 +41,7 @@ class Medians(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the synchronous step that is communication."""
+        """Share of communication in the synchronous step."""
         return 1 - self.none / self.sync
 
     @property
@@ -51,14 +51,14 @@ class Medians(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Domino's speed over the synchronous one."""
+        """Domino's speed relative to synchronous."""
         return self.sync / self.domino
 
 
 def merged(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the rows of one shape of all nodes as one.
+    """Merge the rows of all nodes for one shape.
 
-    A step takes as long as on the slower node; its waiting is the mean, for a node that comes late
+    The time of a step is that of the slower node. Its waiting time is the mean, because a late node
     makes the other one wait.
     """
     rows = {}
@@ -74,7 +74,7 @@ def merged(nodes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def mechanism_medians(rows: Rows, share: str) -> Medians:
-    """Return the medians of one share."""
+    """Return the medians for one simulated link."""
     names = ("none", f"sync@{share}", f"batch@{share}")
     return Medians(*(median_ms(rows[name]["seconds"]) for name in names))
 

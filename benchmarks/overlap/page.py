@@ -1,4 +1,4 @@
-"""The result page of `benchmarks.overlap`, from its raw results alone."""
+"""Result page of `benchmarks.overlap`, made from its raw results."""
 
 from __future__ import annotations
 
@@ -16,57 +16,57 @@ from benchmarks.overlap.medians import (
     share_hidden,
     spread_ms,
 )
-from benchmarks.overlap.method import method_lines
-from benchmarks.overlap.ways import LABELS
+from benchmarks.overlap.methods import LABELS
 
 TITLE = "How much of tensor parallelism's communication does Domino hide?"
 
 
 class Target(NamedTuple):
-    """What one setting is to show: least share hidden, least speed of sync's."""
+    """Target of one setting: least share hidden, and least speed relative to synchronous."""
 
     hidden: float
     speed: float
 
 
 MECHANISM_TARGETS = {"0.2": 0.9, "0.3": 0.9, "0.45": 0.8}
-# by the share of the synchronous step that is communication; of a measured share the nearest one's
+# by the share of communication in the synchronous step; the nearest share applies
 LABORATORY_TARGETS = {0.25: Target(0.5, 1.1), 0.35: Target(0.6, 1.25), 0.5: Target(0.6, 1.35)}
 PEERS = ("torch", "transformers")
-# arXiv:2409.15241: where, share of communication, share of it that is hidden
+# arXiv:2409.15241: setting, share of communication, share of it that is hidden
 PAPER = (
     ("the paper, Llama-2 on 8 H100, one node", "19 to 27%", "67 to 81%"),
     ("the paper, Llama-2 on 16 H100, two nodes", "45 to 57%", "56 to 59%"),
 )
-_EQUAL_LOSS = 1e-4  # nats; sums in another order differ by rounding
+_EQUAL_LOSS = 1e-4  # nats; a different order of summation changes the rounding
 
 
 def opening(content: Mapping[str, Any], caption: str | None, picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page.
+    """Return the question and the finding, for the top of the page.
 
     Args:
         content: of the raw file.
-        caption: of the picture; None if there is none.
-        picture: its file.
+        caption: of the picture; None without a picture.
+        picture: file name of the picture.
     """
     lines = [
-        "Tensor parallelism sums activations over ranks in every layer, and waits. Domino cuts a"
-        " batch in two and computes one part while the sums of the other travel.",
+        "Tensor parallelism all-reduces activations in every layer and waits for the result. Domino"
+        " splits a batch in two and computes one half while the all-reduces of the other half are"
+        " in flight.",
         "",
     ]
     for rate, nodes in content["laboratory"].items():
         found = medians(merged([node[0] for node in nodes]))
         if found is not None:
             lines.append(
-                f"- **Found, two nodes at {rate}:** {found.hidden:.0%} of the communication is"
-                f" hidden, which is {found.share:.0%} of a synchronous step; a step is"
+                f"- **Found, two nodes at {rate}:** communication is {found.share:.0%} of a"
+                f" synchronous step; Domino hides {found.hidden:.0%} of it and makes a step"
                 f" {found.speed:.2f} times as fast."
             )
     if content["mechanism"]:
         shares = [mechanism_medians(content["mechanism"]["rows"], s) for s in MECHANISM_TARGETS]
         least, most = min(s.hidden for s in shares), max(s.hidden for s in shares)
         lines.append(
-            f"- Over links that only take time, and no CPU, {least:.0%} to {most:.0%} are hidden."
+            f"- Over simulated links, which use no CPU, {least:.0%} to {most:.0%} is hidden."
         )
     if caption:
         lines += ["", f"![One step, {caption}]({picture})"]
@@ -74,12 +74,12 @@ def opening(content: Mapping[str, Any], caption: str | None, picture: str) -> li
 
 
 def headline(content: Mapping[str, Any]) -> list[str]:
-    """Return the targets, the figures and the verdicts."""
+    """Return the targets with the measured figures and verdicts."""
     lines = ["| target | figure | |", "|---|---|---|"]
     if content["mechanism"]:
         for share, least in MECHANISM_TARGETS.items():
             found = mechanism_medians(content["mechanism"]["rows"], share)
-            what = f"links that only take time, {float(share):.0%} of the synchronous step"
+            what = f"simulated link, {float(share):.0%} of the synchronous step"
             lines.append(_verdict(f"{what}: hidden, at least {least:.0%}", found.hidden, least))
     for rate, nodes in content["laboratory"].items():
         lines += _laboratory_verdicts(rate, merged([node[0] for node in nodes]))
@@ -116,17 +116,17 @@ def _laboratory_verdicts(rate: str, rows: Rows) -> list[str]:
 
 
 def target_of(share: float) -> Target:
-    """Return the target of the nearest share of communication in a synchronous step."""
+    """Return the target for the nearest share of communication in the synchronous step."""
     return LABORATORY_TARGETS[min(LABORATORY_TARGETS, key=lambda s: abs(s - share))]
 
 
-def beside_paper(laboratory: Mapping[str, Any]) -> list[str]:
-    """Return the table of what is hidden beside the paper's points, and what the rest is."""
+def paper_lines(laboratory: Mapping[str, Any]) -> list[str]:
+    """Return the table that compares the hidden and exposed shares with the paper."""
     lines = [
-        "## Beside the paper",
+        "## Compared with the paper",
         "",
-        "| | communication / synchronous step | hidden | of it exposed: smaller products | waiting"
-        " for sums | gloo's own CPU time |",
+        "| | communication / synchronous step | hidden | exposed: smaller matrix products | waiting"
+        " for all-reduces | CPU time of gloo |",
         "|---|---|---|---|---|---|",
         *(f"| {where} | {share} | {hidden} | - | - | - |" for where, share, hidden in PAPER),
     ]
@@ -141,20 +141,20 @@ def beside_paper(laboratory: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "Hidden and the three columns behind it are shares of the communication and add up to"
-        " 100%. The paper's points follow from the bars of its throughput figure, as parts of the"
-        " throughput without communication, of Megatron-LM and of Domino. There a network card and"
-        " a few of a GPU's processors carry the sums. Here gloo's threads and the kernel do, on the"
-        " two cores that compute: the last column, which links that only take time do not have.",
+        "Hidden and the three columns after it are shares of the communication and add up to 100%."
+        " The paper's values are derived from the bars of its throughput figure: without"
+        " communication, Megatron-LM, and Domino. There, a network card and a few processors of a"
+        " GPU execute the all-reduces. Here, gloo's threads and the kernel do so on the two cores"
+        " that compute; this is the last column, which does not exist for simulated links.",
         "",
     ]
 
 
 def exposed_ms(rows: Rows, found: Medians) -> tuple[float, float, float]:
-    """Return what leads from the step without communication to Domino's.
+    """Return the parts of the difference between no communication and Domino, in milliseconds.
 
-    Smaller products (the batch in two without communication), waiting for sums, and the rest, in
-    which gloo's threads and the kernel share the cores with the computing.
+    Smaller matrix products (the split batch without communication), waiting for all-reduces, and
+    the rest, in which gloo's threads and the kernel share the cores with the computation.
     """
     split = median_ms(rows["none_split"]["seconds"]) - found.none
     waited = median_ms(rows["batch"]["waited"])
@@ -166,21 +166,22 @@ def _verdict(what: str, figure: float, least: float, form: str = "{:.1%}") -> st
 
 
 def most_hidden(layers: int) -> float:
-    """Return the share of the sums' bytes that two parts of a batch can hide.
+    """Return the share of the all-reduced bytes that two halves of a batch can hide.
 
-    Each layer has four sums a step. Exposed are that of the head, half of the embedding's, and half
-    a sum at the end of each direction: its second part, behind which nothing is left to compute.
+    Each layer has four all-reduces per step. Exposed are that of the head, half of the embedding's,
+    and half of the last one in each direction: its second half, after which nothing is left to
+    compute.
     """
     return (4 * layers - 0.5) / (4 * layers + 2)
 
 
 def mechanism_lines(measured: Mapping[str, Any], layers: int) -> list[str]:
-    """Return the table of the links that only take time."""
+    """Return the table of the simulated links."""
     rows = measured["rows"]
     split = median_ms(rows["none_split"]["seconds"])
     first = mechanism_medians(rows, next(iter(MECHANISM_TARGETS)))
     lines = [
-        "## Mechanism: links that only take time",
+        "## Mechanism: simulated links",
         "",
         "| link: MB/s, ms latency | synchronous share | no communication, ms | synchronous, ms"
         " (waiting) | Domino, ms (waiting) | share hidden |",
@@ -189,7 +190,9 @@ def mechanism_lines(measured: Mapping[str, Any], layers: int) -> list[str]:
     for share in MECHANISM_TARGETS:
         found = mechanism_medians(rows, share)
         link = measured["links"][share]
-        sync, domino = (median_ms(rows[f"{way}@{share}"]["waited"]) for way in ("sync", "batch"))
+        sync, domino = (
+            median_ms(rows[f"{method}@{share}"]["waited"]) for method in ("sync", "batch")
+        )
         lines.append(
             f"| {1e-6 / link['seconds_per_byte']:.0f}, {1e3 * link['latency_s']:.2f}"
             f" | {found.share:.1%} | {found.none:.1f} | {found.sync:.1f} ({sync:.1f})"
@@ -200,11 +203,11 @@ def mechanism_lines(measured: Mapping[str, Any], layers: int) -> list[str]:
         *lines,
         "",
         f"A step makes {transfers[0]} transfers in the synchronous mode and {transfers[1]} with"
-        " Domino. Without communication the batch in two parts takes"
-        f" {_signed(split - first.none)} ms longer than in one: the price of smaller products."
-        " What stays exposed is the sum of the head and of the loss, half of the embedding's, and"
-        f" of each direction half of the last one: with {layers} layers at most"
-        f" {most_hidden(layers):.1%} can be hidden, were the batch in two parts as fast as in one.",
+        " Domino. Without communication, two halves take"
+        f" {_signed(split - first.none)} ms longer than the whole batch, the cost of smaller matrix"
+        " products. The all-reduces of the head and the loss remain exposed, as do half of the"
+        f" embedding's and half of the last one in each direction: with {layers} layers at most"
+        f" {most_hidden(layers):.1%} can be hidden if two halves are as fast as the whole batch.",
         "",
     ]
 
@@ -220,8 +223,8 @@ def rate_lines(rate: str, rows: Rows, missing: Mapping[str, str]) -> list[str]:
     lines = [
         title if found is None else f"{title}: synchronous share {found.share:.1%}",
         "",
-        "| | ms a step | quartiles | speed / synchronous | share hidden | waiting, ms |"
-        " collectives | MB a step, ledger | MB a step, interface |",
+        "| | ms per step | quartiles | speed / synchronous | share hidden | waiting, ms |"
+        " collectives | MB per step, ledger | MB per step, interface |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -248,15 +251,15 @@ def _row_line(name: str, row: Mapping[str, Any], found: Medians | None) -> str:
 
 
 def where_time_goes(rows: Rows, found: Medians | None) -> list[str]:
-    """Return the sum that leads from the step without communication to Domino's."""
+    """Return where the time between no communication and Domino goes."""
     if found is None or "none_split" not in rows:
         return []
     split, waited, rest = exposed_ms(rows, found)
     return [
         f"From no communication to Domino, {found.none:.1f} to {found.domino:.1f} ms:"
-        f" {_signed(split)} ms for smaller products (the batch in two without communication),"
-        f" {_signed(waited)} ms waiting for sums, {_signed(rest)} ms in which gloo's threads and"
-        " the kernel share the cores with the computing.",
+        f" {_signed(split)} ms for smaller matrix products (the split batch without"
+        f" communication), {_signed(waited)} ms waiting for all-reduces, {_signed(rest)} ms in"
+        " which gloo's threads and the kernel share the cores with the computation.",
         "",
     ]
 
@@ -271,12 +274,12 @@ def _same_start(rows: Rows) -> list[str]:
 
 
 def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> list[str]:
-    """Return the table of shapes: where splitting loses."""
+    """Return the table of batch shapes, which shows where splitting is slower."""
     lines = [
-        "## Where splitting loses",
+        "## Where splitting is slower",
         "",
-        "| rate | batch x tokens | KB a sum | no communication, ms | synchronous, ms | Domino, ms |"
-        " speed / synchronous | |",
+        "| rate | batch x tokens | KB per all-reduce | no communication, ms | synchronous, ms"
+        " | Domino, ms | speed / synchronous | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for rate, nodes in laboratory.items():
@@ -286,9 +289,9 @@ def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) 
             if found is None:
                 continue
             batch, tokens = shapes[0]["shape"]
-            # every sum but the loss's is a hidden state; the ledger's mean per collective
+            # the ledger's mean per collective; all but the loss's all-reduces are hidden states
             kilobytes = rows["sync"]["payload_bytes"] / rows["sync"]["collectives"] / 1e3
-            verdict = "splitting wins" if found.speed > 1 else "splitting loses"
+            verdict = "faster" if found.speed > 1 else "slower"
             lines.append(
                 f"| {rate} | {batch} x {tokens} | {kilobytes:.0f} | {found.none:.1f}"
                 f" | {found.sync:.1f} | {found.domino:.1f} | {found.speed:.2f} | {verdict} |"
@@ -296,27 +299,23 @@ def size_lines(laboratory: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) 
     return [
         *lines,
         "",
-        "KB a sum: what the ledger counts for a collective of the synchronous mode, on average."
-        " Splitting doubles the number of all-reduces and halves the products. Where a sum takes"
-        " little more than its latency, or the products are too small to keep the cores busy, it"
-        ' loses, and `split="none"` is the better setting. A user sees it in two figures that the'
-        " strategy logs: `comm/exposed_ms`, what a step waits for sums, and the step time itself:"
-        " if `comm/exposed_ms` falls by less than the rest of the step grows when"
-        ' `split="none"` is changed to `split="batch"`, splitting loses. With `--shape`,'
-        " `--hidden`, `--layers` and `--rates` this script answers the same for a model's own"
-        " sizes.",
+        "KB per all-reduce: average over the collectives of the synchronous mode, from the ledger."
+        " Splitting doubles the number of all-reduces and halves the matrix products. If an"
+        " all-reduce takes little more than its latency, or the products are too small to keep the"
+        ' cores busy, splitting is slower and `split="none"` is the better setting. Users can see'
+        " this in two values that the strategy logs, the time waiting for all-reduces"
+        ' (`comm/exposed_ms`) and the step time: after a change from `split="none"` to'
+        ' `split="batch"`, splitting is slower if `comm/exposed_ms` decreases by less than the rest'
+        " of the step increases. With `--shape`, `--hidden`, `--layers` and `--rates` this command"
+        " measures other sizes.",
         "",
     ]
 
 
 def page_lines(content: Mapping[str, Any]) -> list[str]:
-    """Return the page below its provenance: targets and tables, then the method.
-
-    Args:
-        content: of the raw file.
-    """
+    """Return the page below the provenance: targets and tables, then the method."""
     settings = content["settings"]
-    lines = ["## Targets", "", *headline(content), "", *beside_paper(content["laboratory"])]
+    lines = ["## Targets", "", *headline(content), "", *paper_lines(content["laboratory"])]
     if content["mechanism"]:
         lines += mechanism_lines(content["mechanism"], settings["mechanism_layers"])
     for rate, nodes in content["laboratory"].items():
@@ -324,3 +323,32 @@ def page_lines(content: Mapping[str, Any]) -> list[str]:
     if content["laboratory"]:
         lines += size_lines(content["laboratory"])
     return [*lines, *method_lines(settings)]
+
+
+def method_lines(settings: Mapping[str, Any]) -> list[str]:
+    """Return the description of the method."""
+    batch, tokens = settings["shape"]
+    return [
+        "## How it was measured",
+        "",
+        f"transformers' LlamaForCausalLM with random weights: hidden {settings['hidden']},"
+        f" {settings['layers']} layers in the laboratory and {settings['mechanism_layers']} over"
+        f" simulated links, vocabulary {settings['vocabulary']}; random tokens, batch"
+        f" {batch} x {tokens}, fp32, tensor parallel over two ranks, one thread each. A step is"
+        " forward with the loss, backward, fused AdamW. All rows run in one pair of processes, each"
+        " with its own model; a round takes one step of each row in rotating order, between"
+        f" barriers. Medians over {settings['rounds']} rounds: of the slower node's time, and of"
+        " the mean waiting time of the nodes.",
+        "",
+        "Share hidden: (synchronous - Domino) / (synchronous - no communication). Without"
+        " communication: the same sharded model, whose all-reduces complete immediately with wrong"
+        " values. A simulated link transmits one transfer at a time and uses no CPU; its rate"
+        " follows from the measured step without communication, and each transfer takes"
+        f" {settings['latency_us']:.0f} microseconds more. parallelize_module: inputs of attention"
+        " and MLP become DTensors once, so that backward has one all-reduce for each, and the loss"
+        " is computed from sharded logits; transformers' plan is the one in the model's config.",
+        "",
+        "The picture is drawn from a Chrome trace of `torch.profiler` with named sublayers,"
+        " launches and landings; profiling makes the step slightly longer. In flight: from the"
+        " launch to the end of the landing, even if the result has arrived earlier.",
+    ]

@@ -1,4 +1,4 @@
-"""Steps of several ways in turn, so that whatever the machine does besides falls on all of them."""
+"""Alternate the steps of several methods, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from benchmarks.overlap.ways import Way
+from benchmarks.overlap.methods import Method
 
 
 @dataclass
 class Timings:
-    """What one way did in its steps, one entry a step.
+    """Measurements of one method; lists have one entry per step.
 
     Attributes:
-        seconds: wall-clock.
-        waited: seconds of them that the ledger counted as waited; empty for a peer.
-        collectives: of a step; 0 for a peer, which has no ledger.
-        payload_bytes: that the ledger counted for a step; 0 for a peer.
-        wire_bytes: that the interface sent, 0 where there is none.
-        first_loss: before the first step.
+        seconds: wall-clock time.
+        waited: seconds of waiting counted by the ledger; empty for PyTorch and transformers.
+        collectives: per step; 0 without a ledger.
+        payload_bytes: counted by the ledger per step; 0 without a ledger.
+        wire_bytes: sent by the interface; 0 without an interface.
+        first_loss: loss before the first step.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -34,13 +34,13 @@ class Timings:
 
 @dataclass(frozen=True)
 class Entry:
-    """A way in one setting: `prepare` is called before each of its steps."""
+    """A method in one setting: `prepare` is called before each of its steps."""
 
-    way: Way
+    method: Method
     prepare: Callable[[], None] = lambda: None
 
 
-def play_rounds(
+def run_rounds(
     entries: Mapping[str, Entry],
     tokens: Tensor,
     rounds: int,
@@ -48,15 +48,15 @@ def play_rounds(
     fence: Callable[[], object] = lambda: None,
     sent_bytes: Callable[[], int] = lambda: 0,
 ) -> dict[str, Timings]:
-    """Take one step of each entry a round; the order rotates from round to round.
+    """Take one step of each entry per round; the order rotates from round to round.
 
     Args:
         entries: by name.
         tokens: the batch of all steps, int64 of shape (B, T).
-        rounds: that are measured.
+        rounds: measured rounds.
         warm_up: rounds before them.
-        fence: returns when all ranks have come to it; called around each step.
-        sent_bytes: what has left the machine so far.
+        fence: a barrier, called around each step.
+        sent_bytes: returns the bytes sent so far.
     """
     timings = {name: Timings() for name in entries}
     names = list(entries)
@@ -77,14 +77,14 @@ def _step(
     sent_bytes: Callable[[], int],
 ) -> None:
     entry.prepare()
-    ledger = entry.way.ledger
+    ledger = entry.method.ledger
     before = ledger.totals() if ledger else None
     wire = sent_bytes()
     fence()
     start = time.perf_counter()
-    loss = entry.way.step(tokens)
+    loss = entry.method.step(tokens)
     seconds = time.perf_counter() - start
-    fence()  # what the peer waits for has left our interface
+    fence()  # all data for the peer has left this interface
     if round_ == 0:
         timings.first_loss = loss
     if round_ < warm_up:

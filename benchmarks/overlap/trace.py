@@ -1,8 +1,8 @@
-"""One step of a way as a Chrome trace, and a picture drawn from such traces.
+"""Record a step as a Chrome trace, and draw a timeline from such traces.
 
-The trace comes from `torch.profiler`; chrome://tracing and ui.perfetto.dev open it. In it are named
-sublayers ("enter ...", "body ..."), launches and landings with direction, layer and micro-batch
-("land backward layer 3 mlp #1"), and what gloo's threads do.
+The trace comes from `torch.profiler` and opens in chrome://tracing and ui.perfetto.dev. It contains
+named ranges for sublayers ("enter ...", "body ..."), for launches and landings with direction,
+layer and micro-batch ("land backward layer 3 mlp #1"), and for gloo's threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.overlap.ways import Way
+from benchmarks.overlap.methods import Method
 
 PHASES = ("forward", "backward", "optimizer")
 _PIECE = re.compile(r"(enter|body|land|launch) (?:(forward|backward) )?(.+) #(\d+)")
@@ -35,14 +35,14 @@ _LANES = ("computing", "waiting", "in flight", "gloo")
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a trace; times in milliseconds from the beginning of the step.
+    """A range of a trace; times in milliseconds from the start of the step.
 
     Attributes:
-        kind: "enter", "body", "land" or "launch", of a sublayer; "phase" of the step; "transfer"
-            by one of gloo's threads.
-        direction: "forward" or "backward"; for a phase its name.
-        sublayer: its name.
-        part: micro-batch.
+        kind: "enter", "body", "land" or "launch" of a sublayer; "phase" of the step; "transfer"
+            by a thread of gloo.
+        direction: "forward" or "backward"; for a phase, its name.
+        sublayer: name of the sublayer.
+        part: number of the micro-batch.
     """
 
     kind: str
@@ -53,19 +53,19 @@ class Span:
     part: int = 0
 
 
-def record(way: Way, tokens: Tensor, path: Path) -> None:
+def record(method: Method, tokens: Tensor, path: Path) -> None:
     """Take one step under the profiler and write its Chrome trace."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        way.step(tokens)
+        method.step(tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
 
 
 def spans_of(trace: Mapping[str, Any]) -> list[Span]:
-    """Return the named ranges of a step's Chrome trace, in order of their beginning.
+    """Return the named ranges of a step's Chrome trace, sorted by start.
 
     Raises:
-        ValueError: the trace holds no step.
+        ValueError: the trace contains no step.
     """
     events = sorted(
         (e for e in trace["traceEvents"] if e.get("ph") == "X" and _is_named(e["name"])),
@@ -73,7 +73,7 @@ def spans_of(trace: Mapping[str, Any]) -> list[Span]:
     )
     origin = next((e["ts"] for e in events if e["name"] == "forward"), None)
     if origin is None:
-        raise ValueError("The trace holds no range `forward`: it is not that of a step.")
+        raise ValueError("The trace contains no range `forward`, so it is not the trace of a step.")
     return [_span(e["name"], e["ts"] - origin, e["dur"]) for e in events]
 
 
@@ -88,40 +88,40 @@ def _span(name: str, start_us: float, duration_us: float) -> Span:
     if name.startswith("gloo:"):
         return Span("transfer", *times)
     match = _PIECE.fullmatch(name)
-    assert match is not None, "only named ranges come here"
+    assert match is not None, "only named ranges reach this point"
     kind, direction, sublayer, part = match.groups()
     return Span(kind, *times, direction or "forward", sublayer, int(part))
 
 
 def flights(spans: Sequence[Span]) -> list[Span]:
-    """Return for every sum the range from its launch to the end of its landing, as "flight"."""
+    """Return the range from launch to the end of landing of every all-reduce, as "flight"."""
     launched: dict[tuple[str, str, int], float] = {}
     found = []
     for span in spans:
         key = (span.direction, span.sublayer, span.part)
         if span.kind == "launch":
-            launched.setdefault(key, span.start_ms)  # of several slices the first
+            launched.setdefault(key, span.start_ms)  # the first of several slices
         elif span.kind == "land" and key in launched:
             found.append(Span("flight", launched.pop(key), span.end_ms, *key))
     return found
 
 
 def draw_timeline(traces: Mapping[str, Sequence[Span]], title: str, path: Path) -> None:
-    """Write a PNG with one panel per trace, all on one time axis.
+    """Draw a PNG with one panel per trace and a common time axis.
 
     Args:
         traces: spans by the panel's title.
         title: of the picture.
         path: of the PNG.
     """
-    # Figure and canvas by hand: pyplot keeps global state and may look for a display
+    # not pyplot: it keeps global state and may need a display
     figure = Figure(figsize=(14, 0.6 + 2.4 * len(traces)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (name, spans) in zip(axes, traces.items(), strict=True):
         _draw_panel(axis, spans)
         axis.set_title(name, loc="left", fontsize=10)
-    axes[-1].set_xlabel("milliseconds from the beginning of the step")
+    axes[-1].set_xlabel("milliseconds from the start of the step")
     figure.suptitle(title)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=8, fontsize=8)
     figure.savefig(path, dpi=120)
@@ -164,7 +164,11 @@ def _legend() -> list[Patch]:
         for sublayer, colours in _COLOURS.items()
         for part in (0, 1)
     ]
-    others = [("0.9", "rest of the step"), ("#d62728", "waiting for a sum"), ("0.4", "in gloo")]
+    others = [
+        ("0.9", "rest of the step"),
+        ("#d62728", "waiting for an all-reduce"),
+        ("0.4", "in gloo"),
+    ]
     return patches + [Patch(color=colour, label=label) for colour, label in others]
 
 

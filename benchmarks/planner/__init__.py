@@ -1,4 +1,4 @@
-"""Does the planner agree with the paper's simulation?
+"""The planner compared with the paper's simulation.
 
-`tables` are the papers' figures, `cells` ours beside them.
+`tables` contains the papers' figures, `cells` computes ours.
 """

@@ -1,4 +1,4 @@
-"""What two papers print about bandwidth: the data that `benchmarks.planner` compares with."""
+"""Tables of two papers about bandwidth, which `benchmarks.planner` compares with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """A model of the simulation."""
+    """A model size of the simulation."""
 
     params: float
     layers: int
@@ -15,7 +15,7 @@ class Size(NamedTuple):
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)  # utilizations
 
-# arXiv:2501.18512, Table 4: layers and seconds per step as printed, parameters by their names
+# arXiv:2501.18512, Table 4: layers and seconds per step as printed, parameters from their names
 SIZES = {
     "1B": Size(1e9, 24, 0.1),
     "10B": Size(1e10, 48, 0.8),

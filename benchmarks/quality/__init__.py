@@ -1,4 +1,4 @@
-"""What does Streaming DiLoCo cost in loss, beside DDP with the same tokens?
+"""The loss of Streaming DiLoCo compared with DDP on the same tokens.
 
-`grid` says which runs there are.
+`grid` defines the runs, `page` writes the result page.
 """

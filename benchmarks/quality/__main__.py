@@ -1,10 +1,10 @@
-"""Validation loss against DDP with the same tokens: `python -m benchmarks.quality`.
+"""Compare validation losses with DDP on the same tokens: `python -m benchmarks.quality`.
 
-Every run is a `recipes.pretrain` of its own and its loss is that of its `summary.json`. Results are
-kept as they come, beside the page, so a second call goes on where the first one stopped, and the
-page is written anew after each run. First the learning rates are tuned, DDP's and ours. Then come
-the seeds with the tuned outer settings, then the default ones and those between. Further words go
-to all runs as overrides.
+Every run is one call of `recipes.pretrain`, and its loss is taken from `summary.json`. Results are
+kept next to the page, so a second call continues where the first one stopped, and the page is
+rewritten after each run. First come the learning rates of DDP and DiLoCo, then all seeds with the
+tuned outer settings, then the default settings and those in between. Further words are overrides
+for all runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common.kept import Results, load, save
 from benchmarks.common.page import provenance, write_page
 from benchmarks.common.pretraining import summary_of
-from benchmarks.common.side_by_side import made
+from benchmarks.common.runs import Results, load, run_missing, save
 from benchmarks.quality.grid import (
     COMMON,
     Run,
@@ -32,14 +31,14 @@ RESULTS = Path(__file__).with_name("result.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is missing, and write results, page and figure after every run."""
+    """Make the missing runs; write results, page and figure after every run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for field in fields(Size):
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default, help="%(default)s")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run later")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent runs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run later")
     parser.add_argument("--work", type=Path, default=Path("outputs/bench/quality"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     options, more = parser.parse_known_args(arguments)
@@ -55,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         summary = summary_of([*run.overrides(size), *more], options.work / run.name)
         return float(summary["validation_loss"])
 
-    with ThreadPoolExecutor(options.jobs) as pool:  # a run is a command of its own
-        runs = made(pool, options.jobs, results.losses, plan, loss_of, options.seconds)
+    with ThreadPoolExecutor(options.jobs) as pool:  # a run is a subprocess
+        runs = run_missing(pool, options.jobs, results.losses, plan, loss_of, options.seconds)
         for run, loss in runs:
             results.add(run, loss, block)
             save(options.results, results)

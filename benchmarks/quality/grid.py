@@ -1,8 +1,8 @@
-"""The runs of the quality bench as data: which there are, in which order, and what each is told.
+"""The runs of the quality benchmark, their order, and their overrides.
 
-Learning rates are rungs of one ladder, two to an octave. DDP's is tuned for each model, ours for
-each model and M, at the longest H with the tuned outer settings; every cell of that model and M
-takes it.
+Learning rates are rungs of one ladder, two per octave. The rate of DDP is tuned for each model. The
+rate of DiLoCo is tuned for each model and M, at the longest H with the tuned outer settings, and
+used by every cell of that model and M.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ COMMON = [
     "logger=none",
 ]
 MODELS = ("gpt2_tiny", "llama_tiny")
-FIRST_RUNGS = (-1, -2, 0)  # of ours; DDP's lie one higher
+FIRST_RUNGS = (-1, -2, 0)  # of DiLoCo; DDP's are one higher
 SYNC_EVERY = (30, 100)
-TARGETS = {2: 1.0, 4: 2.0}  # M to percent above DDP
+TARGETS = {2: 1.0, 4: 2.0}  # percent above DDP, by M
 WIRE_TARGET = 0.3  # percent, fp4 above fp32
 
 
 @dataclass(frozen=True)
 class Size:
-    """What all runs of a grid have in common.
+    """Sizes common to all runs of a grid.
 
     Attributes:
-        width: of the models' hidden states; both have two layers.
-        blocks_per_step: by all ranks together, so every run sees the same tokens in each step.
+        width: of the models' hidden states; both models have two layers.
+        blocks_per_step: of all ranks together, so every run sees the same tokens in each step.
         steps: optimizer steps of a run.
     """
 
@@ -43,10 +43,10 @@ class Size:
     steps: int = 2500
 
     def model(self, name: str) -> list[str]:
-        """Return the overrides that make a model."""
+        """Return the overrides of a model."""
         if name == "gpt2_tiny":
             return [f"model={name}", f"model.n_embd={self.width}", "model.n_layer=2"]
-        inside = -(-8 * self.width // 24) * 8  # 8/3 of the width, in full eights
+        inside = -(-8 * self.width // 24) * 8  # 8/3 of the width, rounded up to a multiple of 8
         return [
             f"model={name}",
             f"model.hidden_size={self.width}",
@@ -57,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer optimizer, SGD with Nesterov momentum, and what becomes of the local weights."""
+    """Settings of the outer optimizer, SGD with Nesterov momentum, and of mixing."""
 
     lr: float
     momentum: float
@@ -70,10 +70,10 @@ class Outer:
 OuterByM = Mapping[int, Outer]
 DEFAULT = Outer(0.4, 0.9, 0.5)
 DEFAULTS: OuterByM = dict.fromkeys(TARGETS, DEFAULT)
-# best by hand among those that `OUTERS` repeats; arXiv:2503.09799, Figure 7, too has the best outer
-# learning rate rise with M
+# best of a manual search over `OUTERS`; in arXiv:2503.09799, Figure 7, the best outer learning rate
+# also rises with M
 TUNED: OuterByM = {2: Outer(0.8, 0.5, 0.0), 4: Outer(1.0, 0.5, 0.0)}
-# from the defaults to the tuned ones and past them
+# from the defaults to the tuned settings and beyond
 OUTERS = (
     DEFAULT,
     Outer(0.6, 0.9, 0.5),
@@ -87,7 +87,7 @@ OUTERS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One run; `wire` "none" is DDP, for which what comes after `lr`, and H, mean nothing."""
+    """One run. With `wire` "none" it is DDP, which ignores `sync_every` and the outer settings."""
 
     model: str
     wire: str
@@ -101,7 +101,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """A folder's name that no other run has."""
+        """Unique folder name of the run."""
         return "-".join(str(value) for value in asdict(self).values())
 
     def with_outer(self, outer: Outer) -> Run:
@@ -109,7 +109,7 @@ class Run:
         return replace(self, outer_lr=outer.lr, momentum=outer.momentum, mix=outer.mix)
 
     def overrides(self, size: Size) -> list[str]:
-        """Return what `recipes.pretrain` is told; all that is not named here is its default."""
+        """Return the overrides for `recipes.pretrain`; everything else has its default."""
         words = [
             *size.model(self.model),
             *COMMON,
@@ -122,7 +122,7 @@ class Run:
         ]
         if self.wire == "none":
             return [*words, "strategy=ddp"]
-        nesterov = str(self.momentum > 0).lower()  # torch has none without momentum
+        nesterov = str(self.momentum > 0).lower()  # torch requires momentum for Nesterov
         return [
             *words,
             "strategy=streaming_diloco",
@@ -134,29 +134,29 @@ class Run:
         ]
 
 
-Losses = dict[Run, float]  # of the runs that are done, nats per token
+Losses = dict[Run, float]  # of finished runs, nats per token
 
 
 def percent_above(losses: Losses, run: Run, reference: Run) -> float | None:
-    """Return the percent by which `run` is above `reference` in loss; None: one is missing."""
+    """Return the percent by which the loss of `run` exceeds `reference`; None if one is missing."""
     if run not in losses or reference not in losses:
         return None
     return 100 * (losses[run] / losses[reference] - 1)
 
 
 def lr_of(rung: int) -> float:
-    """Return a rung's learning rate."""
+    """Return the learning rate of a rung."""
     return round(0.016 * 2 ** (rung / 2), 4)
 
 
 def best_lr(losses: Losses, run: Run) -> float | None:
-    """Return the best learning rate of a run's kind; None while a run of its sweep is missing."""
+    """Return the best learning rate for a run; None while a run of its search is missing."""
     rung = best_rung(_loss_at(losses, run), _first_rungs(run))
     return None if rung is None else lr_of(rung)
 
 
 def sweep(losses: Losses, run: Run) -> list[Run]:
-    """Return the runs that tune a run's learning rate, as far as the results allow to know them."""
+    """Return the runs that tune a run's learning rate, as far as the losses determine them."""
     rungs = rungs_to_run(_loss_at(losses, run), _first_rungs(run))
     return [replace(run, lr=lr_of(rung)) for rung in rungs]
 
@@ -170,27 +170,27 @@ def _loss_at(losses: Losses, run: Run) -> LossAt:
 
 
 def ours(model: str, replicas: int) -> Run:
-    """Return the run of ours whose learning rate is tuned for a model and M."""
+    """Return the DiLoCo run that tunes the learning rate of a model and M."""
     return Run(model, "fp4", replicas, max(SYNC_EVERY), 1, 0.0).with_outer(TUNED[replicas])
 
 
 def ddp(model: str, seed: int = 1, lr: float = 0.0) -> Run:
-    """Return the run of DDP. Two ranks stand for four: the batch of a step holds the same blocks.
+    """Return the run of DDP, with two ranks for any M.
 
-    `DistributedSampler` deals the blocks out in turn, so however many ranks there are, together
-    they take the same ones in a step, and the mean of their gradients is the same to rounding.
+    `DistributedSampler` assigns blocks round robin, so any number of ranks together takes the same
+    blocks in a step, and the mean of their gradients is the same up to rounding.
     """
     return Run(model, "none", 2, 0, seed, lr)
 
 
 def planned(losses: Losses, seeds: int) -> Iterator[Run]:
-    """Yield the runs in their order, as far as the results allow to know them."""
+    """Yield the runs in order, as far as the losses determine them."""
     for model in MODELS:
         yield from sweep(losses, ddp(model))
     for replicas, model in product(TARGETS, MODELS):
         yield from sweep(losses, ours(model, replicas))
-    theirs = {model: best_lr(losses, ddp(model)) for model in MODELS}
-    for seed, (model, lr) in product(range(1, seeds + 1), theirs.items()):
+    ddp_lrs = {model: best_lr(losses, ddp(model)) for model in MODELS}
+    for seed, (model, lr) in product(range(1, seeds + 1), ddp_lrs.items()):
         if lr is not None:
             yield ddp(model, seed, lr)
     for outer, replicas in product((TUNED, DEFAULTS), TARGETS):
@@ -202,7 +202,7 @@ def planned(losses: Losses, seeds: int) -> Iterator[Run]:
 
 
 def cells(losses: Losses, wire: str, seed: int, outer: OuterByM) -> Iterator[Run]:
-    """Yield a run for each M, H and model whose learning rate is known."""
+    """Yield a run for each M, H and model, if the learning rate is known."""
     for replicas, sync_every, model in product(TARGETS, SYNC_EVERY, MODELS):
         lr = best_lr(losses, ours(model, replicas))
         if lr is not None:
@@ -210,12 +210,12 @@ def cells(losses: Losses, wire: str, seed: int, outer: OuterByM) -> Iterator[Run
 
 
 def swept(losses: Losses) -> Iterator[list[Run]]:
-    """Yield for each outer setting its runs: fp4, seed 1, the first model at the longest H."""
+    """Yield the runs of each outer setting: fp4, seed 1, the first model at the longest H."""
     for outer in OUTERS:
         row = cells(losses, "fp4", 1, dict.fromkeys(TARGETS, outer))
         yield [run for run in row if (run.model, run.sync_every) == (MODELS[0], max(SYNC_EVERY))]
 
 
 def seeds_of(cell: Run, seeds: int) -> list[Run]:
-    """Return a cell's run with each of so many seeds."""
+    """Return the runs of a cell, one per seed."""
     return [replace(cell, seed=seed) for seed in range(1, seeds + 1)]

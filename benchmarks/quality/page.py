@@ -1,4 +1,4 @@
-"""The page of the quality grid, from its results alone: words, tables and figure."""
+"""Result page of the quality grid, made from its results: text, tables and figure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.common.kept import MISSING, Results, mean_text
 from benchmarks.common.page import result_page
+from benchmarks.common.runs import MISSING, Results, mean_text
 from benchmarks.quality.grid import (
     COMMON,
     DEFAULT,
@@ -36,32 +36,32 @@ from benchmarks.quality.grid import (
     swept,
 )
 
-TITLE = "What does Streaming DiLoCo cost in loss, beside DDP with the same tokens?"
+TITLE = "How does the loss of Streaming DiLoCo compare with DDP on the same tokens?"
 HOW_TO_READ = """\
-Validation loss in nats per token over the whole validation split, of the final outer weights. A
-difference is taken seed by seed, positive where ours is worse; ± is the standard deviation over the
-seeds, and stands only where there are several. A verdict is on the mean. DDP is run with two ranks
-and stands for four: a step's global batch holds the same blocks however many ranks share it.
-These runs ended with an outer step; a fit ends with the mean of the local weights now, and
-[this page](../last_round/result.md) compares the two. Runs that have not been made are missing, and
-the next call makes them. The commits above are those at which runs were made."""
+Validation loss in nats per token over the whole validation split, of the final outer weights.
+Differences are computed per seed and are positive where DiLoCo is worse; ± is the standard
+deviation over the seeds, if there are several. Verdicts use the mean. DDP runs with two ranks for
+any M, because the global batch of a step contains the same blocks for any number of ranks. These
+runs ended with an outer step; a fit now ends with the mean of the local weights, and
+[this page](../last_round/result.md) compares the two. Missing runs are made by the next call. The
+commits above are those of the runs."""
 HOW_CHOSEN = """\
-Width, batch, length and the tuned outer settings were chosen by hand, with seed 1 on this very
-validation text, after [the first attempt](first_attempt.md) had missed: 48 wide, 64 blocks a step,
-2,000 steps. A replica's share of such a batch is small. At H = 100 there were 20 cycles, and a
-lower momentum, whose memory is shorter, and mix 0 made up for two fifths of the miss. Now a step
-has twice the blocks, there are 25 cycles, and the models are narrower, so that they come closer to
-what they can learn at all, as models do in practice that are trained on many tokens per parameter.
-How much of the tuned settings is still needed here, the table of the defaults shows."""
+Width, batch, length and the tuned outer settings were chosen by hand, with seed 1 on the same
+validation text, after [the first attempt](first_attempt.md) had missed the target with width 48, 64
+blocks per step and 2,000 steps. A replica's share of such a batch is small. At H = 100 there were
+20 cycles; a lower momentum, which has a shorter memory, and mix 0 recovered two fifths of the miss.
+Now a step has twice the blocks, there are 25 cycles, and the models are narrower, so that they get
+closer to the loss that they can reach, like models in practice, which are trained on many tokens
+per parameter. The table of the defaults shows how much of the tuning is still needed here."""
 
 
 def page_lines(results: Results[Run], size: Size, seeds: int, picture: str) -> list[str]:
-    """Return the page as lines of Markdown."""
+    """Return the page as Markdown lines."""
     losses = results.losses
     body = [
         "## The runs",
         "",
-        f"- every run: {size.steps:,} optimizer steps of {size.blocks_per_step} blocks by all ranks"
+        f"- every run: {size.steps:,} optimizer steps of {size.blocks_per_step} blocks of all ranks"
         f" together, `{' '.join(COMMON)}`",
         *(f"- `{' '.join(size.model(model))}`" for model in MODELS),
         "",
@@ -69,9 +69,9 @@ def page_lines(results: Results[Run], size: Size, seeds: int, picture: str) -> l
         "",
         *HOW_CHOSEN.splitlines(),
         "",
-        "## In short",
+        "## Summary",
         "",
-        "Targets met, of both columns of the tables below.",
+        "Number of targets met in the tables below, in both target columns.",
         "",
         *_in_short(losses, seeds),
         "",
@@ -87,7 +87,7 @@ def page_lines(results: Results[Run], size: Size, seeds: int, picture: str) -> l
         "",
         *_table(losses, seeds, DEFAULTS),
         "",
-        "## From the defaults to the tuned settings, and past them",
+        "## From the defaults to the tuned settings, and beyond",
         "",
         f"Difference from DDP, fp4, seed 1, {MODELS[0]}, H = {max(SYNC_EVERY)}.",
         "",
@@ -95,8 +95,9 @@ def page_lines(results: Results[Run], size: Size, seeds: int, picture: str) -> l
         "",
         "## Learning rates",
         "",
-        "Validation loss with seed 1. The best one has a worse one on both sides, and every run of"
-        f" its row takes it. Ours is tuned at H = {max(SYNC_EVERY)} with the tuned outer settings.",
+        "Validation loss with seed 1. The best rate has a worse one on both sides and is used by"
+        " every run of its row. DiLoCo's is tuned at"
+        f" H = {max(SYNC_EVERY)} with the tuned outer settings.",
         "",
         *_lr_table(losses),
     ]
@@ -104,10 +105,10 @@ def page_lines(results: Results[Run], size: Size, seeds: int, picture: str) -> l
 
 
 def opening(losses: Losses, seeds: int, picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     lines = [
-        "Replicas that meet every 30 or 100 steps do not train as one: their loss may be higher"
-        " than data parallelism's after the same tokens. How much, for two very small models?",
+        "Replicas that sync every 30 or 100 steps may have a higher loss than data parallelism"
+        " after the same tokens. How much higher, for two very small models?",
         "",
     ]
     for name, outer in (("the defaults", DEFAULTS), ("outer settings tuned", TUNED)):
@@ -119,14 +120,14 @@ def opening(losses: Losses, seeds: int, picture: str) -> list[str]:
                 met = sum(mean <= target for mean in means)
                 lines.append(
                     f"- **Found, {replicas} replicas, {name}:** {min(means):+.2f} to"
-                    f" {max(means):+.2f} % from DDP (at most {target} % was the target, met in"
+                    f" {max(means):+.2f} % from DDP (target: at most {target} %, met in"
                     f" {met} of {len(means)} cells)."
                 )
-    return [*lines, "", f"![loss above DDP, by cell; dashed: the target]({picture})"]
+    return [*lines, "", f"![loss above DDP by cell; dashed: target]({picture})"]
 
 
 def _in_short(losses: Losses, seeds: int) -> list[str]:
-    """Return how many targets are met, by outer settings and number of replicas."""
+    """Return the numbers of targets met, by outer settings and number of replicas."""
     lines = [f"| | {' | '.join(f'M = {m}' for m in TARGETS)} |", "|---|" + "---|" * len(TARGETS)]
     for name, outer in (("the defaults", DEFAULTS), ("tuned", TUNED)):
         counts = []
@@ -152,13 +153,13 @@ def _table(losses: Losses, seeds: int, outer: OuterByM) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for cell in cells(losses, "fp4", 1, outer):
-        fp4, theirs = seeds_of(cell, seeds), _theirs(losses, cell, seeds)
+        fp4, ddp_runs = seeds_of(cell, seeds), _ddp_runs(losses, cell, seeds)
         fp32 = [replace(run, wire="fp32") for run in fp4]
         found, target = _against_ddp(losses, cell, seeds), TARGETS[cell.replicas]
         against_fp32 = _against_fp32(losses, cell, seeds)
         lines.append(
             f"| {cell.model} | {cell.replicas} | {cell.sync_every} | {len(found)} of {seeds}"
-            f" | {_loss(losses, theirs)} | {_loss(losses, fp4)}"
+            f" | {_loss(losses, ddp_runs)} | {_loss(losses, fp4)}"
             f" | {_percent(found)} | {target} % | {_verdict(found, target)}"
             f" | {_loss(losses, fp32)} | {_percent(against_fp32)}{_of(against_fp32, seeds)}"
             f" | {WIRE_TARGET} % | {_verdict(against_fp32, WIRE_TARGET)} |"
@@ -167,7 +168,7 @@ def _table(losses: Losses, seeds: int, outer: OuterByM) -> list[str]:
 
 
 def _of(found: Sequence[float], seeds: int) -> str:
-    """Return how many seeds there are, where it is some and not all of them."""
+    """Return the number of seeds if some are missing."""
     return f" ({len(found)} of {seeds})" if 0 < len(found) < seeds else ""
 
 
@@ -175,7 +176,7 @@ def _swept_table(losses: Losses) -> list[str]:
     names = [f"M = {replicas}" for replicas in TARGETS]
     lines = [f"| outer settings | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
     for outer, jobs in zip(OUTERS, swept(losses), strict=True):
-        found = [_percents(losses, [run], _theirs(losses, run, 1)) for run in jobs]
+        found = [_percents(losses, [run], _ddp_runs(losses, run, 1)) for run in jobs]
         lines.append(f"| {outer} | {' | '.join(map(_percent, found))} |")
     return lines
 
@@ -183,7 +184,7 @@ def _swept_table(losses: Losses) -> list[str]:
 def _lr_table(losses: Losses) -> list[str]:
     lines = ["| model | method | learning rate: loss | best |", "|---|---|---|---|"]
     for model in MODELS:
-        rows = [("DDP", ddp(model)), *((f"ours, M = {m}", ours(model, m)) for m in TARGETS)]
+        rows = [("DDP", ddp(model)), *((f"DiLoCo, M = {m}", ours(model, m)) for m in TARGETS)]
         lines += [_lr_row(losses, f"{model} | {method}", run) for method, run in rows]
     return lines
 
@@ -194,14 +195,14 @@ def _lr_row(losses: Losses, name: str, run: Run) -> str:
     return f"| {name} | {', '.join(texts)} | {best_lr(losses, run) or MISSING} |"
 
 
-def _theirs(losses: Losses, cell: Run, seeds: int) -> list[Run]:
-    """Return DDP's runs that stand against a cell's; its learning rate is 0 while none is known."""
+def _ddp_runs(losses: Losses, cell: Run, seeds: int) -> list[Run]:
+    """Return the DDP runs to compare with a cell; their learning rate is 0 while it is unknown."""
     lr = best_lr(losses, ddp(cell.model)) or 0.0
     return [ddp(cell.model, seed, lr) for seed in range(1, seeds + 1)]
 
 
 def _against_ddp(losses: Losses, cell: Run, seeds: int) -> list[float]:
-    return _percents(losses, seeds_of(cell, seeds), _theirs(losses, cell, seeds))
+    return _percents(losses, seeds_of(cell, seeds), _ddp_runs(losses, cell, seeds))
 
 
 def _against_fp32(losses: Losses, cell: Run, seeds: int) -> list[float]:
@@ -230,9 +231,9 @@ def _verdict(percents: Sequence[float], target: float) -> str:
 
 
 def draw_page(losses: Losses, seeds: int, path: Path) -> None:
-    """Write a PNG with the difference from DDP of every run, cell by cell, beside its target."""
+    """Draw the difference of every run from DDP as a PNG, by cell, with the targets."""
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)  # not pyplot, which keeps global state and may look for a display
+    FigureCanvasAgg(figure)  # not pyplot: it keeps global state and may need a display
     axes = figure.subplots()
     kinds = [
         ("fp4, tuned", "fp4", TUNED, "o"),
@@ -253,6 +254,6 @@ def draw_page(losses: Losses, seeds: int, path: Path) -> None:
         axes.plot([x for x, _ in points], [y for _, y in points], marker, label=label)
     axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.axhline(0, color="0.7")
-    axes.set(ylabel="loss above DDP (%)", title="Dashed: the target")
+    axes.set(ylabel="loss above DDP (%)", title="Dashed: target")
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)

@@ -1,1 +1,1 @@
-"""What does a sync cost by the number of replicas, and the outer state in memory?"""
+"""Cost of a sync by number of replicas, and memory of the outer state."""

@@ -1,12 +1,12 @@
-"""What a sync costs by the number of replicas, and the outer state in memory.
+"""Measure the cost of a sync by number of replicas, and the memory of the outer state.
 
     python -m benchmarks.sync_cost
 
-starts 1, 2, 4 and 8 gloo processes on loopback, each a replica that does nothing but sync: its
-parameters are moved a little, and `StreamingDiLoCo` launches, waits and lands. Bytes come from the
-ledger, from what `bytes_per_cycle` foretells and, where this machine lets us make a network of its
-own for the processes, from the counter of its interface. Times are CPU time of all threads of a
-process, so that it does not matter how many processes share a core.
+starts 1, 2, 4 and 8 gloo processes on loopback, each of which is a replica that only syncs: its
+parameters change a little, and `StreamingDiLoCo` launches, waits and lands. Bytes come from the
+ledger, from the prediction `bytes_per_cycle` and, if this machine allows a separate network for the
+processes, from the counter of its interface. Times are CPU times of all threads of a process, so
+that it does not matter how many processes share a core.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from benchmarks.sync_cost.job import PHASES, MemoryJob, SyncJob
 from lightning_commfree.diloco import WIRE_FORMATS
 
 PAGE = Path(__file__).with_name("result.md")
-TITLE = "What does a sync cost by the number of replicas, and the outer state in memory?"
-# by what the page calls it: ranks of the replica, settings, bytes per parameter by the design
+TITLE = "How much does a sync cost, and how much memory does the outer state need?"
+# by name on the page: ranks of the replica, settings, bytes per parameter by design
 MEMORY_SETTINGS: dict[str, tuple[int, dict[str, Any], float]] = {
     "replica_size=1": (1, {}, 8.0),
     "replica_size=2": (2, {"replica_size": 2}, 4.0),
     "outer_device=cpu": (1, {"outer_device": "cpu"}, 8.0),
 }
-# glibc then gives tensors back to the system when they are freed, whatever their size
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
+# makes glibc return freed tensors to the system, whatever their size
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**17), "MALLOC_TRIM_THRESHOLD_": str(2**17)}
 
 HOW_TO_READ_SYNCS = """\
-Per replica and sync; the whole model is one fragment. Foretold: `bytes_per_cycle`. Interface: what
-the processes put on the interface of their own network while they synced, median over syncs, less
-what as many barriers put there, over replicas; it includes the headers of TCP and IP. CPU time:
-median over replicas and syncs. *Launch* takes the outer gradient, hashes the global copy (unless
-`check_drift_every` is 0) and encodes. *Exchange* is gloo's work until everything has
-arrived and, in an exchange by shards, that of the thread that averages a shard and encodes it
-again; it may begin within *launch*. *Land* decodes, averages, takes the outer step and merges.
-Replicas gather from each other as long as that sends fewer bytes, and each then decodes what all of
-them sent; otherwise they exchange by shards."""
+Per replica and sync; the whole model is one fragment. Predicted: `bytes_per_cycle`. Interface: the
+bytes sent on the interface of the processes' own network during a sync, median over syncs, minus
+those of the same number of barriers, divided by the number of replicas; it includes the headers of
+TCP and IP. CPU time: median over replicas and syncs. *Launch* takes the outer gradient, hashes the
+global copy (unless `check_drift_every` is 0) and encodes. *Exchange* is the work of gloo until all
+data has arrived and, in an exchange by shards, of the thread that averages a shard and encodes it
+again; it may start during *launch*. *Land* decodes, averages, takes the outer step and merges.
+Replicas use an all-gather if it sends fewer bytes, and each then decodes the data of all replicas;
+otherwise they exchange by shards."""
 HOW_TO_READ_MEMORY = """\
-Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank that
-holds most. There is one replica; its parameters are on a GPU where there is one. Host and GPU:
-summed over the tensors' storages. Resident: how much the process's resident set grew; without numba
-a thread keeps 4 MB of scratch besides, for encoding and decoding, however large the model."""
+Global copy and outer momentum after a first landing, fp32, in bytes per parameter, of the rank with
+the most. There is one replica; its parameters are on a GPU if there is one. Host and GPU: summed
+over the tensors' storages. Resident: growth of the process's resident set; without numba, a thread
+also keeps 4 MB of scratch memory for encoding and decoding, independent of the model size."""
 
 
 class SyncCost(NamedTuple):
-    """What a replica spends on one sync; `interface_bytes` is None where nothing could count."""
+    """Cost of one sync for a replica; `interface_bytes` is None without a separate network."""
 
     replicas: int
     ledger_bytes: float
-    foretold_bytes: int
+    predicted_bytes: int
     interface_bytes: float | None
     cpu_s: dict[str, float]
 
@@ -69,62 +69,62 @@ def measure_sync(job: SyncJob) -> SyncCost:
     """Run the processes of one job.
 
     Raises:
-        subprocess.CalledProcessError: a process failed; it has printed why.
+        subprocess.CalledProcessError: a process failed; it has printed the reason.
     """
     prefix = ["unshare", "--net"] if job.own_network else []
-    return summed_up(job, _run_job(prefix, job, job.replicas))
+    return cost_of(job, _run_job(prefix, job, job.replicas))
 
 
-def summed_up(job: SyncJob, ranks: Sequence[dict[str, Any]]) -> SyncCost:
-    """Turn what the ranks wrote down into the cost of one sync."""
+def cost_of(job: SyncJob, ranks: Sequence[dict[str, Any]]) -> SyncCost:
+    """Combine the results of the ranks into the cost of one sync."""
     crossed = None
     if job.own_network:
-        # TCP sends again what a busy machine has not acknowledged in time: the median is without it
-        synced, met = (
+        # the median excludes packets that TCP resends because a busy machine acknowledged them late
+        synced, idle = (
             statistics.median(ranks[0][key]) for key in ("interface_bytes", "idle_bytes")
         )
-        crossed = (synced - met) / job.replicas
+        crossed = (synced - idle) / job.replicas
     cpu_s = {
         phase: statistics.median(s for rank in ranks for s in rank["cpu_s"][phase])
         for phase in PHASES
     }
     ledger_bytes = statistics.mean(rank["ledger_bytes"] for rank in ranks) / job.rounds
-    return SyncCost(job.replicas, ledger_bytes, ranks[0]["foretold_bytes"], crossed, cpu_s)
+    return SyncCost(job.replicas, ledger_bytes, ranks[0]["predicted_bytes"], crossed, cpu_s)
 
 
 def measure_memory(job: MemoryJob) -> dict[str, float]:
-    """Run a memory job; of its ranks each figure's largest, see `job.measure_memory`."""
+    """Run a memory job; return the largest value of each figure among its ranks."""
     ranks = _run_job([], job, job.ranks)
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def why_no_network() -> str | None:
-    """Return in one sentence why there can be no network of its own; None if there can."""
+    """Return why this machine cannot create a separate network; None if it can."""
     if not shutil.which("unshare") or not shutil.which("ip"):
-        return "A network of its own needs Linux with `unshare` and `ip`."
+        return "A separate network needs Linux with `unshare` and `ip`."
     probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
-    return "A network of its own needs root." if probe.returncode else None
+    return "A separate network needs root." if probe.returncode else None
 
 
 def opening(costs: Sequence[SyncCost], numel: int, picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
+    """Return the question and the finding, for the top of the page."""
     few, many = costs[0], costs[-1]
     return [
-        "When replicas sync, each sends its outer gradient to the others, directly or by shards."
-        " How do bytes and computing grow with the number of replicas?",
+        "In a sync, each replica sends its outer gradient to the others, directly or by shards."
+        " How do bytes and computation grow with the number of replicas?",
         "",
         f"- **Found:** with {many.replicas} replicas each sends {many.ledger_bytes / numel:.2f}"
-        f" bytes a parameter and sync, and spends {1e3 * sum(many.cpu_s.values()):.0f} ms of CPU"
+        f" bytes per parameter and sync, and spends {1e3 * sum(many.cpu_s.values()):.0f} ms of CPU"
         f" time on {numel:,} parameters; with {few.replicas} it is {few.ledger_bytes / numel:.2f}"
         f" bytes and {1e3 * sum(few.cpu_s.values()):.0f} ms.",
-        "- Ledger, forecast and the network interface agree, but for headers of TCP and IP.",
+        "- Ledger, prediction and network interface agree, except for the headers of TCP and IP.",
         "",
         f"![CPU time of a sync by number of replicas]({picture})",
     ]
 
 
 def draw(costs: Sequence[SyncCost], path: Path) -> None:
-    """Write a PNG with the CPU time of a sync."""
+    """Draw the CPU time of a sync as a PNG."""
     groups = {
         f"M = {cost.replicas}": {name: 1e3 * seconds for name, seconds in cost.cpu_s.items()}
         for cost in costs
@@ -133,14 +133,14 @@ def draw(costs: Sequence[SyncCost], path: Path) -> None:
 
 
 def sync_lines(costs: Sequence[SyncCost], numel: int, changes: dict[str, Any]) -> list[str]:
-    """Return the costs as lines of Markdown."""
+    """Return the costs as Markdown lines."""
     return [
         "## A sync",
         "",
         f"{numel:,} parameters, {', '.join(f'`{k}={v}`' for k, v in changes.items())}.",
         HOW_TO_READ_SYNCS,
         "",
-        "| replicas | bytes sent (ledger) | per parameter | foretold | interface"
+        "| replicas | bytes sent (ledger) | per parameter | predicted | interface"
         " | interface / ledger | CPU ms: " + " | ".join(PHASES) + " | sum |",
         "|---" * (7 + len(PHASES)) + "|",
         *(_sync_row(cost, numel) for cost in costs),
@@ -157,13 +157,13 @@ def _sync_row(cost: SyncCost, numel: int) -> str:
     milliseconds = [1e3 * cost.cpu_s[phase] for phase in PHASES]
     return (
         f"| {cost.replicas} | {cost.ledger_bytes:,.0f} | {cost.ledger_bytes / numel:.4f}"
-        f" | {cost.foretold_bytes:,} | {crossed} | {ratio}"
+        f" | {cost.predicted_bytes:,} | {crossed} | {ratio}"
         f" | {' | '.join(f'{ms:.1f}' for ms in milliseconds)} | {sum(milliseconds):.1f} |"
     )
 
 
 def memory_lines(numel: int) -> list[str]:
-    """Measure the outer state's memory; return it as lines of Markdown."""
+    """Measure the memory of the outer state; return it as Markdown lines."""
     rows = []
     for name, (ranks, changes, design) in MEMORY_SETTINGS.items():
         found = measure_memory(MemoryJob(ranks, numel, changes))
@@ -182,11 +182,11 @@ def memory_lines(numel: int) -> list[str]:
 
 
 def _run_job(prefix: Sequence[str], job: SyncJob | MemoryJob, size: int) -> list[dict[str, Any]]:
-    """Run a job in processes of its own; return what its ranks wrote down."""
+    """Run a job in new processes; return the results of its ranks."""
     command = [*prefix, sys.executable, "-m", "benchmarks.sync_cost.job", json.dumps(job._asdict())]
     environment = dict(os.environ)
     if isinstance(job, MemoryJob):
-        environment |= GIVE_BACK
+        environment |= RETURN_FREED_MEMORY
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*command, folder], check=True, env=environment)
         files = [Path(folder) / f"{rank}.json" for rank in range(size)]
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     block = provenance("sync_cost", arguments, options.page)
     reason = why_no_network()
     if reason is not None:
-        print(f"{reason} The bytes on the interface are not counted.", file=sys.stderr)
+        print(f"{reason} Bytes on the interface are not counted.", file=sys.stderr)
     changes = {
         "wire_dtype": options.wire_dtype,
         "check_drift_every": options.check_drift_every,

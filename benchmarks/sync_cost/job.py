@@ -1,7 +1,7 @@
-"""The processes that `benchmarks.sync_cost` measures; each is a replica that only syncs.
+"""Processes of `benchmarks.sync_cost`, each of which is a replica that only syncs.
 
-Run by that command, not by hand: `python -m benchmarks.sync_cost.job JOB FOLDER`, where JOB is a
-`SyncJob` or a `MemoryJob` as JSON. Every rank leaves what it saw in FOLDER.
+Started by that command: `python -m benchmarks.sync_cost.job JOB FOLDER`, where JOB is a `SyncJob`
+or a `MemoryJob` as JSON. Every rank writes its results to FOLDER.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from lightning_commfree.diloco import (
 
 PHASES = ("launch", "exchange", "land")
 LOOPBACK = "lo"
-_SYNC_EVERY = 2  # launches after every second step, lands after the next one
+_SYNC_EVERY = 2  # launch after every second step, land after the next one
 
 
 class SyncJob(NamedTuple):
     """A measurement of syncs; `changes` are `DiLoCoSettings`.
 
-    With `own_network` the caller has put it into an empty network.
+    With `own_network`, the caller starts it in an empty network namespace.
     """
 
     replicas: int
@@ -55,16 +55,16 @@ class MemoryJob(NamedTuple):
     changes: dict[str, Any]
 
 
-def play(job: SyncJob, folder: Path) -> None:
-    """Run all replicas of a job and let each write `RANK.json`."""
+def run_replicas(job: SyncJob, folder: Path) -> None:
+    """Run all replicas of a job; each writes `RANK.json`."""
     if job.own_network:
         subprocess.run(["ip", "link", "set", LOOPBACK, "up"], check=True)
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     start_processes(_replica, (job, folder), nprocs=job.replicas, start_method="fork")
 
 
-def play_memory(job: MemoryJob, folder: Path) -> None:
-    """Run the ranks of one replica and let each write `RANK.json`."""
+def run_ranks(job: MemoryJob, folder: Path) -> None:
+    """Run the ranks of one replica; each writes `RANK.json`."""
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     start_processes(_rank_of_replica, (job, folder), nprocs=job.ranks, start_method="fork")
 
@@ -72,7 +72,7 @@ def play_memory(job: MemoryJob, folder: Path) -> None:
 def start(
     module: nn.Module, channel: Channel, replica: Channel | None = None, **changes: Any
 ) -> StreamingDiLoCo:
-    """Return the algorithm on a model that is one fragment; `replica` as it takes it."""
+    """Return the algorithm for a model that is one fragment; `replica` is the channel within it."""
     defaults: dict[str, Any] = {
         "sync_every": _SYNC_EVERY,
         "num_fragments": 1,
@@ -89,7 +89,7 @@ def start(
 
 
 def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, float]:
-    """Move the parameters a little and sync once; return the CPU seconds of the phases."""
+    """Change the parameters a little and sync once; return the CPU seconds of the phases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -97,31 +97,31 @@ def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, flo
             parameter.add_(noise.to(parameter.device), alpha=1e-3)
     while (diloco.step + 1) % _SYNC_EVERY:
         diloco.after_step()
-    _meet()  # so that nobody waits for a slower one in a phase that counts
+    _barrier()  # so that no replica waits for a slower one in a measured phase
     launch_s = _cpu_seconds(diloco.after_step)
     exchange_s = _cpu_seconds(diloco.wait_in_flight)
     land_s = _cpu_seconds(diloco.after_step)
-    assert not diloco.in_flight, "a sync ends with the landing"
+    assert not diloco.in_flight, "a sync ends with its landing"
     return dict(zip(PHASES, (launch_s, exchange_s, land_s), strict=True))
 
 
 def measure_memory(job: MemoryJob, replica: Channel | None = None) -> dict[str, float]:
     """Return bytes per parameter of this rank's outer state after a first landing.
 
-    There is one replica; its parameters are on a GPU where there is one.
+    There is one replica; its parameters are on a GPU if there is one.
 
     Returns:
         `host` and `gpu`: the memory of global copy and outer optimizer, summed over distinct
-        storages; `resident`: what the process's resident set has grown by from before there was a
-        `StreamingDiLoCo` until after its first landing, the least of a second.
+        storages; `resident`: growth of the process's resident set from before the creation of
+        `StreamingDiLoCo` until after its first landing, the minimum within a second.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     warm_up = nn.ParameterList([torch.zeros(1000, device=device)])
-    _landed(warm_up, job, replica)  # loads what torch loads on demand
+    _landed(warm_up, job, replica)  # triggers torch's lazy loading
     module = nn.ParameterList([torch.ones(job.numel, device=device)])
     before = _resident_bytes()
     diloco = _landed(module, job, replica)
-    found = {"host": 0.0, "gpu": 0.0, "resident": (_settled_bytes() - before) / job.numel}
+    found = {"host": 0.0, "gpu": 0.0, "resident": (_least_resident_bytes() - before) / job.numel}
     storages = {t.data_ptr(): t for t in map(Tensor.untyped_storage, outer_state(diloco))}
     for storage in storages.values():
         where = "host" if storage.device.type == "cpu" else "gpu"
@@ -131,9 +131,9 @@ def measure_memory(job: MemoryJob, replica: Channel | None = None) -> dict[str, 
 
 
 def bytes_on_the_interface() -> int:
-    """Return the bytes sent over loopback in the network of this process.
+    """Return the bytes sent over loopback in the network namespace of this process.
 
-    /proc/self follows the process; /sys/class/net shows the network in which it was mounted.
+    It reads /proc/self, because /sys/class/net shows the namespace in which /sys was mounted.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
@@ -148,7 +148,7 @@ def _replica(rank: int, job: SyncJob, folder: Path) -> None:
     channel = _open(rank, job.replicas, ledger, folder)
     module = nn.ParameterList([torch.zeros(job.numel)])
     diloco = start(module, channel, **job.changes)
-    sync(module, diloco, rank)  # not counted: connections and buffers are made
+    sync(module, diloco, rank)  # not counted: creates connections and buffers
     cpu_s: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
     def counted_sync() -> None:
@@ -157,10 +157,10 @@ def _replica(rank: int, job: SyncJob, folder: Path) -> None:
 
     before = ledger.bytes_sent
     seen = {
-        "idle_bytes": _crossing(_meet, job),
+        "idle_bytes": _crossing(_barrier, job),
         "interface_bytes": _crossing(counted_sync, job),
         "ledger_bytes": ledger.bytes_sent - before,
-        "foretold_bytes": diloco.bytes_per_cycle,
+        "predicted_bytes": diloco.bytes_per_cycle,
         "cpu_s": cpu_s,
     }
     (folder / f"{rank}.json").write_text(json.dumps(seen))
@@ -182,31 +182,31 @@ def _open(rank: int, size: int, ledger: Ledger, folder: Path) -> Channel:
 
 
 def _leave() -> None:
-    _meet()
+    _barrier()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _crossing(action: Callable[[], object], job: SyncJob) -> list[int] | None:
-    """Do `action` once a round; return what all replicas put on the interface, by round."""
+    """Run `action` once per round; return the bytes of all replicas on the interface, by round."""
     crossed = []
     for _ in range(job.rounds):
-        _meet()
+        _barrier()
         before = bytes_on_the_interface() if job.own_network else 0
-        _meet()
+        _barrier()
         action()
-        _meet()
+        _barrier()
         crossed.append(bytes_on_the_interface() - before if job.own_network else 0)
     return crossed if job.own_network else None
 
 
-def _meet() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
 
 
 def _cpu_seconds(action: Callable[[], object]) -> float:
-    start_s = time.process_time()  # all threads: gloo's and that of the exchange by shards too
+    start_s = time.process_time()  # of all threads, including gloo's
     action()
     return time.process_time() - start_s
 
@@ -226,8 +226,8 @@ def outer_state(diloco: StreamingDiLoCo) -> list[Tensor]:
     return tensors
 
 
-def _settled_bytes() -> int:
-    """Return the resident set, once gloo's threads have let go of what has arrived."""
+def _least_resident_bytes() -> int:
+    """Return the resident set after gloo's threads have freed their buffers."""
     least = _resident_bytes()
     for _ in range(20):
         time.sleep(0.05)
@@ -241,12 +241,12 @@ def _resident_bytes() -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Play the job that the command line names."""
+    """Run the job given on the command line."""
     fields, folder = json.loads(arguments[0]), Path(arguments[1])
     if "replicas" in fields:
-        play(SyncJob(**fields), folder)
+        run_replicas(SyncJob(**fields), folder)
     else:
-        play_memory(MemoryJob(**fields), folder)
+        run_ranks(MemoryJob(**fields), folder)
 
 
 if __name__ == "__main__":

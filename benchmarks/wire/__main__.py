@@ -1,11 +1,10 @@
-"""What the wire formats lose, and what they cost in time: `python -m benchmarks.wire`.
+"""Measure the error and speed of the wire formats: `python -m benchmarks.wire`.
 
 The first part trains the recipes' small GPT-2 in this process, takes outer gradients (old minus
-new after `--sync-every` steps of AdamW) and measures what each format makes of them, and what E3M0
-would with other blocks and scales. The second part times encoding and decoding on one thread
-against copying the same fp32 values from one buffer to another; the operations take turns, so that
-what else the machine does meets all of them alike. Further words are overrides for the training:
-`data=synthetic`.
+new weights after `--sync-every` steps of AdamW) and measures the error of each format, and of E3M0
+with other blocks and scales. The second part times encoding and decoding on one thread, relative to
+copying the same fp32 values between two buffers; the operations take turns. Further words are
+overrides for the training, such as `data=synthetic`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lightning_commfree.diloco import WIRE_FORMATS
 from lightning_commfree.diloco.codec import BLOCK, Fp4Format, Int8Format, WireFormat, decode
 
 PAGE = Path(__file__).with_name("result.md")
-TITLE = "What do the wire formats lose, and what do they cost in time?"
+TITLE = "How large is the error of the wire formats, and how fast are they?"
 COPY = "copy"
 TIMED: dict[str, WireFormat] = {
     **WIRE_FORMATS,
@@ -38,30 +37,30 @@ NEAREST = "power of two, nearest"
 PLAIN_SCALES = (NEAREST, "fp16 largest", "fp32 largest")
 SEARCHED = ("power of two, least error", "fp32, least error of 24")
 OTHER_TOPS = (NEAREST, "power of two, down", "power of two, up", *SEARCHED)
-CLEARLY = 0.1  # share of the error that another block or scale would have to save
-CLEARLY_BITS = 0.5  # at no more than so many bits a value above the chosen format
+CLEARLY = 0.1  # share of the error that another block or scale must save to replace the choice
+CLEARLY_BITS = 0.5  # with at most this many bits per value more than the chosen format
 
 HOW_TO_READ_ERRORS = """\
 Over all outer gradients together. Error: the norm of (decoded - value) over the norm of the values.
-Zeroed: the share of the values other than zero that become zero."""
+Zeroed: the share of nonzero values that become zero."""
 HOW_TO_READ_GRID = """\
-Each cell: error / zeroed, at bits a value. A scale of one byte is a power of two; the others are
-the block's largest magnitude as it is."""
+Each cell: error / zeroed, at bits per value. A scale of one byte is a power of two; the others are
+the block's exact largest magnitude."""
 HOW_TO_READ_TOPS = """\
 Down and up: the power of two below and above the block's largest magnitude, instead of the nearest.
-Least error: of four powers of two, or of 24 fp32 scales over three octaves, that with the least
-squared error, block by block: an encoder would try them all."""
+Least error: the scale with the least squared error for each block, of four powers of two or of 24
+fp32 scales over three octaves; an encoder would have to try all of them."""
 HOW_TO_READ_TIMES = """\
 One thread; medians of operations that take turns; ratio to copying the same fp32 values between two
-buffers. All of them write to buffers that exist, but for the copy into new memory, which the system
-has to hand out page by page: a thread keeps its scratch for that reason. On a CPU int8 and fp4 are
-loops that numba compiles; where it is not installed they are torch operations, each step of the
-arithmetic a pass over scratch that stays in the cache: eleven to encode fp4 and six to decode it,
-at a part of a copy each, for memory is hardly slower here than cache."""
+buffers. All operations write to existing buffers, except for the copy into new memory, whose pages
+the system must allocate; this is why a thread keeps its scratch memory. On a CPU, int8 and fp4 are
+loops compiled by numba. Without numba they are torch operations, where each step of the arithmetic
+is a pass over scratch memory that stays in the cache: eleven passes to encode fp4 and six to decode
+it, each at a fraction of a copy, because memory is hardly slower than cache here."""
 
 
 def operations(values: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the copies, and encode and decode of every format on fp32 `values`."""
+    """Return the copies, and encoding and decoding of fp32 `values` with every format."""
     copied, decoded = torch.empty_like(values), torch.empty_like(values)
     table: dict[str, Callable[[], object]] = {
         COPY: lambda: copied.copy_(values),
@@ -79,49 +78,49 @@ def operations(values: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def opening(errors: Mapping[str, Error], timings: Mapping[str, Timing], picture: str) -> list[str]:
-    """Return what was asked and what was found, for the top of the page."""
-    fp4 = errors["fp4"]
+    """Return the question and the finding, for the top of the page."""
+    fp4, int8 = errors["fp4"], errors["int8"]
     return [
-        "Outer gradients travel in few bits. How far is what arrives from what was sent, and how"
-        " long do encoding and decoding take?",
+        "Outer gradients are sent with few bits per value. How large is the error, and how long do"
+        " encoding and decoding take?",
         "",
-        f"- **Found:** fp4 takes {fp4.bits_a_value:.2f} bits a value, with an error of"
+        f"- **Found:** fp4 takes {fp4.bits_per_value:.2f} bits per value, with an error of"
         f" {100 * fp4.relative_rms:.0f} % of the norm and a cosine of {fp4.cosine:.3f}; int8 takes"
-        f" {errors['int8'].bits_a_value:.2f} bits, with {100 * errors['int8'].relative_rms:.1f} %.",
-        f"- To encode fp4 takes {timings['fp4 encode'].ratio:.2f} times as long as to copy the fp32"
-        f" values, to decode it {timings['fp4 decode'].ratio:.2f} times.",
+        f" {int8.bits_per_value:.2f} bits, with {100 * int8.relative_rms:.1f} %.",
+        f"- Encoding fp4 takes {timings['fp4 encode'].ratio:.2f} times as long as copying the fp32"
+        f" values, decoding it {timings['fp4 decode'].ratio:.2f} times.",
         "",
         f"![error by wire format]({picture})",
     ]
 
 
 def draw(errors: Mapping[str, Error], path: Path) -> None:
-    """Write a PNG with the error of each format."""
+    """Draw the error of each format as a PNG."""
     groups = {
-        f"{name}, {error.bits_a_value:.1f} bits": {"error": 100 * error.relative_rms}
+        f"{name}, {error.bits_per_value:.1f} bits": {"error": 100 * error.relative_rms}
         for name, error in errors.items()
     }
-    draw_bars(path, "What a format loses of an outer gradient", "% of its norm", groups)
+    draw_bars(path, "Error of an outer gradient by format", "% of its norm", groups)
 
 
 def verdict(grid: dict[tuple[int | None, str], Error]) -> str:
-    """Return which block and scale the figures speak for."""
+    """Return which block size and scale the figures support."""
     chosen = grid[BLOCK, NEAREST]
-    most_bits = chosen.bits_a_value + CLEARLY_BITS
-    affordable = {k: e for k, e in grid.items() if e.bits_a_value <= most_bits}
+    most_bits = chosen.bits_per_value + CLEARLY_BITS
+    affordable = {k: e for k, e in grid.items() if e.bits_per_value <= most_bits}
     searched = {k: e for k, e in affordable.items() if k[1] in SEARCHED}
     one_pass = {k: e for k, e in affordable.items() if k[1] not in SEARCHED}
     saved = 1 - min(e.relative_rms for e in one_pass.values()) / chosen.relative_rms
     conclusion = (
-        f"Without a search nothing saves {100 * CLEARLY:.0f} % of the error: the choice stays."
+        f"Without a search nothing saves {100 * CLEARLY:.0f} % of the error: the choice stands."
         if saved < CLEARLY
-        else f"{100 * saved:.1f} % without a search: the figures speak against the choice."
+        else f"{100 * saved:.1f} % without a search: the figures do not support the choice."
     )
     return (
         f"Chosen: blocks of {BLOCK}, one byte of scale, an error of {chosen.relative_rms:.4f} at"
-        f" {chosen.bits_a_value:.3f} bits a value. Within {CLEARLY_BITS} bits more, the least error"
-        f" without a search is {_best(one_pass, chosen)}; the least of all is"
-        f" {_best(searched, chosen)}, for which every block is encoded with every candidate."
+        f" {chosen.bits_per_value:.3f} bits per value. Within {CLEARLY_BITS} bits more, the least"
+        f" error without a search is {_best(one_pass, chosen)}; the least of all is"
+        f" {_best(searched, chosen)}, where every block is encoded with every candidate."
         f" {conclusion}"
     )
 
@@ -129,7 +128,7 @@ def verdict(grid: dict[tuple[int | None, str], Error]) -> str:
 def _best(errors: dict[tuple[int | None, str], Error], chosen: Error) -> str:
     (block, scale), best = min(errors.items(), key=lambda item: item[1].relative_rms)
     saved = 100 * (1 - best.relative_rms / chosen.relative_rms)
-    more = 100 * (best.bits_a_value / chosen.bits_a_value - 1)
+    more = 100 * (best.bits_per_value / chosen.bits_per_value - 1)
     return (
         f"{best.relative_rms:.4f} ({saved:.1f} % less for {more:.1f} % more bytes;"
         f" {_block_name(block)}, scale: {scale})"
@@ -137,22 +136,22 @@ def _best(errors: dict[tuple[int | None, str], Error], chosen: Error) -> str:
 
 
 def error_lines(gradients: Sequence[Sequence[Tensor]]) -> list[str]:
-    """Return the measured errors as lines of Markdown."""
+    """Return the measured errors as Markdown lines."""
     flat = [values for cycle in gradients for values in cycle]
     grid = grid_errors(flat)
     fragments = range(len(gradients[0]))
     by_fragment = [wire_errors([cycle[p] for cycle in gradients]) for p in fragments]
     sizes = ", ".join(f"{values.numel():,}" for values in gradients[0])
     return [
-        "## What is lost",
+        "## Error",
         "",
         f"{len(gradients)} outer gradients of {len(fragments)} fragments ({sizes} values).",
         HOW_TO_READ_ERRORS,
         "",
-        "| wire_dtype | bits a value | error | cosine | zeroed | error by fragment |",
+        "| wire_dtype | bits per value | error | cosine | zeroed | error by fragment |",
         "|---|---|---|---|---|---|",
         *(
-            f"| {name} | {e.bits_a_value:.3f} | {e.relative_rms:.4f} | {e.cosine:.5f}"
+            f"| {name} | {e.bits_per_value:.3f} | {e.relative_rms:.4f} | {e.cosine:.5f}"
             f" | {100 * e.zeroed:.2f} %"
             f" | {', '.join(f'{errors[name].relative_rms:.4f}' for errors in by_fragment)} |"
             for name, e in wire_errors(flat).items()
@@ -174,14 +173,14 @@ def error_lines(gradients: Sequence[Sequence[Tensor]]) -> list[str]:
 
 
 def time_lines(timings: Mapping[str, Timing], numel: int, rounds: int) -> list[str]:
-    """Return the measured times as lines of Markdown."""
+    """Return the measured times as Markdown lines."""
     return [
-        "## What it costs",
+        "## Time",
         "",
         f"{numel:,} values, {rounds} rounds.",
         HOW_TO_READ_TIMES,
         "",
-        "| operation | median ms | GB of fp32 a second | ratio to copy |",
+        "| operation | median ms | GB of fp32 per second | ratio to copy |",
         "|---|---|---|---|",
         *(
             f"| {name} | {1e3 * seconds:.3f} | {4 * numel / seconds / 1e9:.1f} | {ratio:.2f} |"
@@ -195,7 +194,7 @@ def _grid_table(grid: dict[tuple[int | None, str], Error], scales: Sequence[str]
 
     def cell(block: int | None, scale: str) -> str:
         e = grid[block, scale]
-        return f"{e.relative_rms:.4f} / {100 * e.zeroed:.1f} % at {e.bits_a_value:.3f}"
+        return f"{e.relative_rms:.4f} / {100 * e.zeroed:.1f} % at {e.bits_per_value:.3f}"
 
     return [
         f"| block | {' | '.join(scales)} |",
@@ -226,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sync-every", type=int, default=100, help="steps (%(default)s)")
     parser.add_argument("--cycles", type=int, default=4, help="outer gradients (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="blocks a step (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="blocks per step (%(default)s)")
     parser.add_argument("--numel", type=int, default=2**24, help="values timed (%(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="measured rounds (%(default)s)")
     parser.add_argument("--device", type=torch.device, default="cpu", help="%(default)s or cuda")

@@ -1,23 +1,21 @@
-"""Real outer gradients, and what is left of them after a trip over the wire.
+"""Real outer gradients, and their error after encoding and decoding.
 
-Besides the wire formats that exist there are variants of E3M0 here, played in plain tensor
-arithmetic: other blocks, other scales. They are for choosing only.
+Besides the wire formats of the library there are variants of E3M0 with other blocks and scales,
+simulated in plain tensor arithmetic, to justify the choice.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
+from benchmarks.common.pretraining import composed
 from lightning_commfree.diloco import (
     WIRE_FORMATS,
     OuterFragment,
@@ -27,21 +25,20 @@ from lightning_commfree.diloco import (
 from lightning_commfree.diloco.codec import decode
 from recipes.training.pretraining import build_data, build_module
 
-CONF = Path(__file__).parents[2] / "conf"
-POWERS = 7  # of E3M0, besides zero
+POWERS = 7  # magnitudes of E3M0 besides zero
 BLOCKS = (32, 64, 128, 256, 512, 1024, None)  # None: one block for the fragment
 EXACT_SCALES = {"fp16 largest": 16, "fp32 largest": 32}  # bits of a scale
 POWER_SCALE_BITS = 8
 
 
 class Error(NamedTuple):
-    """What a format does to all outer gradients together.
+    """Error of a format over all outer gradients together.
 
-    `relative_rms` is the norm of the error over the norm of the values; `zeroed` the share of the
-    values other than zero that become zero.
+    `relative_rms` is the norm of the error over the norm of the values; `zeroed` is the share of
+    nonzero values that become zero.
     """
 
-    bits_a_value: float
+    bits_per_value: float
     relative_rms: float
     cosine: float
     zeroed: float
@@ -50,23 +47,21 @@ class Error(NamedTuple):
 def outer_gradients(
     sync_every: int, cycles: int, batch_size: int, overrides: Sequence[str] = ()
 ) -> list[list[Tensor]]:
-    """Train `recipes.pretrain`'s model in this process; return its outer gradients.
+    """Train the model of `recipes.pretrain` in this process; return its outer gradients.
 
     Args:
-        sync_every: inner steps between old and new.
-        cycles: how many times; the inner optimizer goes on from one to the next. Old is each time
-            what the last cycle ended with, as with an outer learning rate of 1 and no momentum.
-        batch_size: blocks of tokens a step.
-        overrides: further words for `conf/pretrain.yaml`.
+        sync_every: inner steps between old and new weights.
+        cycles: number of outer gradients. The inner optimizer continues from one to the next, and
+            old weights are those at the end of the previous cycle, as with an outer learning rate
+            of 1 and no momentum.
+        batch_size: blocks of tokens per step.
+        overrides: for `conf/pretrain.yaml`.
 
     Returns:
-        By cycle and fragment (the default ones): start minus end, fp32, flat.
+        Old minus new weights, fp32 and flat, by cycle and default fragment.
     """
     words = [f"trainer.max_steps={cycles * sync_every}", f"data.batch_size={batch_size}"]
-    words += ["run_dir=outputs/bench/wire", *overrides]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("pretrain", words), resolve=True)
-    config = cast(dict[str, Any], composed)
+    config = composed([*words, *overrides])
     torch.manual_seed(config["seed"])
     data = build_data(config)
     module = build_module(config, data)
@@ -103,7 +98,7 @@ def wire_errors(gradients: Sequence[Tensor]) -> dict[str, Error]:
 
 
 def grid_errors(gradients: Sequence[Tensor]) -> dict[tuple[int | None, str], Error]:
-    """Return the error of E3M0 by block and scale, over all of `gradients`."""
+    """Return the error of E3M0 by block size and scale, over all of `gradients`."""
     errors = {}
     for block in BLOCKS:
         for scale, (bits, top_of) in SCALES.items():
@@ -114,7 +109,7 @@ def grid_errors(gradients: Sequence[Tensor]) -> dict[tuple[int | None, str], Err
 
 
 def e3m0(values: Tensor, block: int | None, top_of: Callable[[Tensor], Tensor]) -> Tensor:
-    """Round flat fp32 `values` to 0 and seven powers of two times the block's top, and back."""
+    """Round flat fp32 `values` to 0 or to the seven powers of two below the block's top."""
     size = block or values.numel()
     padded = torch.zeros(_num_blocks(values, block) * size)
     padded[: values.numel()] = values
@@ -137,14 +132,14 @@ def _largest(blocks_BV: Tensor) -> Tensor:
 
 
 def _power(blocks_BV: Tensor, threshold: float) -> Tensor:
-    """Return the power of two below the largest, or above from `threshold` times it on."""
+    """Return the power of two below the largest magnitude, or above if that is >= `threshold`."""
     mantissa_B1, exponent_B1 = torch.frexp(_largest(blocks_BV))
     exponent_B1 = exponent_B1 - 1 + (2 * mantissa_B1 >= threshold).to(torch.int32)
     return torch.where(mantissa_B1 > 0, torch.exp2(exponent_B1.float()), 0.0)
 
 
 def _best(blocks_BV: Tensor, tops: Sequence[Tensor]) -> Tensor:
-    """Return for every block the top with the least squared error."""
+    """Return the top with the least squared error for every block."""
     tops_BK = torch.cat(list(tops), dim=1)
     losses_BK = torch.stack(
         [(_rounded(blocks_BV, top) - blocks_BV).square().sum(1) for top in tops], dim=1

@@ -1,4 +1,4 @@
-"""What the tests of the benchmarks share with those of the recipes."""
+"""Fixtures shared with the tests of the recipes."""
 
 from tests.recipes.conftest import compose_config, quiet_trainer
 

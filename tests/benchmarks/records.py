@@ -1,4 +1,4 @@
-"""Made-up records of the bandwidth bench."""
+"""Artificial records of the bandwidth benchmarks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ SETTINGS = {"sync_every": 100, "cycles": 1, "steps": 40, "leg_steps": 3, "heap":
 def record(
     row: str,
     step_ms: float,
-    wire: int,
+    wire: int = 0,
     ledger: int | None = None,
-    rate: str = "100mbit",
     round_: int = 0,
+    nodes: int = 2,
 ) -> dict[str, Any]:
-    """One row of one round; node 1 is a tenth faster."""
+    """One row of one round at 100mbit; all nodes but the first are a tenth faster."""
     node = {
         "row": row,
         "steps": 100,
@@ -25,14 +25,15 @@ def record(
         "parameters": 1_000_000,
         "error": None,
     }
-    nodes = [node, {**node, "seconds": 0.9 * step_ms / 10}]
-    return {"rate": rate, "row": row, "round": round_, "nodes": nodes}
+    faster = {**node, "seconds": 0.9 * step_ms / 10}
+    measured = [node, *[faster] * (nodes - 1)]
+    return {"rate": "100mbit", "row": row, "round": round_, "call": 0, "nodes": measured}
 
 
 def stepped(row: str, round_: int, *nodes_ms: list[float]) -> dict[str, Any]:
-    """One row of one round, in which every node kept its steps."""
-    made = record(row, 0, 0, round_=round_)
-    for node, steps in zip(made["nodes"], nodes_ms, strict=True):
-        node |= {"steps": len(steps), "seconds": sum(steps) / 1e3}
-        node["step_s"] = [ms / 1e3 for ms in steps]
+    """One row of one round in which every node recorded its steps."""
+    made = record(row, 0, round_=round_)
+    for i, steps in enumerate(nodes_ms):
+        made["nodes"][i] |= {"steps": len(steps), "seconds": sum(steps) / 1e3}
+        made["nodes"][i]["step_s"] = [ms / 1e3 for ms in steps]
     return made

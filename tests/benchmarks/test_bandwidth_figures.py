@@ -1,4 +1,4 @@
-"""The arithmetic of the bandwidth tables: medians over rounds, and what they are compared by."""
+"""Medians of the bandwidth measurements over rounds, and the verdicts on them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bandwidth import measure
-from benchmarks.bandwidth.chain import (
-    NO_SLOWER,
+from benchmarks.bandwidth.figures import (
+    NOT_SLOWER,
     SLOWER,
-    compared,
-    compared_step_by_step,
+    Figures,
+    compare,
+    compare_step_by_step,
+    figures_by_row,
     verdict_of_rounds,
     verdict_of_steps,
 )
-from benchmarks.bandwidth.figures import Figures, figures_by_row
 from benchmarks.bandwidth.page import headline
 from tests.benchmarks.records import record, stepped
 
@@ -32,19 +32,11 @@ def test_a_row_is_the_median_over_rounds_of_the_slower_node() -> None:
     none, ddp = figures_of(*rounds)
     assert (none.step_ms, none.wire_bytes, none.ledger_bytes) == (300, 0, None)
     assert (ddp.step_ms, ddp.wire_bytes, ddp.ledger_bytes) == (600, 8_010_000, 4_000_000)
-    assert not ddp.ledger_is_counted, "DDP has no ledger: the formula"
+    assert not ddp.ledger_is_counted, "DDP has no ledger, so its bytes are computed"
 
 
-def test_a_round_that_failed_does_not_take_the_others_away() -> None:
-    failed = measure._failed("none", 40, "a peer was lost")
-    broken = {"rate": "100mbit", "row": "none", "round": 0, "nodes": failed}
-    (figures,) = figures_of(record("none", 300, 0, round_=1), broken)
-    assert list(figures.ms_by_round) == [(None, 1)]
-    assert figures_by_row([broken], "100mbit") == {"none": "a peer was lost"}
-
-
-def test_rows_are_compared_over_the_rounds_in_which_one_call_measured_both() -> None:
-    """The second call found the machine twice as slow, and measured one of the two rows alone."""
+def test_rows_are_compared_in_rounds_measured_by_one_call() -> None:
+    """The second call found the machine twice as slow, and measured only one of the two rows."""
     calls = [
         {**record(row, ms, 0, round_=i), "call": call}
         for row, ms, i, call in [
@@ -56,26 +48,23 @@ def test_rows_are_compared_over_the_rounds_in_which_one_call_measured_both() -> 
         ]
     ]
     before, after = figures_of(*calls)
-    assert compared(after, before) == (pytest.approx(0.9), [pytest.approx(0.9)])
+    assert compare(after, before) == (pytest.approx(0.9), [pytest.approx(0.9)])
     before, after = figures_of(calls[2], calls[3])
-    assert compared(after, before) == (pytest.approx(2.0), []), "no round has both"
+    assert compare(after, before) == (pytest.approx(2.0), []), "no round contains both"
 
 
-def test_medians_are_of_the_rounds_that_both_rows_have() -> None:
-    """The machine is twice as slow in three rounds in which fp4 does not run."""
-    rounds = [record("none", ms, 0, round_=i) for i, ms in enumerate([300, 300, 600, 600, 600])]
-    rounds += [record("overlap_fp4", 400, 0, round_=i) for i in range(2)]
-    none, ours = figures_of(*rounds)
-    assert compared(ours, none)[0] == pytest.approx(4 / 3)
-    assert compared(none, none)[0] == 1
+@pytest.mark.parametrize(("nodes", "num_bytes"), [(2, 4_000_000), (4, 6_000_000)])
+def test_the_formula_of_ddp_depends_on_the_number_of_nodes(nodes: int, num_bytes: int) -> None:
+    (figures,) = figures_of(record("ddp", 1, nodes=nodes))
+    assert figures.ledger_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
     ("ratio", "by_round", "verdict"),
     [
-        (1.0, [], NO_SLOWER),
-        (0.9774, [0.8, 0.95, 1.01], NO_SLOWER),
-        (1.1, [0.99, 0.99, 1.1], "undecided, in half of the rounds or more it is no slower"),
+        (1.0, [], NOT_SLOWER),
+        (0.9774, [0.8, 0.95, 1.01], NOT_SLOWER),
+        (1.1, [0.99, 0.99, 1.1], "undecided, not slower in at least half of the rounds"),
         (1.1, [0.99, 1.01, 1.1], SLOWER),
         (1.0031, [], SLOWER),
     ],
@@ -88,11 +77,11 @@ def test_the_verdict_by_rounds(ratio: float, by_round: list[float], verdict: str
     ("ratio", "without_one", "verdict"),
     [
         (1.25, [1.2, 1.3], SLOWER),
-        (0.9, [0.9, 0.9], NO_SLOWER),
-        (1.0, [0.9, 1.1], "undecided, it turns with a round left out"),
-        # of an even number of rounds a median lies between two of them, of one fewer on one
-        (1.002, [0.991, 0.999], "undecided, it turns with a round left out"),
-        (0.999, [1.001, 1.002], "undecided, it turns with a round left out"),
+        (0.9, [0.9, 0.9], NOT_SLOWER),
+        (1.0, [0.9, 1.1], "undecided, it changes if a round is left out"),
+        # the median of an even number of rounds is between two values, of an odd number on one
+        (1.002, [0.991, 0.999], "undecided, it changes if a round is left out"),
+        (0.999, [1.001, 1.002], "undecided, it changes if a round is left out"),
         (1.002, [], SLOWER),
     ],
 )
@@ -100,7 +89,7 @@ def test_the_verdict_by_steps(ratio: float, without_one: list[float], verdict: s
     assert verdict_of_steps(ratio, without_one) == verdict
 
 
-def test_step_by_step_an_interruption_falls_out_and_a_sync_stays() -> None:
+def test_step_by_step_removes_interruptions_and_keeps_syncs() -> None:
     """Every round syncs in its last step and is interrupted in another; node 0 is slower."""
     rounds = []
     for i in range(3):
@@ -111,24 +100,24 @@ def test_step_by_step_an_interruption_falls_out_and_a_sync_stays() -> None:
     assert figures.step_ms == pytest.approx(137.5)
     assert figures.step_by_step_ms() == pytest.approx(15.0)
     (figures,) = figures_of(*rounds[:2])
-    assert figures.step_by_step_ms() is None, "of two rounds a median is the mean"
+    assert figures.step_by_step_ms() is None, "the median of two rounds is their mean"
 
 
-def test_rows_are_compared_step_by_step_with_each_round_left_out() -> None:
+def test_rows_are_compared_with_each_round_left_out() -> None:
     rounds = [stepped("overlap", i, [10.0, 10.0], [9.0, 9.0]) for i in range(4)]
     for i, ms in enumerate([9.0, 9.0, 11.0, 11.0]):
         rounds.append(stepped("overlap_fp4", i, [ms, ms], [1.0, 1.0]))
     before, after = figures_of(*rounds)
-    of_all, without_one = compared_step_by_step(after, before)
+    of_all, without_one = compare_step_by_step(after, before)
     assert of_all == pytest.approx(1.0)
     assert sorted(without_one) == pytest.approx([0.9, 0.9, 1.1, 1.1])
     before, after = figures_of(
         *rounds[:4], *(record("overlap_fp4", 9, 0, round_=i) for i in range(4))
     )
-    assert compared_step_by_step(after, before) is None, "its steps were not kept"
+    assert compare_step_by_step(after, before) is None, "its steps were not recorded"
 
 
-def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
+def test_own_time_excludes_waiting_for_the_slower_node() -> None:
     """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
     rounds = []
     for i in range(2):
@@ -141,18 +130,7 @@ def test_what_a_row_takes_itself_is_of_the_node_that_came_last() -> None:
     assert figures.own_ms() == pytest.approx(3.0)
 
 
-def test_what_threads_take_beside_the_training_is_of_the_node_with_more_of_it() -> None:
-    rounds = []
-    for i, beside_s in enumerate([0.1, 0.9, 0.2]):
-        made = record("overlap", 300, 0, round_=i)
-        made["nodes"][0]["beside_s"] = beside_s / 2
-        made["nodes"][1]["beside_s"] = beside_s
-        rounds.append(made)
-    (figures,) = figures_of(*rounds)
-    assert figures.beside_ms == pytest.approx(2.0)
-
-
-def test_a_missed_target_is_said_to_be_missed() -> None:
+def test_missed_targets_are_reported() -> None:
     good = [record("none", 300, 0), record("ddp", 2000, 8_010_000)]
     good.append(record("overlap_fp4", 306, 10_100, 10_000))
     bad = [record("none", 300, 0), record("ddp", 600, 4_000_000)]

@@ -1,4 +1,4 @@
-"""The bench of two commits: its arithmetic, and one round at toy size where a laboratory is."""
+"""The comparison of two checkouts: its arithmetic, and a toy run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_rounds_are_compared_pair_by_pair() -> None:
-    """Medians 3 and 3.3; a slow round of both is one pair, which a ratio of extremes would miss."""
+    """Medians are 3 and 3.3; a round that is slow for both has the ratio 1."""
     found = compared([2.0, 3.0, 30.0], [2.2, 3.3, 30.0])
     assert found == Compared(3.0, 3.3, pytest.approx(1.1), 1.0, pytest.approx(1.1))
 
@@ -21,7 +21,7 @@ def test_rounds_are_compared_pair_by_pair() -> None:
 def test_a_folder_without_the_library_is_refused(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main([str(tmp_path), str(ROOT)])
-    assert "is no checkout of this repository" in capsys.readouterr().err
+    assert "is not a checkout of this repository" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=f"no laboratory: {why_unavailable()}")

@@ -1,4 +1,4 @@
-"""The comparison of the demo with DDP, at toy size; its figures are those of the two summaries."""
+"""The comparison of the demo with DDP: the page of a toy run shows both summaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOY = [
 ]
 
 
-def test_the_page_says_what_the_runs_said(tmp_path: Path) -> None:
+def test_the_page_shows_the_figures_of_the_runs(tmp_path: Path) -> None:
     page, work = tmp_path / "demo.md", tmp_path / "runs"
     demo.main(["--page", str(page), "--work", str(work), f"cache_dir={tmp_path}/cache", *TOY])
     text = page.read_text()

@@ -1,4 +1,4 @@
-"""The bench of the two sockets: its table, and a true run at toy size."""
+"""The duplex benchmark: its medians, and a toy run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,3 @@ def test_every_round_of_both_kinds_is_measured(tmp_path: Path) -> None:
     assert [row.split("|")[2].strip() for row in rows] == ["0.001", "0.05"]
     assert all(row.endswith("| 3 |") for row in rows)
     assert all(float(row.split("|")[4]) > 0 for row in rows)
-
-
-def test_without_a_laboratory_it_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("benchmarks.lab.netlab.why_unavailable", lambda: "It needs root.")
-    assert duplex.main(["--page", str(tmp_path / "page")]) == 2
-    assert capsys.readouterr().err == "It needs root.\n"
-    assert not (tmp_path / "page").exists()

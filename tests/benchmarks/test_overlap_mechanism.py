@@ -1,30 +1,24 @@
-"""Overlap: links that only take time, rounds of steps, and what the schedule can hide at most."""
+"""The overlap benchmark: simulated links, rounds of steps, the hidden share, and verdicts."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.overlap import __main__ as overlap
+from benchmarks.overlap import page
 from benchmarks.overlap.link import Link, SleepingChannel, link_for
-from benchmarks.overlap.medians import share_hidden
+from benchmarks.overlap.medians import mechanism_medians, medians, merged, share_hidden, slower
+from benchmarks.overlap.methods import Model, batch_of, ours
 from benchmarks.overlap.page import most_hidden
-from benchmarks.overlap.rounds import Entry, play_rounds
-from benchmarks.overlap.ways import Model, batch_of, ours
 from lightning_commfree.comm.ledger import Ledger
 
 TOY = Model(hidden=64, layers=2, heads=4, vocabulary=96, positions=32)
 BATCH, TOKENS = 4, 32
 HIDDEN_BYTES = BATCH * TOKENS * TOY.hidden * 4
-SUMS = 4 * TOY.layers  # of attention and MLP, forward and backward
-
-
-# -- the link
+ALL_REDUCES = 4 * TOY.layers  # of attention and MLP, forward and backward
 
 
 def test_transfers_follow_each_other_and_use_no_cpu() -> None:
@@ -38,21 +32,12 @@ def test_transfers_follow_each_other_and_use_no_cpu() -> None:
         assert pending.wait() is tensor
         arrivals.append(time.perf_counter() - start)
     assert [arrival >= 0.03 * (i + 1) for i, arrival in enumerate(arrivals)] == [True] * 3
-    assert time.process_time() - cpu < 0.03  # a third of what a loop that spins would use
+    assert time.process_time() - cpu < 0.03  # a third of the CPU time of a busy loop
     assert channel.ledger.bytes_sent == 120
     assert channel.ledger.collectives == 3
 
 
-def test_what_has_arrived_is_not_waited_for() -> None:
-    channel = SleepingChannel(2, Ledger())
-    channel.link = Link(latency_s=0.05)
-    pending = channel.all_gather(torch.arange(3), "x")
-    time.sleep(0.06)
-    assert pending.wait().tolist() == [[0, 1, 2]] * 2
-    assert channel.ledger.seconds_waited < 0.02
-
-
-def test_a_link_makes_the_share_that_is_asked_for() -> None:
+def test_a_link_makes_the_requested_share() -> None:
     link = link_for(0.2, compute_s=1.0, transfers=10, num_bytes=1000, latency_s=0.005)
     assert 10 * link.latency_s + 1000 * link.seconds_per_byte == pytest.approx(0.25)
     assert link.seconds(100) == pytest.approx(0.005 + 0.02)
@@ -60,32 +45,8 @@ def test_a_link_makes_the_share_that_is_asked_for() -> None:
         link_for(0.2, compute_s=1.0, transfers=10, num_bytes=1000, latency_s=0.03)
 
 
-# -- rounds
-
-
-def test_the_order_rotates_and_warm_up_is_left_out() -> None:
-    played, fences = [], []
-
-    def way(name: str) -> Any:
-        return SimpleNamespace(
-            ledger=None, step=lambda _: played.append(name) or float(len(played))
-        )
-
-    entries = {name: Entry(way(name)) for name in "abc"}
-    timings = play_rounds(
-        entries, torch.zeros(1), rounds=3, warm_up=1, fence=lambda: fences.append(0)
-    )
-    assert "".join(played) == "abcbcacababc"
-    assert len(fences) == 2 * len(played)
-    assert [len(timings[name].seconds) for name in "abc"] == [3, 3, 3]
-    assert [timings[name].first_loss for name in "abc"] == [1.0, 2.0, 3.0]
-
-
-# -- the mechanism at toy size
-
-
 class Clock:
-    """A clock that only moves when it is told to."""
+    """A clock that only advances when told to."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -94,54 +55,82 @@ class Clock:
         self.seconds += seconds
 
 
-def played_seconds(name: str, body_s: float, sum_s: float) -> float:
-    """Seconds of a step in which all bodies of a sublayer take `body_s`, a whole sum `sum_s`."""
+def step_seconds(name: str, body_s: float, sum_s: float) -> float:
+    """Simulated seconds of a step, with `body_s` per sublayer and `sum_s` per all-reduce."""
     clock = Clock()
     channel = SleepingChannel(2, Ledger(), lambda: clock.seconds, clock.advance)
     channel.link = Link(seconds_per_byte=sum_s / HIDDEN_BYTES)
-    way = ours(name, TOY.build(), channel)
+    method = ours(name, TOY.build(), channel)
     parts = 1 if name == "sync" else 2
 
     def compute(event: str, sublayer: str, part: int) -> None:
         if event.startswith("body"):
             clock.advance(body_s / parts)
 
-    assert way.parallel is not None
-    way.parallel.trace = compute
-    way.step(batch_of((BATCH, TOKENS), TOY.vocabulary))
+    assert method.parallel is not None
+    method.parallel.trace = compute
+    method.step(batch_of((BATCH, TOKENS), TOY.vocabulary))
     return clock.seconds
 
 
-def test_by_the_clock_all_is_hidden_that_can_be() -> None:
-    """No noise: time passes in bodies and on the link only.
+def test_without_noise_the_schedule_hides_all_that_it_can() -> None:
+    """Time passes in sublayers and on the link only.
 
-    A sum as long as a sublayer fits just behind the other part's; half as long again does not.
+    An all-reduce as long as a sublayer fits exactly behind the other half; a longer one does not.
     """
-    computing_s = played_seconds("sync", body_s=1.0, sum_s=0.0)
-    assert computing_s == SUMS
+    computing_s = step_seconds("sync", body_s=1.0, sum_s=0.0)
+    assert computing_s == ALL_REDUCES
     loss_s = 3 * 4 * BATCH * TOKENS / HIDDEN_BYTES
     for sum_s in (0.25, 1.0):
-        sync_s = played_seconds("sync", 1.0, sum_s)
-        assert sync_s == pytest.approx(SUMS + sum_s * (SUMS + 2 + loss_s))
-        batch_s = played_seconds("batch", 1.0, sum_s)
+        sync_s = step_seconds("sync", 1.0, sum_s)
+        assert sync_s == pytest.approx(ALL_REDUCES + sum_s * (ALL_REDUCES + 2 + loss_s))
+        batch_s = step_seconds("batch", 1.0, sum_s)
         hidden = share_hidden(computing_s, sync_s, batch_s)
-        without_loss = (SUMS + 2) / (SUMS + 2 + loss_s)
+        without_loss = (ALL_REDUCES + 2) / (ALL_REDUCES + 2 + loss_s)
         assert hidden == pytest.approx(without_loss * most_hidden(TOY.layers))
-    hidden = share_hidden(SUMS, played_seconds("sync", 1.0, 1.5), played_seconds("batch", 1.0, 1.5))
+    hidden = share_hidden(
+        ALL_REDUCES, step_seconds("sync", 1.0, 1.5), step_seconds("batch", 1.0, 1.5)
+    )
     assert hidden < 0.75 * most_hidden(TOY.layers)
 
 
-def test_the_mechanism_makes_links_for_the_shares(tmp_path: Path) -> None:
-    found = overlap.mechanism(TOY, [BATCH, TOKENS], 3, 1e-6, tmp_path)
-    for share in overlap.SHARES:
-        link = found["links"][str(share)]
-        for way, parts in (("sync", 1), ("batch", 2)):
-            row = found["rows"][f"{way}@{share}"]
-            assert row["collectives"] == (SUMS + 1) * parts + 2  # the embedding's; head, loss
-            transfers_s = row["collectives"] * link["latency_s"]
-            transfers_s += row["payload_bytes"] * link["seconds_per_byte"]
-            expected_s = found["compute_s"] * share / (1 - share)
-            assert transfers_s == pytest.approx(expected_s, abs=1e-6 * (SUMS + 1) + 1e-9)
-            # one link: a step cannot be over before all its transfers are
-            assert min(row["seconds"]) >= transfers_s
-    assert {file.name for file in (tmp_path / "mechanism").iterdir()} == {"sync.json", "batch.json"}
+def test_a_step_takes_as_long_as_on_the_slower_node() -> None:
+    assert slower([{"s": [1, 5]}, {"s": [2, 3]}], "s") == [2, 5]
+    assert share_hidden(none_s=1.0, sync_s=2.0, domino_s=1.25) == 0.75
+
+
+def test_nodes_are_merged_step_by_step() -> None:
+    rows = [
+        {"rows": {"sync": {"seconds": [1.0, 5.0], "waited": [0.1, 0.3], "collectives": 7}}},
+        {"rows": {"sync": {"seconds": [2.0, 3.0], "waited": [0.3, 0.5], "collectives": 7}}},
+    ]
+    (row,) = merged(rows).values()
+    assert (row["seconds"], row["collectives"]) == ([2.0, 5.0], 7)
+    assert row["waited"] == pytest.approx([0.2, 0.4])
+    for node in rows:
+        node["rows"]["sync"]["waited"] = []  # PyTorch has no ledger
+    assert merged(rows)["sync"]["waited"] == []
+
+
+def rows_of(**seconds: float) -> dict[str, dict[str, Any]]:
+    return {name: {"seconds": [s, 9.0, s, 0.0, s]} for name, s in seconds.items()}
+
+
+@pytest.mark.parametrize(
+    ("domino_s", "hidden", "speed"), [(1.2, 0.8, 2 / 1.2), (2.5, -0.5, 2 / 2.5)]
+)
+def test_share_hidden_and_speed_are_of_medians(
+    domino_s: float, hidden: float, speed: float
+) -> None:
+    found = medians(rows_of(none=1.0, sync=2.0, batch=domino_s))
+    assert found is not None
+    assert (found.share, found.hidden, found.speed) == pytest.approx((0.5, hidden, speed))
+    rows = rows_of(**{"none": 1.0, "sync@0.3": 2.0, "batch@0.3": domino_s})
+    assert mechanism_medians(rows, "0.3") == found
+    assert medians(rows_of(none=1.0, batch=1.2)) is None, "there is no synchronous row"
+
+
+def test_the_target_of_the_nearest_share_applies() -> None:
+    assert page.target_of(0.26) == page.Target(0.5, 1.1)
+    assert page.target_of(0.31) == page.Target(0.6, 1.25)
+    assert page.target_of(0.7) == page.Target(0.6, 1.35)

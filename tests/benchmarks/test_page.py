@@ -1,4 +1,4 @@
-"""What a result page says about where it comes from, and what it refuses."""
+"""Provenance of result pages."""
 
 from __future__ import annotations
 
@@ -8,45 +8,29 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common import page
-from benchmarks.common.page import one_block, provenance, result_page
+from benchmarks.common.page import one_block, provenance
 from recipes.training import provenance as source
 
 BLOCK = ["- command: `python -m benchmarks.wire`", "- commit: `abc`", "- hardware: one core"]
 
 
-def test_calls_come_together_in_one_block() -> None:
-    longer = ["- command: `python -m benchmarks.wire --rounds 9`", *BLOCK[1:]]
-    later = [BLOCK[0], "- commit: `def`", BLOCK[2]]
-    assert one_block([BLOCK, BLOCK, longer, later]) == [
-        "- command: `python -m benchmarks.wire`; `python -m benchmarks.wire --rounds 9`",
-        "- commit: `abc`; `def`",
-        "- hardware: one core",
-    ]
-
-
-def test_a_commit_with_changes_is_none_and_is_told() -> None:
+def test_commits_with_uncommitted_changes_are_labelled() -> None:
     dirty = [BLOCK[0], "- commit: `def-dirty`", BLOCK[2]]
     lines = one_block([BLOCK, dirty])
     assert lines[1:3] == ["- commit: `abc`", f"- {page.UNCOMMITTED}: `def`"]
     assert not any(label in line for line in one_block([dirty]) for label in ("dirty", "- commit"))
 
 
-def test_a_command_of_another_time_is_written_as_it_is_typed_today() -> None:
+def test_moved_commands_are_shown_as_they_are_today() -> None:
     (line,) = one_block([["- command: `python -m recipes.bench.quality --seeds=3`"]])
     assert line == (
-        "- command: `python -m benchmarks.quality --seeds=3`; called `recipes.bench.quality` then"
+        "- command: `python -m benchmarks.quality --seeds=3` (then named `recipes.bench.quality`)"
     )
-
-
-def test_the_finding_comes_first() -> None:
-    lines = result_page("What?", ["**Found:** that."], [BLOCK], ["## Tables"])
-    places = [lines.index(line) for line in ("# What?", "**Found:** that.", BLOCK[1], "## Tables")]
-    assert places == sorted(places)
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, in place of this one."""
+    """Replace this repository by one with a single commit."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b", *words]
@@ -63,16 +47,16 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_page_of_the_repository_needs_a_commit(tree: Path) -> None:
+def test_a_committed_page_needs_a_clean_tree(tree: Path) -> None:
     folder = tree / "benchmarks" / "wire"
     assert "dirty" not in "".join(provenance("wire", [], folder / "result.md"))
     (folder / "code.py").write_text("new")
-    with pytest.raises(SystemExit, match=r"(?s)result.md shall name the commit.*Commit them, or"):
+    with pytest.raises(SystemExit, match=r"(?s)result.md must name the commit.*Commit them, or"):
         provenance("wire", [], folder / "result.md")
-    assert "-dirty`" in provenance("wire", [], tree / "elsewhere.md")[1], "a try-out"
+    assert "-dirty`" in provenance("wire", [], tree / "elsewhere.md")[1], "a trial page"
 
 
-def test_what_a_benchmark_writes_run_by_run_is_no_change(tree: Path) -> None:
+def test_the_benchmark_s_own_output_is_no_change(tree: Path) -> None:
     folder = tree / "benchmarks" / "wire"
     for name in ("result.md", "result.json"):
         (folder / name).write_text("new")

@@ -1,4 +1,4 @@
-"""Runs that take turns: one at a time, in order, each until it ends."""
+"""Runs and operations that take turns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.common.relay import Relay, Run
+from benchmarks.common.timing import take_turns
 
 
 def runner(log: list[str], name: str, legs: int) -> Run[int]:
-    """A run that writes when a leg of it begins and ends, and returns how many it had."""
+    """A run that logs the start and end of each leg, and returns the number of legs."""
 
     def run(pass_on: Callable[[], None]) -> int:
         for leg in range(legs):
@@ -24,7 +25,7 @@ def runner(log: list[str], name: str, legs: int) -> Run[int]:
     return run
 
 
-def test_legs_follow_in_order_and_a_run_that_has_ended_has_none() -> None:
+def test_legs_alternate_until_a_run_ends() -> None:
     log: list[str] = []
     relay = Relay({name: runner(log, name, legs) for name, legs in [("a", 2), ("b", 1), ("c", 4)]})
     assert list(relay.results()) == [("b", 1), ("a", 2), ("c", 4)]
@@ -32,7 +33,7 @@ def test_legs_follow_in_order_and_a_run_that_has_ended_has_none() -> None:
     assert log[::2] == ["a0", "b0", "c0", "a1", "c1", "c2", "c3"]
 
 
-def test_the_others_stand_still_while_a_result_is_used() -> None:
+def test_the_others_are_paused_while_a_result_is_used() -> None:
     began = threading.Event()
 
     def run(pass_on: Callable[[], None]) -> int:
@@ -45,16 +46,24 @@ def test_the_others_stand_still_while_a_result_is_used() -> None:
     assert next(results) == ("b", 2)
 
 
-def test_what_a_run_raises_comes_out_and_the_others_stand_still_for_good() -> None:
+def test_an_exception_is_raised_and_the_others_stay_paused() -> None:
     log: list[str] = []
 
     def broken(pass_on: Callable[[], None]) -> int:
         pass_on()
-        raise SystemExit("node 1 is gone")
+        raise SystemExit("node 1 is lost")
 
     relay = Relay({"a": broken, "b": runner(log, "b", 3)})
-    with pytest.raises(SystemExit, match="node 1 is gone"):
+    with pytest.raises(SystemExit, match="node 1 is lost"):
         list(relay.results())
     assert log == ["b0", "b0"]
     (waiting,) = [thread for thread in threading.enumerate() if thread.name == "b"]
-    assert waiting.daemon, "it must not keep the process"
+    assert waiting.daemon, "it must not keep the process alive"
+
+
+def test_operations_are_compared_by_medians_without_the_first_round() -> None:
+    """Each operation returns its own simulated duration, round by round."""
+    simulated = {"first": iter([90.0, 2.0, 1.0, 4.0]), "slow": iter([0.0, 6.0, 5.0, 70.0])}
+    operations = {name: seconds.__next__ for name, seconds in simulated.items()}
+    timings = take_turns(operations, rounds=3, seconds_of=lambda operation: operation())
+    assert timings == {"first": (2.0, 1.0), "slow": (6.0, 3.0)}

@@ -1,4 +1,4 @@
-"""`commfree-plan`: the figures it prints are the planner's, and bad input ends in a sentence."""
+"""`commfree-plan` prints the planner's figures, and a message for invalid arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def printed(capsys: pytest.CaptureFixture[str], *more: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_table_and_the_advice_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_advice_are_the_planners(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--outside", "39000004", "--overlap-steps", "2")
 
     sizes = [84_999_996 // 12] * 12
@@ -45,12 +45,12 @@ def test_the_table_and_the_advice_are_the_planners(capsys: pytest.CaptureFixture
     found = f"sync_every={advice.sync_every} num_fragments={advice.num_fragments}"
     assert f"Advice for streaming_diloco: {found}" in flat
     choice = choose(training, 0.1, 0.95, advice)
-    assert f"Take strategy=streaming_diloco ({choice.setting}): " in flat
+    assert f"Use strategy=streaming_diloco ({choice.setting}): " in flat
     assert all(f"- {reason}" in flat for reason in advice.reasons + choice.reasons)
 
 
-def test_the_page_of_the_command_is_as_it_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    golden = Path(__file__).parent / "golden" / "command.txt"  # look at a change and copy it
+def test_the_output_equals_the_golden_file(capsys: pytest.CaptureFixture[str]) -> None:
+    golden = Path(__file__).parent / "golden" / "command.txt"
     more = ("--outside", "39e6", "--latency", "0.02", "--tokens-per-step", "8192")
     text = printed(capsys, *more)
     assert max(map(len, text.splitlines())) <= 80
@@ -58,19 +58,19 @@ def test_the_page_of_the_command_is_as_it_is_kept(capsys: pytest.CaptureFixture[
 
 
 def test_a_replica_of_several_ranks_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """124e6 numbers of 4 bytes, of which 4 ranks pass 3/4 on: twice by DDP, three times by FSDP."""
+    """124e6 values of 4 bytes; 4 ranks send 3/4 of them, twice with DDP, 3 times with FSDP."""
     lines = printed(capsys, "--replica-size", "4").splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert (
-        "Within a replica of 4 ranks each rank sends to the others in a step 744 MB with"
-        " inside=ddp, 1,116 MB with inside=fsdp." in text
+        "Within a replica of 4 ranks, each rank sends per step 744 MB with inside=ddp, 1,116 MB"
+        " with inside=fsdp." in text
     )
     assert "Within a replica" not in printed(capsys)
 
 
-def test_the_first_word_does_not_wait_for_torch() -> None:
-    """The planner was a part of the package, which imports Lightning: four seconds of CPU."""
+def test_the_command_does_not_import_torch() -> None:
+    """Importing Lightning takes four seconds of CPU time."""
     code = "import sys, commfree_planner.command; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code],
@@ -79,12 +79,12 @@ def test_the_first_word_does_not_wait_for_torch() -> None:
         text=True,
         check=True,
     ).stdout.split()
-    assert "commfree_planner.dag" in loaded
+    assert "commfree_planner.simulation" in loaded
     assert not {"torch", "lightning", "lightning_commfree", "numpy"} & set(loaded)
 
 
-def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -> None:
-    """124e6 parameters in 12 blocks: no parameter is lost by rounding."""
+def test_no_parameter_is_lost_by_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+    """124e6 parameters do not divide evenly into 12 blocks."""
     text = printed(capsys)
     training = Training(Model((124_000_000,), 0), 0.35)
     everything = training.data_parallel().bytes_per_step / 1e6
@@ -97,18 +97,18 @@ def test_blocks_share_what_does_not_divide(capsys: pytest.CaptureFixture[str]) -
         (["--bandwidth", "-1"], "`bandwidth=-1.0` Gbit/s must be positive"),
         (["--step-time", "0"], "`step_time=0.0` must be a positive number of seconds"),
         (["--blocks", "0"], "at least one in each of 0 blocks"),
-        (["--outside", "125e6"], "cannot be 125,000,000 outside of blocks"),
-        (["--parameters", "124M"], "'124M' is no number: write 124e6"),
-        (["--parameters", "inf"], "'inf' is no whole number"),
-        (["--parameters", "1.5"], "'1.5' is no whole number"),
+        (["--outside", "125e6"], "too few for 125,000,000 outside of blocks"),
+        (["--parameters", "124M"], "'124M' is not a number: write 124e6"),
+        (["--parameters", "inf"], "'inf' is not a whole number"),
+        (["--parameters", "1.5"], "'1.5' is not a whole number"),
         (["--wire-dtype", "fp5"], "invalid choice: 'fp5'"),
-        (["--latency", "-1"], "`latency=-1.0` must be a number of seconds from 0 on"),
+        (["--latency", "-1"], "`latency=-1.0` must be a number of seconds of at least 0"),
         (["--tokens-per-step", "0"], "`tokens_per_step=0` must be at least 1"),
         (["--replica-size", "0"], "`replica_size=0` must be at least 1: it counts the ranks"),
-        (["--target", "2"], "`advice_target=2.0` must lie strictly between 0 and 1"),
+        (["--target", "2"], "`advice_target=2.0` must be strictly between 0 and 1"),
     ],
 )
-def test_what_cannot_be_planned(
+def test_invalid_arguments_end_with_a_message(
     more: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -120,7 +120,7 @@ def test_what_cannot_be_planned(
 
 
 def test_pip_installs_the_command() -> None:
-    """By its declaration: what is installed here may be of another commit."""
+    """Checks the declaration, as the installed package may be of another commit."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     declared = re.search(r'^commfree-plan = "(.*)"$', text, re.MULTILINE)
     assert declared is not None

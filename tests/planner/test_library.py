@@ -1,4 +1,4 @@
-"""The planner foretells what the library does: payloads, ways to exchange, fragments, schedule."""
+"""The planner's formulas equal the library: payloads, exchanges, fragments, schedule."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from lightning_commfree.diloco.exchange import cheaper_fragment_exchange
 
 
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
-def test_payloads_are_those_of_the_wire_formats(wire) -> None:
+def test_payloads_equal_the_wire_formats(wire) -> None:
     for numel in (1, 2, 255, 256, 257, 1_000_001):
         assert payload_bytes(numel, wire) == WIRE_FORMATS[wire].num_bytes(numel)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
-def test_what_is_sent_is_what_the_ledger_counts(num_replicas) -> None:
+def test_exchanges_send_the_predicted_bytes(num_replicas) -> None:
     reduced = all_reduce_bytes(1_000_000, num_replicas)
     assert math.floor(reduced) == ring_all_reduce_bytes(1_000_000, num_replicas)
     channel = SimpleNamespace(size=num_replicas)
     for wire, wire_format in WIRE_FORMATS.items():
         real = cheaper_fragment_exchange(channel, None, wire_format, 4_000_000).num_bytes
-        foretold = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
-        # headers and padding; the other way of exchanging would send half as much more at least
-        assert foretold <= real <= 1.005 * foretold
+        predicted = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
+        # headers and padding; the other method would send at least half as much more
+        assert predicted <= real <= 1.005 * predicted
 
 
 class Blocks(nn.Module):
@@ -52,7 +52,7 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("with_rest", [True, False])
 @pytest.mark.parametrize("count", [2, 5, 9])
-def test_fragments_are_those_of_the_library(count, with_rest) -> None:
+def test_fragments_equal_the_librarys(count, with_rest) -> None:
     module = Blocks(count, with_rest)
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     blocks = tuple(sum(p.numel() for p in block.parameters()) for block in module.blocks)
@@ -67,7 +67,7 @@ def test_fragments_are_those_of_the_library(count, with_rest) -> None:
         ]
 
 
-def test_fragments_leave_when_the_schedule_says() -> None:
+def test_fragments_leave_in_the_steps_of_the_schedule() -> None:
     for sync_every, count in ((100, 9), (7, 3), (3, 5)):
         exchange = Exchange(sync_every, 0, ((),) * count)
         schedule = Schedule(sync_every, count, 0)
@@ -76,7 +76,7 @@ def test_fragments_leave_when_the_schedule_says() -> None:
         ]
 
 
-def test_the_planner_needs_the_standard_library_only() -> None:
+def test_the_planner_imports_only_the_standard_library() -> None:
     imported = set()
     for file in Path(planner.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,4 @@
-"""What the methods besides DiLoCo send, latency, and which strategy is taken."""
+"""Latency, the messages of methods other than DiLoCo, and the recommended strategy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def named(training, name):
 # Latency
 
 
-def test_latency_delays_what_is_waited_for_by_hand() -> None:
-    """Layer 0's message is on the link from 6 to 7 and arrives at 7.5, when its forward begins."""
+def test_latency_delays_an_awaited_message_by_hand() -> None:
+    """Layer 0's message is on the link from 6 to 7 and arrives at 7.5, when its forward starts."""
     messages = (Message(1, 1, 1 * GB, rounds=2), Message(0, 0, 1 * GB, rounds=2))
     exchange = Exchange(1, 0, (messages,))
     assert utilization(TWO_LAYERS, exchange, GB_PER_S) == pytest.approx(6 / 7)
@@ -55,42 +55,42 @@ def test_an_infinite_bandwidth_leaves_the_latency() -> None:
 
 
 @pytest.mark.parametrize("latency_s", [-1.0, math.inf, math.nan])
-def test_a_latency_that_cannot_be(latency_s) -> None:
-    with pytest.raises(ValueError, match=r"`latency=.*` must be a number of seconds from 0 on"):
+def test_invalid_latencies_are_refused(latency_s) -> None:
+    with pytest.raises(ValueError, match=r"`latency=.*` must be a number of seconds of at least 0"):
         replace(TRAINING, latency_s=latency_s)
 
 
-def test_gathering_passes_the_link_once_and_shares_twice() -> None:
+def test_an_exchange_by_shards_has_twice_the_rounds() -> None:
     assert [exchange_rounds(m) for m in (1, 2, 3, 4)] == [0, 1, 4, 6]
 
 
-# What is sent
+# Messages
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 4, 8])
-def test_votes_are_those_of_the_library(num_replicas) -> None:
+def test_votes_equal_the_librarys(num_replicas) -> None:
     numel = 8 * 8 * 3 * 35_000 * 8  # whole words for every number of workers
     channel = SimpleNamespace(size=num_replicas, rank=0)
     valid = torch.full((numel // 8,), 255, dtype=torch.uint8)
     way = cheaper_ballot_exchange(channel, numel // 8, 1, valid, Majority())
-    real, foretold = way.bytes_by_tag.total(), vote_bytes(numel, num_replicas)
-    assert foretold <= real <= 1.001 * foretold, "headers besides"
+    real, predicted = way.bytes_by_tag.total(), vote_bytes(numel, num_replicas)
+    assert predicted <= real <= 1.001 * predicted, "plus headers"
 
 
-def test_power_sgd_is_what_was_measured() -> None:
+def test_power_sgd_is_close_to_the_measurement() -> None:
     """benchmarks/bandwidth/result.md: 561,153 bytes a step, of GPT-2 with 6 blocks of width 256."""
     model = Model((789_760,) * 6, 1_081_856)
     sent = named(replace(TRAINING, model=model), "DDP, PowerSGD").bytes_per_step
-    assert 0.8 * 561_153 < sent < 561_153, "vectors, which are left out, are a sixth"
+    assert 0.8 * 561_153 < sent < 561_153, "vectors, which are ignored, are a sixth"
 
 
 def test_power_sgd_counts_rows_and_columns() -> None:
     assert power_sgd_floats(12 * 64**2, 64, 4, in_block=True) == 4 * 16 * 64
     assert power_sgd_floats(1000 * 64, 64, 4, in_block=False) == 4 * (1000 + 64)
-    assert power_sgd_floats(10, 64, 4, in_block=False) == 10, "no more than there is"
+    assert power_sgd_floats(10, 64, 4, in_block=False) == 10, "at most all parameters"
 
 
-def test_bf16_sends_half_and_stands_once() -> None:
+def test_bf16_sends_half_and_is_listed_once() -> None:
     full = named(TRAINING, "data parallel").bytes_per_step
     assert named(TRAINING, "DDP, bf16 hook").bytes_per_step == full / 2
     names = [method.name for method in methods(replace(TRAINING, gradient_dtype="bf16"))]
@@ -98,7 +98,7 @@ def test_bf16_sends_half_and_stands_once() -> None:
 
 
 def test_domino_by_hand() -> None:
-    """Two blocks of 3 s: a half of a part computes 1/4 s in forward and 1/2 s in backward."""
+    """Two blocks of 3 s: a half computes 1/4 s per all-reduce in forward and 1/2 s in backward."""
 
     def reached(seconds_per_half: float) -> float:
         sums = LayerSums(2, 2 * seconds_per_half * GB, rounds=2)
@@ -112,10 +112,10 @@ def test_domino_by_hand() -> None:
     assert utilization([0.0, *TWO_LAYERS], sums, GB_PER_S, 0.25) == pytest.approx(6 / (16 * 0.75))
 
 
-def test_domino_sends_activations_of_all_replicas_tokens() -> None:
+def test_domino_sends_the_activations_of_all_replicas() -> None:
     training = replace(TRAINING, model=replace(TRAINING.model, width=512), tokens_per_step=100)
     sums = named(training, "Domino")
-    assert sums.bytes_per_sum == 2 * 100 * 512 * 4, "a ring of two sends each number once"
+    assert sums.bytes_per_sum == 2 * 100 * 512 * 4, "a ring of two sends each value once"
     assert "Domino" not in [method.name for method in methods(TRAINING)]
 
 
@@ -127,7 +127,7 @@ def test_the_width_of_a_gpt2_follows_from_its_blocks() -> None:
 # Within a replica
 
 
-def test_what_a_replicas_ranks_send_is_what_the_ledgers_formulas_say() -> None:
+def test_traffic_within_a_replica_equals_the_ledgers_formulas() -> None:
     training = replace(TRAINING, model=replace(TRAINING.model, width=512), tokens_per_step=100)
     size = 4 * training.model.params
     sent = inside_bytes(training, 4)
@@ -139,11 +139,11 @@ def test_what_a_replicas_ranks_send_is_what_the_ledgers_formulas_say() -> None:
     assert halved == {layout: num_bytes / 2 for layout, num_bytes in sent.items()}
 
 
-def test_one_rank_sends_nothing_and_without_tokens_nothing_is_known_of_domino() -> None:
+def test_one_rank_sends_nothing_and_domino_needs_tokens() -> None:
     assert inside_bytes(TRAINING, 1) == {"ddp": 0, "fsdp": 0}
 
 
-# Which strategy
+# Strategies
 
 
 def chosen(gbit_per_s: float, **changes):
@@ -151,14 +151,14 @@ def chosen(gbit_per_s: float, **changes):
     return choose(training, gbit_per_s, 0.95, advise(training, gbit_per_s, 0.95))
 
 
-def test_a_fast_link_takes_data_parallelism() -> None:
+def test_data_parallelism_is_recommended_for_a_fast_link() -> None:
     choice = chosen(1000.0)
     assert (choice.strategy, choice.setting) == ("ddp", "")
-    assert "nothing else has anything to gain" in choice.reasons[0]
+    assert "other strategies gain nothing" in choice.reasons[0]
     assert chosen(0.001, num_replicas=1).strategy == "ddp"
 
 
-def test_where_half_the_bytes_do_it_is_bf16() -> None:
+def test_bf16_is_recommended_if_half_of_the_bytes_suffice() -> None:
     needed = [
         TRAINING.needed_gbit_per_s(TRAINING.data_parallel(dtype), 0.95)
         for dtype in ("fp32", "bf16")
@@ -168,7 +168,7 @@ def test_where_half_the_bytes_do_it_is_bf16() -> None:
     assert choice.utilization >= 0.95
 
 
-def test_a_slow_link_takes_diloco_as_it_is_advised() -> None:
+def test_diloco_with_the_advised_setting_is_recommended_for_a_slow_link() -> None:
     advice = advise(TRAINING, 0.01, 0.95)
     choice = chosen(0.01, tokens_per_step=1024)
     assert choice.strategy == "streaming_diloco"
@@ -176,5 +176,5 @@ def test_a_slow_link_takes_diloco_as_it_is_advised() -> None:
     count, tau = advice.num_fragments, advice.overlap_steps
     assert f"num_fragments={count}, overlap_steps={tau}" in choice.setting
     text = " ".join(choice.reasons)
-    assert "distributed_lion, if the weights must be equal after every step" in text
-    assert "domino_tp between these ranks, if the model does not fit on one device" in text
+    assert "Use distributed_lion if weights must be equal after every step" in text
+    assert "Use domino_tp between these ranks if the model does not fit on one device" in text

@@ -1,4 +1,4 @@
-"""The planner in the documentation: its grid is the planner's, its script reads it rightly."""
+"""The planner page of the documentation: its data and its script equal the planner."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_it_fetches_nothing(written) -> None:
     assert found == []
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node to run its script")
-def test_the_script_finds_what_the_planner_says(written) -> None:
-    """At places between the grid's, where it has to interpolate."""
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_script_equals_the_planner(written) -> None:
+    """Between points of the grid, where the script interpolates."""
     rng = random.Random(1)
     cases = [
         (10 ** rng.uniform(7, 11), 10 ** rng.uniform(-2, 2), 10 ** rng.uniform(-3, 3), replicas)
@@ -46,6 +46,6 @@ def test_the_script_finds_what_the_planner_says(written) -> None:
         for (name, _, exchange), row in zip(shown, rows, strict=True):
             expected = [run.utilization(exchange, gbit), exchange.bytes_per_step]
             assert row[0] == name
-            # a curve has a corner between two points; one point off would be 3 % in the steep part
+            # a curve may have a corner between points; being off by one point would be 3 %
             assert row[1] == pytest.approx(expected[0], abs=5e-3)
             assert row[2] == pytest.approx(expected[1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""The planner: steps played by hand and as an explicit graph, identities, bandwidths."""
+"""The simulation: steps by hand and as an explicit graph, identities, required bandwidths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.planner.trainings import MODEL, TRAINING
 
 GB = 1e9
 GB_PER_S = 8.0  # Gbit/s: a message of n GB is n seconds on the link
-# Two layers, played by hand: forward of layer 0 in second 0-1, of layer 1 in 1-2; gradients of
+# Two layers by hand: forward of layer 0 in second 0-1, of layer 1 in 1-2; gradients of
 # layer 1 in 2-4, of layer 0 in 4-6.
 TWO_LAYERS = [3.0, 3.0]
 BANDWIDTHS = log_grid(1e-4, 1e4, 33)
@@ -34,10 +34,10 @@ BANDWIDTHS = log_grid(1e-4, 1e4, 33)
 @pytest.mark.parametrize(
     ("sizes", "seconds"),
     [
-        ((1, 1), 7),  # layer 1's on the link 4-5, layer 0's 6-7, for which its forward waits
+        ((1, 1), 7),  # layer 1's is on the link 4-5, layer 0's 6-7, for which its forward waits
         ((1, 2), 7),  # 4-6, 6-7
-        ((1, 4), 9),  # 4-8, so layer 0's has to wait: 8-9
-        ((0, 3), 6),  # 4-7, and layer 1's forward begins at 7 anyway
+        ((1, 4), 9),  # 4-8, so layer 0's waits: 8-9
+        ((0, 3), 6),  # 4-7, and layer 1's forward starts at 7 anyway
         ((0, 4), 7),  # 4-8: the forward of layer 0 runs 6-7, that of layer 1 waits
         ((0, 0), 6),
     ],
@@ -51,7 +51,7 @@ def test_data_parallel_by_hand(sizes, seconds) -> None:
 @pytest.mark.parametrize(
     ("overlap_steps", "seconds"),
     [
-        (0, 20),  # fragment 0 on the link 6-14 while all wait, fragment 1 in 18-19
+        (0, 20),  # fragment 0 on the link 6-14 while the machine waits, fragment 1 in 18-19
         (1, 14),  # 6-14, awaited at 12; fragment 1 in 14-15, awaited after 20
     ],
 )
@@ -62,7 +62,7 @@ def test_two_fragments_by_hand(overlap_steps, seconds) -> None:
 
 
 def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: float) -> float:
-    """Longest path through the graph of many cycles; the twin of `utilization`."""
+    """Longest path through the graph of many cycles, an independent version of `utilization`."""
     layers, count, period = len(layer_s), exchange.sync_every, 12
 
     def sent_in(step: int) -> list[Message]:
@@ -72,7 +72,7 @@ def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: floa
 
     @cache
     def sends(step: int) -> tuple[tuple[int, float], ...]:
-        """What is needed by which layer, and when it arrives; the link's end stands last."""
+        """Layers and arrival times of the messages; the last entry is the end of the last one."""
         free = sends(step - 1)[-1][1] if step else 0.0
         arrivals = []
         for message in sent_in(step):
@@ -114,13 +114,13 @@ def exchanges(draw: st.DrawFn) -> Exchange:
 
 @settings(max_examples=150, deadline=None)
 @given(exchanges(), st.sampled_from([1.0, 3.0, 8.0, 20.0, 100.0]))
-def test_it_is_the_longest_path_through_the_graph(exchange, gbit_per_s) -> None:
+def test_utilization_follows_from_the_longest_path(exchange, gbit_per_s) -> None:
     found = utilization([1.0, 2.0], exchange, gbit_per_s)
     expected = by_explicit_graph([1.0, 2.0], exchange, gbit_per_s)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-# Boundary identities
+# Identities
 
 
 @pytest.mark.parametrize("method", methods(TRAINING), ids=lambda method: method.name)
@@ -171,8 +171,8 @@ def test_one_replica_sends_nothing() -> None:
         assert training.needed_gbit_per_s(exchange, 0.99) == 0.0
 
 
-def test_a_link_that_is_hardly_too_slow_is_too_slow() -> None:
-    """Nobody waits in the first cycles; the backlog grows by a thousandth of a cycle in each."""
+def test_a_slightly_slow_link_limits_the_cycle() -> None:
+    """There is no waiting in the first cycles; the backlog grows by 0.1 % of a cycle in each."""
     fragments = ((Message(0, 0, 60.06 * GB),), (Message(0, 0, 60.06 * GB),))
     exchange = Exchange(20, 19, fragments)  # a cycle computes for 120 s
     assert utilization(TWO_LAYERS, exchange, GB_PER_S) == pytest.approx(120 / 120.12)
@@ -184,10 +184,10 @@ def test_a_longer_overlap_hides_more() -> None:
     assert found[0] < found[1] < 1.0 == found[3]
 
 
-# What a target needs
+# Required bandwidth
 
 
-def test_the_bandwidth_that_a_target_needs_is_the_least_that_reaches_it() -> None:
+def test_the_required_bandwidth_is_the_least_that_reaches_the_target() -> None:
     for _, _, exchange in methods(TRAINING):
         needed = TRAINING.needed_gbit_per_s(exchange, 0.9)
         assert (

@@ -1,4 +1,4 @@
-"""A model and a training that the tests of the planner share."""
+"""A model and a training shared by the tests of the planner."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         ("wire_dtype=fp5", ValueError, "`wire_dtype='fp5'` is unknown"),
         ("replica_size=0", ValueError, "`replica_size=0` must be a whole number from 1 on"),
         ("targets=[95]", ValueError, "a target utilization of 95 is not strictly between 0 and 1"),
-        ("advice_target=1", ValueError, "`advice_target=1` must lie strictly between 0 and 1"),
+        ("advice_target=1", ValueError, "`advice_target=1` must be strictly between 0 and 1"),
     ],
 )
 def test_a_plan_that_cannot_be(override, error, message, tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_without_a_laboratory_it_says_why(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(LaboratoryUnavailable, match="It needs root."):
         check_laboratory(asked)
     check_laboratory(plan(tmp_path))  # asks for none
-    with pytest.raises(ValueError, match="`rate='fast'` is no rate above 0"):
+    with pytest.raises(ValueError, match="`rate='fast'` is not a positive rate"):
         check_laboratory(replace(asked, bandwidth="fast"))
 
 

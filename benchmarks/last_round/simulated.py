@@ -1,8 +1,8 @@
-"""The M replicas of Streaming DiLoCo played in one process, and the ways in which a fit can end.
+"""Simulation of M replicas of Streaming DiLoCo in one process, with all ways to end a fit.
 
-What the replicas send one another is a function of their weights alone, so nothing has to travel to
-learn what a last round does to a loss. Fragments, schedule, global copies and wire formats are the
-library's own; the mean is formed here, as `lightning_commfree.diloco.exchange` forms it.
+The replicas' messages depend on their weights only, so the loss after a last round needs no real
+communication. Fragments, schedule, global copies and wire formats are the library's; the mean is
+computed here, with the same arithmetic as the library's exchange.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from recipes.training.pretraining import build_data, build_module
 LAST_ROUNDS = ("mean", "mean_fp32", "outer")
 
 
-class PlayedDiLoCo:
-    """What `StreamingDiLoCo` does on M replicas, after each of their inner steps and at the end.
+class SimulatedDiLoCo:
+    """`StreamingDiLoCo` on M replicas at once.
 
     Args:
-        modules: one of each replica, with the same weights now; in all of them at least three
-            blocks of 256 values a fragment for each replica, or the library would gather what is
-            averaged by shards here.
-        settings: as of `StreamingDiLoCo`; neither eager nor several ranks a replica.
+        modules: one per replica, with equal weights. A fragment needs at least three blocks of 256
+            values per replica; for smaller fragments the library gathers instead of exchanging by
+            shards.
+        settings: of `StreamingDiLoCo`, with one rank per replica.
     """
 
     def __init__(self, modules: Sequence[nn.Module], settings: DiLoCoSettings) -> None:
-        assert settings.replica_size == 1, "a replica is one module"
+        assert settings.replica_size == 1, "the simulation has one module per replica"
         fragments = split_into_fragments(
             modules[0], settings.num_fragments, settings.fragment_pattern
         )
@@ -57,11 +57,11 @@ class PlayedDiLoCo:
             [OuterFragment(module, fragment, settings.outer_optimizer) for module in modules]
             for fragment in fragments
         ]
-        self._in_flight: dict[int, Tensor] = {}  # by fragment: the mean that is going to land
+        self._in_flight: dict[int, Tensor] = {}  # mean outer gradient by fragment
 
     @torch.no_grad()
     def after_steps(self) -> None:
-        """Count an inner step that all replicas have taken; launch and land what is due."""
+        """Count an inner step of all replicas; launch and land the fragments that are due."""
         self.step += 1
         for p in self.schedule.launched_at(self.step):
             self._in_flight[p] = self._mean(p, self._wire)
@@ -70,11 +70,11 @@ class PlayedDiLoCo:
 
     @torch.no_grad()
     def last_rounds(self) -> Iterator[str]:
-        """Land what is in flight, then yield each way to end while the first module has its result.
+        """Land all fragments, then yield each way to end while the first module has its result.
 
-        "mean": the plain mean of the replicas' local weights, whose differences to the global copy
-        travel in the wire format; "mean_fp32": the same in fp32; "outer": the outer optimizer steps
-        on the global copy, which the local weights then are.
+        "mean": the mean of the replicas' local weights, with their differences from the global copy
+        sent in the wire format; "mean_fp32": the same in fp32; "outer": an outer step, whose result
+        replaces the local weights.
         """
         for p in list(self._in_flight):
             self._land(p, self._mix)
@@ -97,14 +97,14 @@ class PlayedDiLoCo:
         yield "outer"
 
     def _mean(self, p: int, wire: WireFormat) -> Tensor:
-        """Return the mean outer gradient of the replicas: in their order, and by their wire."""
+        """Return the mean outer gradient, summed in replica order after a trip over the wire."""
         total: Tensor | None = None
         for replica in self._fragments[p]:
             received = _received(wire, replica.outer_gradient())
             total = received + 0.0 if total is None else total.add_(received)
         assert total is not None
         mean = total / len(self._fragments[p])
-        by_shards = len(self._fragments[p]) > 2  # each one's owner sends it on in the wire format
+        by_shards = len(self._fragments[p]) > 2  # the owner of a shard encodes the mean again
         return _received(wire, mean) if by_shards else mean
 
     def _land(self, p: int, mix: float) -> None:
@@ -115,7 +115,7 @@ class PlayedDiLoCo:
 
 
 def _received(wire: WireFormat, values: Tensor) -> Tensor:
-    """Return what arrives of values that are sent in a wire format."""
+    """Encode and decode values in a wire format."""
     payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
     wire.encode(values, payload)
     return decode(wire, payload, torch.empty_like(values))
@@ -125,9 +125,8 @@ def train(config: Config) -> dict[str, float]:
     """Train from a seed; return the validation loss in nats per token after each last round.
 
     Args:
-        config: as `recipes.pretrain.pretrain` takes it, with as many devices as there are replicas
-            and a batch that holds the blocks of all of them. The strategy's settings are taken, and
-            of the Trainer `max_steps`, `devices` and `gradient_clip_val`.
+        config: of `recipes.pretrain`, with one device per replica and the global batch. Of the
+            Trainer, only `max_steps`, `devices` and `gradient_clip_val` are used.
 
     Raises:
         FloatingPointError: the run has diverged.
@@ -138,7 +137,7 @@ def train(config: Config) -> dict[str, float]:
     modules = [module, *(deepcopy(module) for _ in range(config["trainer"]["devices"] - 1))]
     made = [module.configure_optimizers() for module in modules]
     settings = instantiate(config["strategy"], _convert_="all").settings
-    diloco = PlayedDiLoCo(modules, settings)
+    diloco = SimulatedDiLoCo(modules, settings)
     trainer = config["trainer"]
     for batch in batches(data, trainer["max_steps"]):
         take_steps(modules, made, batch, trainer["gradient_clip_val"])
@@ -157,13 +156,13 @@ def take_steps(
     """Take an inner step on every replica.
 
     Args:
-        modules: one of each replica.
-        made: their optimizers and schedules, as `configure_optimizers` returns them.
-        batch: int64, shape (blocks of all replicas, block_size + 1). Replica m has blocks m, m + M,
-            and so on, as `DistributedSampler` deals them out.
-        clip: the largest norm of a replica's gradient; None: whatever it is.
+        modules: one per replica.
+        made: their optimizers and schedules, as returned by `configure_optimizers`.
+        batch: int64, shape (blocks of all replicas, block_size + 1). Replica m takes blocks m,
+            m + M, and so on, like `DistributedSampler`.
+        clip: largest norm of a replica's gradient; None: no clipping.
     """
-    assert len(batch) % len(modules) == 0, "parts of one size, as a rank's batch has"
+    assert len(batch) % len(modules) == 0, "all replicas need batches of the same size"
     for m, (module, of_module) in enumerate(zip(modules, made, strict=True)):
         optimizer = of_module["optimizer"]
         optimizer.zero_grad()

@@ -1,13 +1,14 @@
-"""Distributed Lion's n workers played in one process, and a whole training run by them.
+"""Simulation of n Distributed Lion workers in one process, and a training run with them.
 
-The vote's outcome is a function of the workers' gradients alone, so nothing has to travel to learn
-what it does to a loss. W: workers, N: values in a parameter group.
+The result of a vote depends on the workers' gradients only, so the loss needs no real
+communication. W: workers, N: values in a parameter group. Runs are made here and not in `__main__`,
+which the processes of the pool cannot import.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -16,29 +17,30 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.common.pretraining import Config, batches
+from benchmarks.common.pretraining import Config, batches, composed
+from benchmarks.lion_quality.grid import Run
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import decay_groups, lion_betas, warmup_cosine
 from recipes.training.pretraining import build_data, build_module
 
 
-class PlayedLion(Optimizer):
-    """The formulas of `DistributedLion` for n workers, on one set of fp32 parameters.
+class SimulatedLion(Optimizer):
+    """`DistributedLion` for n workers on one set of fp32 parameters.
 
-    For each worker in turn: its gradients into the parameters' `grad`, then `cast`. After that one
-    `step`. Bit for bit what n processes come to.
+    For each worker: write its gradients to the parameters' `grad` and call `cast`. Then call `step`
+    once. The result is bit for bit that of n processes.
 
     Args:
         params: as for any optimizer; "lr", "betas" and "weight_decay" of a group are read at every
             step.
         lr: learning rate.
         betas: of direction and momentum.
-        workers: how many there are.
+        workers: number of workers.
         vote: "majority" or "average".
 
     Attributes:
-        momenta_WN: per group, fp32: each worker's momentum of all its parameters, in their order.
+        momenta_WN: per group, fp32: the momentum of each worker, concatenated over parameters.
     """
 
     def __init__(
@@ -48,30 +50,30 @@ class PlayedLion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
         sizes = [sum(p.numel() for p in group["params"]) for group in self.param_groups]
         self.momenta_WN = [torch.zeros(workers, size) for size in sizes]
-        self._votes_N = [torch.zeros(size) for size in sizes]  # sums of whole numbers: exact
+        self._votes_N = [torch.zeros(size) for size in sizes]  # exact: sums of integers
         self._workers, self._vote = workers, vote
 
     @torch.no_grad()
     def cast(self, worker: int) -> None:
-        """Add a worker's votes to the others' and move its momentum on.
+        """Add a worker's votes and update its momentum.
 
         Raises:
-            FloatingPointError: its gradient holds NaN or Inf.
+            FloatingPointError: its gradient contains NaN or Inf.
         """
         kept = zip(self.param_groups, self.momenta_WN, self._votes_N, strict=True)
         for group, momenta_WN, votes_N in kept:
             b1, b2 = group["betas"]
             gradient_N = _flat([p.grad for p in group["params"]])
             if not gradient_N.isfinite().all():
-                raise FloatingPointError(f"The gradient of worker {worker} holds NaN or Inf.")
+                raise FloatingPointError(f"The gradient of worker {worker} contains NaN or Inf.")
             momentum_N = momenta_WN[worker]
             votes_N += torch.sign(momentum_N * b1 + gradient_N * (1 - b1))
             momentum_N.mul_(b2).add_(gradient_N * (1 - b2))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Move the parameters by the votes that were cast since the last step."""
-        assert closure is None, "the gradients are those that were cast"
+        """Update the parameters by the votes cast since the last step."""
+        assert closure is None, "gradients are passed by `cast`"
         for group, votes_N in zip(self.param_groups, self._votes_N, strict=True):
             delta_N = torch.sign(votes_N) if self._vote == "majority" else votes_N / self._workers
             sizes = [p.numel() for p in group["params"]]
@@ -81,20 +83,20 @@ class PlayedLion(Optimizer):
             votes_N.zero_()
 
 
-def played_lion_cosine(
+def simulated_lion_cosine(
     module: nn.Module, knobs: Config, workers: int, vote: str
 ) -> OptimizerLRSchedulerConfig:
-    """Return `PlayedLion` with the schedule of `recipes.training.optimizer.lion_cosine`.
+    """Return `SimulatedLion` with the schedule of `recipes.training.optimizer.lion_cosine`.
 
     Args:
-        module: see `decay_groups`.
-        knobs: `conf/optimizer/distributed_lion.yaml`.
-        workers: see `PlayedLion`.
-        vote: see `PlayedLion`.
+        module: passed to `decay_groups`.
+        knobs: values of `conf/optimizer/distributed_lion.yaml`.
+        workers: passed to `SimulatedLion`.
+        vote: passed to `SimulatedLion`.
     """
     groups = decay_groups(module, knobs["weight_decay"])
     b1, b2 = knobs["betas"] or lion_betas(knobs["total_steps"])
-    optimizer = PlayedLion(groups, knobs["lr"], (b1, b2), workers, vote)
+    optimizer = SimulatedLion(groups, knobs["lr"], (b1, b2), workers, vote)
     return warmup_cosine(
         optimizer, knobs["total_steps"], knobs["warmup_steps"], knobs["final_lr_fraction"]
     )
@@ -110,22 +112,22 @@ def take_step(
     """Take one optimizer step with a global batch.
 
     Args:
-        module: what is trained.
-        made: its optimizer and schedule. `PlayedLion`, or with one worker any optimizer, which then
-            gets the gradient of the whole batch: the mean of what n workers' parts would give.
-        batch: int64, shape (blocks of all workers, block_size + 1). Worker w has blocks w, w + n,
-            and so on, as `DistributedSampler` deals them out.
-        workers: into how many equal parts the batch is cut.
-        clip: the largest norm of a worker's gradient; None: whatever it is.
+        module: the model.
+        made: its optimizer and schedule: `SimulatedLion`, or with one worker any optimizer, which
+            gets the gradient of the whole batch.
+        batch: int64, shape (blocks of all workers, block_size + 1). Worker w takes blocks w, w + n,
+            and so on, like `DistributedSampler`.
+        workers: number of equal parts of the batch.
+        clip: largest norm of a worker's gradient; None: no clipping.
     """
     optimizer, schedule = made["optimizer"], cast(LRSchedulerConfigType, made["lr_scheduler"])
-    assert len(batch) % workers == 0, "parts of one size: all votes weigh the same"
+    assert len(batch) % workers == 0, "equal parts, because all votes have the same weight"
     for worker in range(workers):
         optimizer.zero_grad()
         module.loss(batch[worker::workers]).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(module.parameters(), clip)
-        if isinstance(optimizer, PlayedLion):
+        if isinstance(optimizer, SimulatedLion):
             optimizer.cast(worker)
     optimizer.step()
     schedule["scheduler"].step()
@@ -135,11 +137,10 @@ def train(config: Config, workers: int, vote: str | None) -> float:
     """Train a model from its seed and return its validation loss in nats per token.
 
     Args:
-        config: as `recipes.pretrain.pretrain` takes it, for one rank with the global batch. Its
-            Trainer, strategy, loggers and report are not used, but for `trainer.max_steps` and
-            `trainer.gradient_clip_val`.
-        workers: how many vote; 1 without a vote.
-        vote: "majority" or "average"; None: the configuration's optimizer on the mean gradient.
+        config: of `recipes.pretrain`, for one rank with the global batch. Of the Trainer, only
+            `max_steps` and `gradient_clip_val` are used.
+        workers: number of voters; 1 without a vote.
+        vote: "majority" or "average"; None: the configured optimizer on the mean gradient.
 
     Raises:
         FloatingPointError: the run has diverged.
@@ -150,7 +151,7 @@ def train(config: Config, workers: int, vote: str | None) -> float:
     if vote is None:
         made: Any = module.configure_optimizers()
     else:
-        made = played_lion_cosine(module, config["optimizer"], workers, vote)
+        made = simulated_lion_cosine(module, config["optimizer"], workers, vote)
     trainer = config["trainer"]
     for batch in batches(data, trainer["max_steps"]):
         take_step(module, made, batch, workers, trainer["gradient_clip_val"])
@@ -162,3 +163,13 @@ def train(config: Config, workers: int, vote: str | None) -> float:
 
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def configuration(run: Run, steps: int, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a run as plain values."""
+    return composed([*run.overrides(steps), *overrides])
+
+
+def loss_of(run: Run, steps: int, overrides: Sequence[str]) -> float:
+    """Make one run and return its validation loss in nats per token."""
+    return train(configuration(run, steps, overrides), run.workers, run.vote)

@@ -1,19 +1,20 @@
-"""One replica's steps as a graph, played on two clocks until a cycle repeats (arXiv:2501.18512).
+"""Simulate one replica's steps until a cycle repeats (arXiv:2501.18512).
 
-Nodes of a step, for layers 0 ... L-1; the machine computes one node at a time and the link carries
-one message at a time, first come first served:
+A step is a graph with these nodes for layers 0 ... L-1. The machine computes one node at a time,
+and the link transmits one message at a time, in order:
 
-- *forward* of layer l, after that of layer l-1 and after every message that layer l needs;
+- *forward* of layer l, after that of layer l-1 and after every message that layer l waits for;
 - *activation gradient* of layer l, after that of layer l+1; then its *parameter gradient*;
 - *exchange* of a message, after the parameter gradient of the layer with which it leaves.
 
 Forward, activation gradient and parameter gradient of a layer take a third of its time each. All
-replicas play the same game, so one of them is enough.
+replicas behave the same, so simulating one is enough.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,26 +23,27 @@ from typing import NamedTuple
 from commfree_planner.layer_sums import LayerSums
 
 _MOST_CYCLES = 100
-_SAME = 1e-9  # of a step: differences below it are rounding
+_SAME = 1e-9  # of a step; smaller differences are rounding
 
 
 class Message(NamedTuple):
-    """What one replica sends in one piece, once a cycle."""
+    """A message that one replica sends once per cycle."""
 
-    leaves_after: int  # the layer whose parameter gradient must be there
+    leaves_after: int  # the layer after whose parameter gradient it leaves
     needed_by: int  # the layer whose forward waits for it
     num_bytes: float
-    rounds: int = 0  # times that the link's latency is waited for before all of it has arrived
+    rounds: int = 0  # number of latencies until all of it has arrived
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is sent in a cycle, and when it is due.
+    """The messages of a cycle, and when they leave and land.
 
     Args:
         sync_every: H, inner steps of a cycle.
-        overlap_steps: tau: what leaves in step t is waited for in the forward of step t + tau + 1.
-        fragments: the messages of each of P fragments; fragment p leaves floor(p H / P) steps into
+        overlap_steps: tau; the forward of step t + tau + 1 waits for a message that leaves in
+            step t.
+        fragments: messages of each of the P fragments; fragment p leaves floor(p H / P) steps into
             the cycle.
     """
 
@@ -50,7 +52,7 @@ class Exchange:
     fragments: tuple[tuple[Message, ...], ...]
 
     def offset(self, fragment: int) -> int:
-        """Return how many steps into the cycle a fragment leaves."""
+        """Return the step of the cycle in which a fragment leaves."""
         return fragment * self.sync_every // len(self.fragments)
 
     @property
@@ -60,7 +62,7 @@ class Exchange:
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that one replica sends in a step, on average."""
+        """Bytes that one replica sends per step, on average."""
         return self.bytes_per_cycle / self.sync_every
 
     @property
@@ -75,21 +77,21 @@ def utilization(
     gbit_per_s: float,
     latency_s: float = 0.0,
 ) -> float:
-    """Return the share of the time in which the machine computes, in the steady state.
+    """Return the share of time in which the machine computes, in the steady state.
 
     Args:
         layer_seconds: compute time of each layer in a step, forward and backward together.
-        exchange: what is sent.
-        gbit_per_s: bandwidth of a replica's link, in 10^9 bits a second; may be infinite.
-        latency_s: of the link, one way. Messages that follow each other do not wait for it.
+        exchange: the messages.
+        gbit_per_s: bandwidth of a replica's link, in 10^9 bits per second; may be infinite.
+        latency_s: of the link, one way. Consecutive messages do not wait for each other's latency.
 
     Raises:
         ValueError: the bandwidth is not positive.
     """
     if not gbit_per_s > 0:
         raise ValueError(
-            f"`bandwidth={gbit_per_s}` Gbit/s must be positive: without a link the replicas never"
-            " meet. Give what one replica can send, for example 1 for Gigabit Ethernet."
+            f"`bandwidth={gbit_per_s}` Gbit/s must be positive: without a link the replicas cannot"
+            " sync. Pass what one replica can send, for example 1 for Gigabit Ethernet."
         )
     bytes_per_s = gbit_per_s * 1e9 / 8
     if isinstance(exchange, LayerSums):
@@ -103,14 +105,54 @@ def utilization(
         if _equal(before, now, tolerance):
             break
         before = now
-    # a link that is only just too slow falls behind for long before anybody waits for it; but no
-    # cycle can be shorter than its messages for ever
+    # a link that is slightly too slow builds up a backlog for many cycles before the machine waits
+    # for it; in the long run no cycle is shorter than its messages
     cycle_s = max(cycle_s, exchange.bytes_per_cycle / bytes_per_s)
-    return min(1.0, exchange.sync_every * sum(layer_seconds) / cycle_s)  # sums round
+    return min(1.0, exchange.sync_every * sum(layer_seconds) / cycle_s)  # min: rounding
+
+
+def log_grid(lowest: float, highest: float, points: int) -> list[float]:
+    """Return `points` values from `lowest` to `highest`, inclusive, in equal ratios."""
+    ratio = highest / lowest
+    return [lowest * ratio ** (i / (points - 1)) for i in range(points)]
+
+
+def needed_bandwidth(
+    layer_seconds: Sequence[float],
+    exchange: Exchange | LayerSums,
+    target: float,
+    grid: Sequence[float],
+    latency_s: float = 0.0,
+) -> int:
+    """Return the index of the first bandwidth of a grid that reaches a utilization.
+
+    Args:
+        layer_seconds: compute time of each layer in a step.
+        exchange: the messages.
+        target: the utilization, in (0, 1).
+        grid: bandwidths in Gbit/s, ascending. Utilization does not decrease along it.
+        latency_s: of the link, one way.
+
+    Returns:
+        The index; `len(grid)` if no bandwidth reaches the target.
+
+    Raises:
+        ValueError: the target is outside (0, 1).
+    """
+    if not 0 < target < 1:
+        raise ValueError(
+            f"a target utilization of {target} is not strictly between 0 and 1: 1 needs an infinite"
+            " bandwidth. Pass a share, for example 0.95."
+        )
+
+    def reached(gbit_per_s: float) -> float:
+        return utilization(layer_seconds, exchange, gbit_per_s, latency_s)
+
+    return bisect_left(grid, target, key=reached)
 
 
 class _Replica:
-    """The two clocks, in seconds: `_now` of the machine, `_link_free` of its link."""
+    """A replica with two clocks, in seconds: `_now` of the machine, `_link_free` of its link."""
 
     def __init__(
         self,
@@ -127,21 +169,21 @@ class _Replica:
         self._leaving = _by_step_and_layer(exchange)
         self._step = 0
         self._now = self._link_free = 0.0
-        self._due: dict[int, dict[int, float]] = {}  # step to layer to time of arrival
+        self._due: dict[int, dict[int, float]] = {}  # arrival times by step and layer
 
     def cycle(self) -> float:
-        """Play `sync_every` steps; return the seconds they took."""
+        """Simulate `sync_every` steps; return their duration in seconds."""
         start = self._now
         for _ in range(self._exchange.sync_every):
-            self._play_step()
+            self._simulate_step()
         return self._now - start
 
     def state(self) -> tuple[float, ...]:
-        """Return all that decides about the future, in seconds from now."""
+        """Return everything that determines the future, in seconds from now."""
         arrivals = [t for _, due in sorted(self._due.items()) for _, t in sorted(due.items())]
         return tuple(max(0.0, t - self._now) for t in [self._link_free, *arrivals])
 
-    def _play_step(self) -> None:
+    def _simulate_step(self) -> None:
         due = self._due.pop(self._step, {})
         leaving = self._leaving.get(self._step % self._exchange.sync_every, {})
         if due or leaving:

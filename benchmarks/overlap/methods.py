@@ -1,7 +1,7 @@
-"""The ways to train one Llama by tensor parallelism that `benchmarks.overlap` compares.
+"""Tensor-parallel training methods compared by `benchmarks.overlap`.
 
-Each has a model of its own with the same random weights, and takes the same step: forward with
-the loss, backward, AdamW.
+Each has its own Llama with the same random weights, and takes the same step: forward with the loss,
+backward, AdamW.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SILENT = ("none", "none_split")
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama by its sizes."""
+    """Sizes of a Llama."""
 
     hidden: int = 512
     layers: int = 4
@@ -66,7 +66,7 @@ class Model:
     positions: int = 128
 
     def build(self) -> LlamaForCausalLM:
-        """Return it, with the same random weights at every call."""
+        """Return the model, with the same random weights at every call."""
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=self.vocabulary,
@@ -82,15 +82,16 @@ class Model:
 
 
 @dataclass
-class Way:
-    """One way to train.
+class Method:
+    """A training method.
 
     Attributes:
         name: a key of `LABELS`.
-        model: sharded.
-        loss: of a batch of tokens, int64 of shape (B, T); `around` is entered for it and backward.
-        ledger: of its channel; None for a peer.
-        parallel: the scheduled model; None for a peer.
+        model: the sharded model.
+        loss: computes the loss of tokens, int64 of shape (B, T).
+        around: context of the forward and backward pass.
+        ledger: of its channel; None for PyTorch and transformers.
+        parallel: the scheduled model; None for PyTorch and transformers.
     """
 
     name: str
@@ -102,8 +103,8 @@ class Way:
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        # fused: one pass over plain tensors and over DTensors' shards alike, so that the optimizer
-        # costs every way the same; a group holds tensors of one kind
+        # fused: one pass over plain tensors as over DTensor shards, so that the optimizer takes the
+        # same time for every method; a group must contain tensors of one kind
         kinds: dict[bool, list[nn.Parameter]] = {}
         for parameter in self.model.parameters():
             kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -123,22 +124,22 @@ class Way:
         return loss.detach().item()
 
 
-def ours(name: str, model: LlamaForCausalLM, channel: Channel) -> Way:
-    """Return one of our own ways over `channel`."""
+def ours(name: str, model: LlamaForCausalLM, channel: Channel) -> Method:
+    """Return one of this library's methods over `channel`."""
     parallel = ParallelModel(model, channel, SETTINGS[name])
     model.train()
 
     def loss(tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=tokens).loss
 
-    return Way(name, model, loss, ledger=channel.ledger, parallel=parallel)
+    return Method(name, model, loss, ledger=channel.ledger, parallel=parallel)
 
 
-def by_torch(model: LlamaForCausalLM, mesh: DeviceMesh) -> Way:
-    """Return PyTorch's own way, at its best.
+def by_torch(model: LlamaForCausalLM, mesh: DeviceMesh) -> Method:
+    """Return PyTorch's method with its best plan.
 
-    The input of attention and MLP becomes a DTensor once, so its gradient is summed once for q, k,
-    v and once for gate, up; and the loss is taken of sharded logits.
+    The input of attention and MLP becomes a DTensor once, so its gradient is all-reduced once for
+    q, k, v and once for gate, up. The loss is computed from sharded logits.
     """
     plan: dict[str, Any] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -164,16 +165,16 @@ def by_torch(model: LlamaForCausalLM, mesh: DeviceMesh) -> Way:
         logits = model(input_ids=tokens).logits
         return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Way("torch", model, loss, around=loss_parallel)
+    return Method("torch", model, loss, around=loss_parallel)
 
 
-def by_transformers(model: LlamaForCausalLM, mesh: DeviceMesh) -> Way:
-    """Return transformers' own way: what `from_pretrained` does by the plan in the config.
+def by_transformers(model: LlamaForCausalLM, mesh: DeviceMesh) -> Method:
+    """Return transformers' method, which `from_pretrained` applies by the plan in the config.
 
-    It is done to a model in memory, because on the way through `from_pretrained` a plan takes the
-    package accelerate, which this needs for nothing else.
+    It is applied to a model in memory, because `from_pretrained` with a plan requires the package
+    accelerate.
     """
-    # in here: transformers has it since its fifth major version, and the other ways run with less
+    # imported here because it is new in transformers 5, and the other methods work without it
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(dict(model.tp_plan)))
@@ -182,9 +183,9 @@ def by_transformers(model: LlamaForCausalLM, mesh: DeviceMesh) -> Way:
     def loss(tokens: Tensor) -> Tensor:
         return model(input_ids=tokens, labels=tokens).loss
 
-    return Way("transformers", model, loss)
+    return Method("transformers", model, loss)
 
 
 def batch_of(shape: Sequence[int], vocabulary: int) -> Tensor:
-    """Return random tokens, the same ones on every rank."""
+    """Return random tokens, the same on every rank."""
     return torch.randint(vocabulary, tuple(shape), generator=torch.Generator().manual_seed(1))

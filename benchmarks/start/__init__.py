@@ -1,1 +1,0 @@
-"""How soon does a command say its first word?"""

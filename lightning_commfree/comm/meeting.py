@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from lightning_commfree.comm.liveness import Unwatched
+from lightning_commfree.comm.liveness import PeerWatch
 
 TAG = "meeting"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -63,7 +63,7 @@ class Meeting:
         stands: it has stood since it came to that stage.
     """
 
-    def __init__(self, watch: Unwatched, unit: str = "step") -> None:
+    def __init__(self, watch: PeerWatch, unit: str = "step") -> None:
         self._watch, self._unit = watch, unit
         self.step = 0
         self._together_from = Stage.STEP

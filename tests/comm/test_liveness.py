@@ -20,7 +20,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
 from lightning_commfree.comm.liveness import TAG
 from tests.comm.test_channel_links import bytes_on_the_interface, in_own_network, may_make_networks
-from tests.comm.watches import LONG
+from tests.comm.watches import LONG, listening
 from tests.mortal import End, run_mortals
 from tests.world import run_ranks
 
@@ -262,7 +262,7 @@ def idle(rank: int, size: int) -> float:
     return sent / IDLE_S
 
 
-def test_the_heartbeats_of_a_rank_are_below_a_kilobyte_a_second(tmp_path: Path) -> None:
+def test_a_rank_costs_the_network_one_to_two_kilobytes_a_second(tmp_path: Path) -> None:
     if not may_make_networks():
         pytest.skip("a network of its own needs Linux, root, `unshare` and `ip`")
     size = 3
@@ -273,7 +273,7 @@ def test_the_heartbeats_of_a_rank_are_below_a_kilobyte_a_second(tmp_path: Path) 
     child.join(timeout=60)
     assert child.exitcode == 0
     rates = torch.load(tmp_path / "outcome.pt")
-    assert all(200 < rate / size < 1000 for rate in rates), rates
+    assert all(500 < rate / size < 2000 for rate in rates), rates
 
 
 def fit_after_a_lost_fit(rank: int, size: int) -> list[float]:
@@ -295,23 +295,6 @@ def fit_after_a_lost_fit(rank: int, size: int) -> list[float]:
 def test_an_old_verdict_in_the_store_misleads_nobody(tmp_path: Path) -> None:
     """As after a restart by torchrun, whose agent keeps one store for all attempts."""
     assert run_ranks(fit_after_a_lost_fit, 2, tmp_path) == [[2.0, 2.0], [2.0, 2.0]]
-
-
-def listening() -> int:
-    """Return how many TCP sockets of this process listen."""
-    inodes = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
-        inodes.add(target.removeprefix("socket:[").removesuffix("]"))
-    lines = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
-    ]
-    return sum(fields[3] == "0A" and fields[9] in inodes for fields in lines)
 
 
 def count_listeners(rank: int, size: int) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -38,6 +40,23 @@ def fall_silent(watch: PeerWatch) -> None:
     """Let a rank stop beating, as if its process had ended without a word."""
     assert watch.monitor is not None
     watch.monitor._write = lambda: None  # type: ignore[method-assign]
+
+
+def listening() -> int:
+    """Return how many TCP sockets of this process listen."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    ]
+    return sum(fields[3] == "0A" and fields[9] in inodes for fields in lines)
 
 
 class Broken:

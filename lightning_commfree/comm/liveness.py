@@ -16,8 +16,8 @@ How long it takes
 a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the broken connection
 a rank raised an error and left         one heartbeat: it says so when it closes its channels
 a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if its machine still answers
-the process of the store dies (rank 0,  one heartbeat and `STORE_SECONDS`; the error names rank
-or torchrun's agent on its machine)     0, without a verdict: there is no store to put it in
+the process of the store dies (rank 0,  one heartbeat; the error names rank 0, and every rank
+or torchrun's agent on its machine)     finds out by itself
 a whole machine is silent               the channel's timeout: it may be a link that is down,
                                         which exchanges survive
 ======================================= ======================================================
@@ -63,10 +63,10 @@ GONE_SECONDS = 3.0  # of silence when an exchange has broken: the job is over in
 # Of silence while the exchange may still end. Longer: a rank may hold Python's lock for seconds,
 # for example to pickle a large data set, and must not lose the job by it.
 HUNG_SECONDS = 6.0
-STORE_SECONDS = 1.0  # for the bytes of a last exchange to arrive after the store's process ended
 ADVICE = "Restart all ranks from the last checkpoint."
 
 _CONNECT = timedelta(seconds=60)  # to a store that has answered this process already
+_WANTED_S = 2.0  # how long a rank goes on reading all heartbeats after it was last asked to
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
 _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
@@ -125,7 +125,8 @@ class PeerMonitor:
         statuses: by rank, as last read; this rank is not among them.
         store_error: why the store cannot be reached any more; empty while it can.
         says: returns what this rank publishes with its heartbeats.
-        guard: if set, called while an exchange is waited for; ends the wait by raising.
+        guard: if set, called with all `says` while an exchange is waited for; raises an
+            `AgreedError` to end the wait.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -140,7 +141,7 @@ class PeerMonitor:
         self._verdict_key, self._verdict = "", dict[int, str]()
         self._beat, self._host, self._leaving = 0, socket.gethostname(), False
         self._changed: dict[int, float] = {}  # when a rank's heartbeat was last seen to advance
-        self._read_s = self._contact_s = self._wanted_until_s = self.lost_since_s = 0.0
+        self._read_s = self._contact_s = self._wanted_s = self.lost_since_s = 0.0
         self._wake, self._has_read = threading.Event(), threading.Condition()
         self._thread: threading.Thread | None = None
         self._write()
@@ -180,8 +181,11 @@ class PeerMonitor:
             return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
 
     def want(self) -> None:
-        """Let the thread read all heartbeats for a while."""
-        self._wanted_until_s = time.monotonic() + 2.0
+        """Let the thread read all heartbeats for the next two seconds."""
+        now = time.monotonic()
+        if now - self._wanted_s > _WANTED_S:
+            self._contact_s = now  # this process may have been stopped itself: no news is no sign
+        self._wanted_s = now
 
     def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
         """Return the ranks without a heartbeat for `seconds`, with reasons.
@@ -192,25 +196,25 @@ class PeerMonitor:
         """
         if self._store_left():
             return {}  # nobody reads any more
-        now = time.monotonic()
-        quiet_s = {r: now - at for r, at in self._changed.items() if not self.statuses[r].left}
-        if now - self._contact_s > seconds:  # the store hangs, so that nothing is known of others
-            host = self.statuses.get(_STORE_RANK)
+        statuses = self.statuses
+        # up to the last reading and not up to now, for the same reason
+        quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
+        # the store hangs, so that nothing is known of the others
+        if time.monotonic() - self._contact_s > seconds:
+            host = statuses.get(_STORE_RANK)
             if spare_machines and (host is None or host.host != self._host):
                 return {}
             return {_STORE_RANK: f"is gone ({self._store_name()} does not answer)"}
-        awake = {self.statuses[r].host for r, s in quiet_s.items() if s < 2.0} | {self._host}
+        awake = {statuses[r].host for r, s in quiet_s.items() if s < _WANTED_S} | {self._host}
         return {
             r: _no_heartbeat(s)
             for r, s in quiet_s.items()
-            if s > seconds and not (spare_machines and self.statuses[r].host not in awake)
+            if s > seconds and not (spare_machines and statuses[r].host not in awake)
         }
 
-    def without_store(self, seconds: float) -> dict[int, str]:
-        """Return the store's rank if the store has been unreachable for `seconds`."""
+    def without_store(self) -> dict[int, str]:
+        """Return the store's rank if the store has broken the connection."""
         if not self.store_error or self._store_left():
-            return {}
-        if time.monotonic() - self._contact_s < seconds:
             return {}
         return {_STORE_RANK: f"is gone, or its machine ({self._store_name()}: {self.store_error})"}
 
@@ -223,7 +227,7 @@ class PeerMonitor:
 
     def has_others(self, lost: Mapping[int, str]) -> bool:
         """Return whether another rank is there to read a verdict."""
-        return any(not s.left and r not in lost for r, s in list(self.statuses.items()))
+        return any(not s.left and r not in lost for r, s in self.statuses.items())
 
     # -- the thread
 
@@ -239,7 +243,7 @@ class PeerMonitor:
                 self._wake.clear()
                 self._write()
             self._write()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, TypeError) as error:  # or it holds no heartbeats of ours
             self.store_error = str(error).partition("\n")[0][:_REASON_CHARACTERS]
         finally:
             with self._has_read:
@@ -256,21 +260,25 @@ class PeerMonitor:
 
     def _read(self) -> None:
         started = time.monotonic()
-        everyone = started < self._wanted_until_s or not self.statuses  # the first time: for hosts
+        # everyone at first, to learn their machines
+        everyone = started - self._wanted_s < _WANTED_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
         # The verdict comes last: a rank stores it before it leaves, so whoever reads that a rank
         # has left also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
-        self._contact_s = now = time.monotonic()
+        self._contact_s = time.monotonic()
         self._hear(verdict)
-        if everyone and started - self._read_s > 2.0:
-            self._changed = {}  # nobody has looked in between: silence is counted from now on
-        for rank, text in zip(ranks, raw, strict=True):
-            status, before = Status(*json.loads(text)), self.statuses.get(rank)
-            self.statuses[rank] = status
-            if everyone and (rank not in self._changed or status.beat != before.beat):
-                self._changed[rank] = now
+        found = {r: Status(*json.loads(text)) for r, text in zip(ranks, raw, strict=True)}
+        before, self.statuses = self.statuses, {**self.statuses, **found}
         if everyone:
+            # without a look in between, silence is counted from now on
+            looked = started - self._read_s < _WANTED_S
+            self._changed = {
+                rank: self._changed[rank]
+                if looked and rank in self._changed and status.beat == before[rank].beat
+                else started
+                for rank, status in found.items()
+            }
             with self._has_read:
                 self._read_s = started
                 self._has_read.notify_all()
@@ -278,10 +286,10 @@ class PeerMonitor:
     def _hear(self, verdict: bytes) -> None:
         self._learn({int(rank): reason for rank, reason in json.loads(verdict).items()})
 
-    def _learn(self, lost: dict[int, str]) -> None:
+    def _learn(self, lost: Mapping[int, str]) -> None:
         if lost and not self.lost:
             self.lost_since_s = time.monotonic()
-            self.lost = lost
+            self.lost = dict(lost)
 
     def _store_left(self) -> bool:
         host = self.statuses.get(_STORE_RANK)
@@ -370,6 +378,8 @@ class PeerWatch:
         try:
             while not all(map(_has_ended, works)):
                 self._check_wait(time.monotonic() - start)
+        except AgreedError:
+            raise  # by the guard
         except RuntimeError as error:
             if self._closed and not monitor.lost:
                 raise  # a thread waited while this rank left: no other rank is to blame
@@ -398,8 +408,8 @@ class PeerWatch:
         """Return what the other ranks published, by global rank, as it was last read.
 
         It asks for reading, which goes on for two seconds: poll it, and it is at most two
-        heartbeats (1 s) old. Empty with liveness off. To be called while an exchange is waited
-        for, set `monitor.guard` to a function of these statuses; it ends the wait by raising.
+        heartbeats (1 s) old. Empty with liveness off. To end the wait for an exchange by what
+        others published, set `monitor.guard`.
         """
         if self.monitor is None:
             return {}
@@ -424,11 +434,11 @@ class PeerWatch:
         assert self.monitor is not None
         monitor = self.monitor
         monitor.refresh()
-        if found := monitor.lost or monitor.without_store(0) or monitor.silent(HUNG_SECONDS, True):
+        if found := monitor.lost or monitor.without_store() or monitor.silent(HUNG_SECONDS, True):
             raise self._failure(tag, 0.0, "asked where it is", found)
         return {
             rank: {**(status.says or {}), **({"closed": True} if status.left else {})}
-            for rank, status in list(monitor.statuses.items())
+            for rank, status in monitor.statuses.items()
         }
 
     # -- the verdict
@@ -447,7 +457,7 @@ class PeerWatch:
             monitor.want()
             if monitor.guard is not None:
                 monitor.guard(self.statuses())
-            if found := self._left_behind() or monitor.without_store(STORE_SECONDS):
+            if found := self._left_behind() or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
             if found := monitor.silent(HUNG_SECONDS, True):
                 raise _StopWaitingError("a rank is silent", found)
@@ -458,8 +468,8 @@ class PeerWatch:
         assert monitor is not None
         baseline: dict[int, int] = {}  # heartbeats since the failure, not some that came before it
         while not monitor.lost and monitor.runs:
-            if monitor.refresh(0.1):
-                statuses = {r: s for r, s in list(monitor.statuses.items()) if not s.left}
+            if monitor.refresh():
+                statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
                 if found := self._left_behind():
                     return found
                 baseline = baseline or {rank: status.beat for rank, status in statuses.items()}
@@ -469,9 +479,9 @@ class PeerWatch:
                 if time.monotonic() - start > self._gone_s:
                     return dict.fromkeys(quiet, _no_heartbeat(self._gone_s))
             elif time.monotonic() - start > self._gone_s:  # the store hangs
-                return monitor.silent(0.0, False)
+                return monitor.silent(self._gone_s / 2, False)
             time.sleep(0.1)
-        return monitor.lost or monitor.without_store(0) or self._left_behind(even=True)
+        return monitor.lost or monitor.without_store() or self._left_behind(even=True)
 
     def _left_behind(self, even: bool = False) -> dict[int, str]:
         """Return the ranks that left before their part in this channel's last exchange.
@@ -483,7 +493,7 @@ class PeerWatch:
         mine = self.monitor.launched[self._index] + even
         return {
             rank: "is gone (it ended its fit earlier; its log says why)"
-            for rank, status in list(self.monitor.statuses.items())
+            for rank, status in self.monitor.statuses.items()
             if rank in self._peers and status.left and self._launched_by(status) < mine
         }
 
@@ -493,7 +503,7 @@ class PeerWatch:
         mine = self.monitor.launched[self._index]
         behind = {
             rank: launched
-            for rank, status in list(self.monitor.statuses.items())
+            for rank, status in self.monitor.statuses.items()
             if rank in self._peers and (launched := self._launched_by(status)) < mine
         }
         if behind:

@@ -208,11 +208,11 @@ def test_a_status_reaches_all_ranks_and_may_end_their_waits() -> None:
 
         def refuse(said: Any) -> None:
             if said.get(1):
-                raise ValueError(f"rank 1: {said[1]}")
+                raise AgreedError(f"rank 1: {said[1]}")
 
         assert watch.monitor is not None
         watch.monitor.guard = refuse
-        with pytest.raises(ValueError, match="rank 1: data ended after step 7"):
+        with pytest.raises(AgreedError, match="^rank 1: data ended after step 7"):
             watch.wait([Endless()], "t")
         with other.launching("u"):
             pass  # no rank was called lost

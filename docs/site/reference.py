@@ -11,7 +11,7 @@ import griffe
 
 PACKAGE, PLANNER = "lightning_commfree", "commfree_planner"
 # what an algorithm or a layout of one's own is written against
-MODULES = ("comm.channel", "model.weight_swap", "strategies.contracts")
+MODULES = ("comm.channel", "comm.liveness", "model.weight_swap", "strategies.contracts")
 
 
 def exported(init: Path) -> list[str]:

@@ -11,7 +11,13 @@ import griffe
 
 PACKAGE, PLANNER = "lightning_commfree", "commfree_planner"
 # the interfaces for writing your own algorithm or layout
-MODULES = ("comm.channel", "domino.families", "model.weight_swap", "strategies.contracts")
+MODULES = (
+    "comm.channel",
+    "comm.liveness",
+    "domino.families",
+    "model.weight_swap",
+    "strategies.contracts",
+)
 
 
 def exported(init: Path) -> list[str]:

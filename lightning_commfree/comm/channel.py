@@ -29,8 +29,8 @@ from lightning_commfree.comm.ledger import (
     broadcast_bytes,
     ring_all_reduce_bytes,
 )
-from lightning_commfree.comm.liveness import ADDRESS_BYTES, PeerWatch, Unwatched
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
+from lightning_commfree.comm.liveness import PeerMonitor, PeerWatch, job_store
 from lightning_commfree.comm.sockets import Unshared
 
 T = TypeVar("T")
@@ -94,7 +94,8 @@ class Channel:
         self.ledger = ledger
         self.device = device or torch.device("cpu")
         self._group, self._downward = group, downward
-        self._watch = Unwatched(self.size)  # from `open` on one that asks
+        self._watch = PeerWatch(self.ranks, rank)  # `open` replaces it by one that names lost ranks
+        self._owns_monitor = False
         self._sockets = Unshared()  # what forked children close
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
@@ -121,11 +122,10 @@ class Channel:
         Collective over the world: every rank must call it with the same `groups`, which together
         name each rank once. gloo wants CPU tensors, nccl tensors on `device`.
 
-        A channel of several ranks also listens on a TCP port, by which its ranks find out who is
-        gone when an exchange fails; 64 bytes a rank travel here to agree on it. `comm.liveness`
-        says what an outsider can do to that port, and what is lost without it: with `liveness`
-        False on some ranks, for all. The ranks may be some of an open channel's, `wider`: they find
-        out then whose loss made a rank of their own leave.
+        The first channel also starts this rank's heartbeat (`comm.liveness`), for which 8 bytes a
+        rank travel here; with `liveness` False on some ranks, on none. A channel that is given an
+        open one of all its ranks, `wider`, shares that heartbeat: where rank 1 leaves this channel
+        because rank 2 of another one died, rank 2 is named.
 
         `full_duplex` gives gloo a second group, for large gathers and exchanges over a slow link:
 
@@ -150,8 +150,14 @@ class Channel:
                     where = None if backend == "gloo" else device
                     mine = cls(ranks, rank, ledger, group, where, downward)
             assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
-            above = None if wider is None else wider._watch
-            mine._meet(timeout or dist.constants.default_pg_timeout, above, liveness)
+            patience = timeout or dist.constants.default_pg_timeout
+            if wider is None:
+                monitor = mine._start_monitor(liveness)
+                mine._owns_monitor = True
+            else:
+                monitor = wider._watch.monitor
+            # in groups of one rank as well: all ranks count the channels of a monitor alike
+            mine._watch = PeerWatch(mine.ranks, rank, patience.total_seconds(), monitor)
         mine._sockets = sockets
         return mine
 
@@ -208,7 +214,7 @@ class Channel:
     def close(self) -> None:
         """Give the process group back, after every `Pending` or in place of its result."""
         # first, so that a peer whose connection breaks now finds that this rank has left
-        self._watch.close()
+        self._watch.close(self._owns_monitor)
         for group in (self._group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -220,18 +226,18 @@ class Channel:
             raise RuntimeError("This channel is closed: the fit that had opened it is over.")
         return self.size == 1
 
-    def _meet(self, timeout: timedelta, wider: Unwatched | None, liveness: bool) -> None:
-        """Let the ranks learn where each of them answers; zeros say nowhere."""
+    def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
+        """Start this rank's heartbeat; None for a single rank, or if a rank has none."""
         if self._is_alone():
-            return
-        watch = PeerWatch(self.ranks[self.rank], timeout, wider) if liveness else None
-        mine = bytes(ADDRESS_BYTES) if watch is None else watch.address
-        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
-        addresses = self.all_gather(row, PEERS_TAG).wait().cpu()
-        if watch is not None:
-            found = zip(self.ranks, addresses, strict=True)
-            watch.meet({rank: bytes(row.tolist()) for rank, row in found})
-            self._watch = watch
+            return None
+        store = job_store() if liveness else None
+        monitor = None if store is None else PeerMonitor(store, self.ranks[self.rank])
+        token = torch.tensor([0 if monitor is None else monitor.token], device=self.device)
+        tokens = self.all_gather(token, PEERS_TAG).wait().flatten().tolist()
+        if monitor is None or 0 in tokens:
+            return None
+        monitor.start(dict(zip(self.ranks, tokens, strict=True)))
+        return monitor
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
         """Send row i, which may be the same memory as others, to rank i; row j is rank j's."""
@@ -256,7 +262,7 @@ class Channel:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
                 # nccl's `wait` orders streams and does not block: there is nothing to watch
-                watch = self._watch if self.device.type == "cpu" else Unwatched(self.size)
+                watch = self._watch if self.device.type == "cpu" else PeerWatch()
                 watch.wait(works, tag)
             return result
 

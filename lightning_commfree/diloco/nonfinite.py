@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.diloco.exchange import Arrival
 from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
@@ -93,7 +94,7 @@ def _refuse_nonfinite(
         else "Lower the learning rate or look at that replica's batches; `nonfinite='abstain'`"
         " would leave it out and let it go on from the global copy."
     )
-    raise RuntimeError(
+    raise AgreedError(
         f"What {named} sent of fragment {p} is not finite ({NONFINITE_VALUES}); it was to land"
         f" after inner step {step}. All ranks stop; it has landed nowhere. {hint}"
     )
@@ -139,7 +140,7 @@ def refuse_to_save(
     everybody = enumerate(world.all_gather(mine, TAG).wait().flatten().tolist())
     faults = [f"rank {rank}: fragment {p}" for rank, p in everybody if p >= 0]
     if faults:
-        raise RuntimeError(
+        raise AgreedError(
             f"The weights are not finite ({NONFINITE_VALUES}) after inner step {step} on"
             f" {', '.join(faults)}."
             " All ranks stop, and no checkpoint is written: one before it is the last good one."

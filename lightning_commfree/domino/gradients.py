@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.handshake import gather_texts
+from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.domino.layers import TensorGroup
 from lightning_commfree.domino.sharding import ShardSpec
 from lightning_commfree.domino.sublayers import Sublayer
@@ -188,7 +189,7 @@ def refuse_nonfinite(
         text = f"a loss of {value} and {text}"
 
     if found := _named(channel, text, group_size):
-        raise RuntimeError(
+        raise AgreedError(
             f"Gradients are not finite, before step {step}: {found}. All ranks stop; no parameter"
             " was changed. Look at that tensor group's batch, or lower the learning rate, and go on"
             " from the last checkpoint."

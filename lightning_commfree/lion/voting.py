@@ -33,6 +33,7 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,
@@ -240,7 +241,7 @@ def refusal(
         names = bucket.names
         if summary.hyperparameters_differ:
             here = "; ".join(hyperparameters(members(bucket.parameters)))
-            return RuntimeError(
+            return AgreedError(
                 "Learning rate, betas or weight decay differ between the workers before step"
                 f" {step}, for {names[0]!r} among others, and the same votes would move their"
                 f" parameters apart; on this rank: {here}. No parameter was changed. Set them"
@@ -249,7 +250,7 @@ def refusal(
             )
 
         if summary.parameters_differ:
-            return RuntimeError(
+            return AgreedError(
                 f"The workers' parameters differ before step {step}, among them"
                 f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
                 " that writes to parameters on some ranks."
@@ -258,14 +259,14 @@ def refusal(
         if summary.faults and faults:
             worker, i = summary.faults[0]
             more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
-            return RuntimeError(
+            return AgreedError(
                 f"The gradient of {names[i]!r} on {_ranks_of(worker, channel, node)} holds NaN or"
                 f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
                 " the learning rate or look at that rank's batch; `nonfinite='abstain'` would"
                 " leave such a worker out of the vote."
             )
 
-    return RuntimeError(
+    return AgreedError(
         "A rank that votes on another part of this worker's parameters has refused step"
         f" {step}; its own message says why. All ranks stop; no parameter was changed."
     )

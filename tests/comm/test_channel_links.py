@@ -28,7 +28,7 @@ from tests.world import free_port, run_ranks
 
 # A peer that is gone
 
-PATIENCE = timedelta(seconds=2)
+PATIENCE = timedelta(seconds=4)
 
 
 def outlive_a_peer(rank: int, port: int, folder: Path, may_die: Any) -> None:
@@ -81,7 +81,7 @@ def test_a_silent_or_dead_peer_makes_wait_raise_and_not_hang(tmp_path: Path) -> 
     assert limit * 0.9 < silent[1] < limit + 2.0
     assert waited >= limit * 0.9, "time that a failed transfer took is counted too"
     assert dead[0]
-    assert dead[1] < limit * 0.9, "a closed connection is known at once, not at the timeout"
+    assert dead[1] < limit * 0.9, "a closed connection is not waited for until the timeout"
     for error, seconds in (silent_again, dead_again):
         assert error, "a failed transfer has no result the second time either"
         assert seconds < limit + 2.0
@@ -143,14 +143,15 @@ def send_and_look(rank: int, size: int) -> dict[str, tuple[int, int]]:
     return counted
 
 
-def in_own_network(folder: Path) -> None:
+def in_own_network(folder: Path, function: Any, size: int) -> None:
+    """Run `function` on ranks in a network of their own; save what they return."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "unshare")
     assert bytes_on_the_interface() == 0, "a new network has sent nothing"
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.save(run_ranks(send_and_look, SENDERS, folder), folder / "counted.pt")
+    torch.save(run_ranks(function, size, folder), folder / "outcome.pt")
 
 
 def may_make_networks() -> bool:
@@ -163,13 +164,15 @@ def test_the_ledger_counts_what_crosses_the_interface(tmp_path: Path) -> None:
     """The ranks run in a network of their own, where nobody else sends."""
     if not may_make_networks():
         pytest.skip("a network of its own needs Linux, root, `unshare` and `ip`")
-    child = multiprocessing.get_context("fork").Process(target=in_own_network, args=(tmp_path,))
+    child = multiprocessing.get_context("fork").Process(
+        target=in_own_network, args=(tmp_path, send_and_look, SENDERS)
+    )
     child.start()
     child.join(timeout=60)
     exit_code = child.exitcode
     child.kill()
     assert exit_code == 0
-    ranks = torch.load(tmp_path / "counted.pt")
+    ranks = torch.load(tmp_path / "outcome.pt")
     idle = ranks[0]["nothing"][1]
     assert ranks[0]["nothing"][0] == 0
     payload = 4 * NUMEL

@@ -9,20 +9,22 @@ import pytest
 
 SCRIPT = """
 import torch.distributed as dist
-from lightning_commfree.comm import world
+from lightning_commfree.comm import job
 
-world.time.sleep = lambda seconds: print(f"waited {seconds}")
-world.leave_time_at_exit()
-world.leave_time_at_exit()
+job.time.sleep = lambda seconds: print(f"waited {seconds}")
+job.leave_time_at_exit(HOSTS)
+job.leave_time_at_exit(HOSTS)
 if JOINS:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 print("done")
 """
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_gloos_threads_have_a_moment_at_the_end(joins: bool) -> None:
+@pytest.mark.parametrize(("joins", "hosts", "waits"), [(1, 0, 0.05), (1, 1, 1.0), (0, 1, None)])
+def test_gloos_threads_and_readers_of_the_store_have_a_moment_at_the_end(
+    joins: int, hosts: int, waits: float | None
+) -> None:
     """Without it ranks under srun were aborted behind a good fit, one in five on two cores."""
-    code = SCRIPT.replace("JOINS", str(joins))
+    code = SCRIPT.replace("JOINS", str(joins)).replace("HOSTS", str(hosts))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:-1] == ["done", *(["waited 0.05"] if joins else [])]
+    assert done.stdout.split("\n")[:-1] == ["done", *([f"waited {waits}"] if waits else [])]

@@ -29,7 +29,7 @@ def validate_on_rank_0(rank: int, size: int) -> Any:
         job.SILENCE_S = TIMEOUT_S / 6
         with pytest.raises(RuntimeError) as error:
             trainer.validate(module, loader(8), verbose=False)
-    said = [str(w.message) for w in caught if "waits for others" in str(w.message)]
+    said = [str(w.message) for w in caught if "waiting for the other ranks" in str(w.message)]
     return in_fit, said, str(error.value)
 
 
@@ -39,6 +39,6 @@ def test_a_validation_on_one_rank_alone_says_what_it_waits_for(tmp_path: Path) -
         "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"
         " `if rank == 0:`. The `timeout` is 3 s."
     )
-    assert said == [f"This rank waits for others to begin what it has begun. {advice}"]
-    assert error == f"Other ranks have not begun what this one has. {advice}"
-    assert not any("waits for others" in text for text in in_fit + in_other)
+    assert said == [f"This rank is waiting for the other ranks to start. {advice}"]
+    assert error == f"Timed out waiting for the other ranks to start: {advice}"
+    assert not any("waiting for the other ranks" in text for text in in_fit + in_other)

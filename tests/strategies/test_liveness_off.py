@@ -1,4 +1,4 @@
-"""Each strategy with `liveness = False`: no port listens, and the fit is the same."""
+"""Failure detection opens no port, and with `liveness = False` each strategy trains the same."""
 
 from __future__ import annotations
 
@@ -8,29 +8,42 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.comm.watches import listening
 from tests.strategies import any_strategy
+from tests.strategies.models import Noisy, loader, quiet_trainer
 from tests.world import run_ranks
 
 SIZE = 2
 
 
-class Ports(pl.Callback):
-    """Counts the threads that answer while a fit runs."""
+class Look(pl.Callback):
+    """Counts threads of ours, listening sockets and process groups while a fit runs."""
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        names = [thread.name for thread in threading.enumerate()]
-        self.listening = names.count("peer-watch")
+        self.watching = watching()
+        self.listening = listening()
+        self.groups = len(dist.distributed_c10d._world.pg_map)
+
+
+def watching() -> int:
+    return [thread.name for thread in threading.enumerate()].count("peer-watch")
 
 
 def play(rank: int, size: int) -> Any:
     found = {}
     for kind in any_strategy.KINDS:
         for liveness in (True, False):
-            ports = Ports()
+            look = Look()
             pl.seed_everything(7)
-            recorder = any_strategy.fit(kind, size, ports, liveness=liveness)
-            found[kind, liveness] = ports.listening, recorder.local
+            recorder = any_strategy.fit(kind, size, look, liveness=liveness)
+            found[kind, liveness] = look, recorder.local, watching()
+    look = Look()
+    quiet_trainer(strategy="ddp", devices=size, max_steps=2, callbacks=[look]).fit(
+        Noisy(), loader(8, 2)
+    )
+    found["ddp"] = look
     return found
 
 
@@ -40,12 +53,27 @@ def fits(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", any_strategy.KINDS)
-def test_the_fit_is_the_same_without_a_port(fits: list[Any], kind: str) -> None:
+def test_the_fit_is_the_same_without_it(fits: list[Any], kind: str) -> None:
     for found in fits:
-        (on, watched), (off, unwatched) = found[kind, True], found[kind, False]
-        assert on > 0
-        assert off == 0
+        (on, watched, _), (off, unwatched, _) = found[kind, True], found[kind, False]
+        assert on.watching == 1
+        assert off.watching == 0
         assert len(watched) == len(unwatched) > 0
         for one, other in zip(watched, unwatched, strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", any_strategy.KINDS)
+def test_its_thread_ends_with_the_fit(fits: list[Any], kind: str) -> None:
+    assert [found[kind, True][2] for found in fits] == [0] * SIZE
+
+
+@pytest.mark.parametrize("kind", any_strategy.KINDS)
+def test_no_socket_listens_but_the_stores_and_one_of_gloos_for_each_group(
+    fits: list[Any], kind: str
+) -> None:
+    for rank, found in enumerate(fits):
+        ours, ddp = found[kind, True][0], found["ddp"]
+        assert ddp.listening == ddp.groups + (rank == 0), "gloo's and the store's under DDP"
+        assert ours.listening == ours.groups + (rank == 0)

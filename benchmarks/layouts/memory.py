@@ -27,8 +27,8 @@ from benchmarks.layouts.ranks import run_here
 from benchmarks.sync_cost.__main__ import RETURN_FREED_MEMORY
 from benchmarks.sync_cost.job import outer_state
 from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy, from_pretrained_on_meta
-from lightning_commfree.model.blocks import (block_names)
-from lightning_commfree.model.shards import (own)
+from lightning_commfree.model.blocks import block_names
+from lightning_commfree.model.shards import own
 
 STEPS, BATCH, TOKENS, VOCABULARY = 4, 2, 32, 4096
 KINDS = ("parameters", "gradients", "optimizer", "outer")

@@ -416,31 +416,6 @@ class PeerWatch:
         self.monitor.want()
         return {rank: status.says for rank, status in self.monitor.statuses.items()}
 
-    # -- for `comm.meeting`, and to be deleted with it
-
-    @property
-    def can_ask(self) -> bool:
-        """Whether the other ranks' statuses can be read; the same on all ranks."""
-        return not self._peers or (self.monitor is not None and not self._closed)
-
-    def tell(self, words: Callable[[], Any]) -> None:
-        """Publish `words()`, a mapping."""
-        self.publish(words)
-
-    def told(self, tag: str) -> dict[int, dict[str, Any]] | None:
-        """Publish this rank's words and read those of all others now; None with liveness off."""
-        if not self._peers or not self.can_ask:
-            return None if self._peers else {}
-        assert self.monitor is not None
-        monitor = self.monitor
-        monitor.refresh()
-        if found := monitor.lost or monitor.without_store() or monitor.silent(HUNG_SECONDS, True):
-            raise self._failure(tag, 0.0, "asked where it is", found)
-        return {
-            rank: {**(status.says or {}), **({"closed": True} if status.left else {})}
-            for rank, status in monitor.statuses.items()
-        }
-
     # -- the verdict
 
     def _check_wait(self, waited_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Work beside the training: a thread for exchanges of several phases, a CUDA stream for codes."""
+"""Work beside training: a thread for exchanges of several phases, a CUDA stream for encoding."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ T = TypeVar("T")
 class Background:
     """Runs tasks in the order in which they were given, so that ranks stay in step.
 
-    An exchange may need its first phase's result to compute what its second phase sends. The
-    training thread would have to do that in the middle of the flight; here one thread plays both
-    phases. It takes one task at a time: the collectives of two fragments in flight never change
-    places on any rank. Nobody waits for what this thread waits for: the ledger counts the waits of
-    the training thread only.
+    An exchange may need the result of its first phase to compute the payload of its second one. The
+    training thread would have to do that in the middle of the flight; here one thread runs both
+    phases. It runs one task at a time, so that the collectives of two fragments in flight have the
+    same order on all ranks. The ledger counts the waits of the training thread only.
 
-    After a task that failed none is run any more, and the later ones fail as it did: the peers took
-    part in exchanges that this rank left out, and its next one would meet another one of theirs.
+    After a task has failed, all later ones fail with the same error: the peers took part in
+    exchanges that this rank left out, so its next exchange would meet a different one of theirs.
 
     Args:
         ledger: where the training thread's waits are counted.
@@ -44,11 +43,11 @@ class Background:
         The thread starts with the first task, in the process that trains: after every fork.
 
         Args:
-            task: what the thread does.
+            task: runs in the thread.
             tag: of the ledger.
-            staged: returns when this rank's device has made what the task sends. Whoever waits for
-                the result waits for that first, uncounted: it is the rank's own work, and the host
-                may be far ahead of it.
+            staged: returns when this rank's device has computed the payload. The result's `wait`
+                waits for that first, uncounted: it is the rank's own work, and the host may be far
+                ahead of the device.
         """
         if self._executor is None:
             self._executor = ThreadPoolExecutor(
@@ -65,7 +64,7 @@ class Background:
         return Pending(resolve)
 
     def close(self) -> None:
-        """Let the thread end after its present task; what is still queued is given up."""
+        """Let the thread end after its current task; queued tasks are dropped."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -82,28 +81,29 @@ class Background:
 
 
 class Staging:
-    """Computes on a CUDA stream of its own and brings results down, without anybody waiting.
+    """Compute on a side CUDA stream and copy results to the host, without blocking training.
 
-    Elsewhere there is no such stream: work is done at once. The stream is made with the first work,
-    in the process that trains.
+    On other devices the work runs at once. The stream is made with the first work, in the process
+    that trains.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start `work`, behind all that the caller's stream has been given so far.
+        """Start `work` after everything that is queued on the caller's stream.
 
         1. The training stream computes `inputs`; the side stream waits for it, the host does not.
         2. The side stream computes `work` and copies the result into pinned memory.
-        3. The training stream goes on meanwhile; whoever wants the result waits for the copy.
+        3. The training stream continues meanwhile; the returned function waits for the copy.
 
         Args:
             work: reads `inputs` and returns one tensor on their device.
-            inputs: all of it that lives on the device; may be given back right after this call.
+            inputs: everything on the device that `work` reads; may be freed right after this call.
 
         Returns:
-            What waits for the result and returns it, in host memory. Any thread may call it.
+            A function that waits for the result and returns it, in host memory. Any thread may
+            call it.
         """
         device = inputs[0].device
         if device.type != "cuda":
@@ -127,11 +127,11 @@ class Staging:
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Copy a tensor into host memory, behind all that its device's current stream has been given.
+    """Copy a tensor into host memory, after everything that is queued on its current stream.
 
     Returns:
-        The copy, pinned where the tensor is on a CUDA device, and what to call before reading it.
-        Any thread may call that.
+        The copy, pinned if the tensor is on a CUDA device, and a function to call before reading
+        it. Any thread may call that.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None

@@ -1,12 +1,13 @@
-"""A group of ranks and what is in flight between them.
+"""Asynchronous collectives among a group of ranks, with bytes and waits counted.
 
-The only module of the package that calls collectives of `torch.distributed`; FSDP has its own. Each
-starts when its method is called and returns a `Pending`; `.wait()` at once is the blocking form. A
-channel of one rank takes the same path and sends nothing. Bytes and waits go to the `Ledger`.
+The only module of the package that calls collectives of `torch.distributed`; FSDP has its own. A
+collective starts when its method is called, which returns a `Pending`; calling `.wait()` at once is
+the blocking form. A channel of one rank takes the same path and sends nothing. Bytes and waits go
+to the `Ledger`.
 
 Collectives of one channel must be launched in the same order on all of its ranks, from one thread;
-that order is a function of the training step alone. Pendings may be waited for in any order. What
-goes in must not be written to before the result is here; with one rank the result may be the same
+that order is a function of the training step alone. Pendings may be waited for in any order. An
+input must not be written to before its result has arrived; with one rank the result may be the same
 memory.
 """
 
@@ -38,7 +39,7 @@ U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """A result that is still on its way. It keeps every buffer alive that the transfer touches."""
+    """The result of a transfer in flight; it keeps every buffer of the transfer alive."""
 
     def __init__(self, resolve: Callable[[], T]) -> None:
         self._resolve: Callable[[], T] | None = resolve
@@ -50,7 +51,7 @@ class Pending(Generic[T]):
         return cls(lambda: result)
 
     def wait(self) -> T:
-        """Block until the result is here; a second call returns the same object at once.
+        """Block until the result has arrived; a second call returns the same object at once.
 
         Raises:
             RuntimeError: the transfer failed, for example because a peer died or the channel's
@@ -71,12 +72,12 @@ class Channel:
 
     Args:
         ranks: global ranks of the group; results are laid out in ascending order.
-        rank: global rank of this process; the attribute `rank` is its place among `ranks`.
+        rank: global rank of this process; the attribute `rank` is its position among `ranks`.
         ledger: where bytes and waits are counted.
         group: the process group; None for a channel of one rank.
-        device: where tensors must be that go in, and are that come out.
-        downward: a second group of the same ranks. Gathers and exchanges then take it for what goes
-            to lower ranks, and `group` for what goes to higher ones.
+        device: of inputs and results.
+        downward: a second group of the same ranks. Gathers and exchanges then use it for rows that
+            go to lower ranks, and `group` for rows that go to higher ones.
     """
 
     def __init__(
@@ -104,6 +105,11 @@ class Channel:
         """The process group, for libraries that communicate on it; None for a single rank."""
         return self._group
 
+    @property
+    def peers(self) -> PeerWatch:
+        """The watch over the other ranks, by which a rank may also publish a short status."""
+        return self._watch
+
     @classmethod
     def open(
         cls,
@@ -129,11 +135,12 @@ class Channel:
 
         `full_duplex` gives gloo a second group, for large gathers and exchanges over a slow link:
 
-        1. Rank 0 is ready to receive and says so. Rank 1 comes a moment later and begins to send.
-        2. Rank 1 is ready to receive too, but its word stands in the same socket, behind all that
-           it sends. Rank 0 waits for it: one direction of the link is idle, then the other.
+        1. Rank 0 is ready to receive and says so. Rank 1 is a moment later and begins to send.
+        2. Rank 1 is ready to receive too, but that message is queued in the same socket behind all
+           the values it sends. Rank 0 waits for it: one direction of the link is idle, then the
+           other.
 
-        With a group, and so a socket, for each direction, the words overtake the values.
+        With a group, and so a socket, for each direction, the message overtakes the values.
         `python -m benchmarks.duplex` measures the difference.
         """
         mine = None
@@ -149,7 +156,7 @@ class Channel:
                 if rank in ranks:
                     where = None if backend == "gloo" else device
                     mine = cls(ranks, rank, ledger, group, where, downward)
-            assert mine is not None, f"rank {rank} stands in none of the groups {groups}"
+            assert mine is not None, f"rank {rank} is in none of the groups {groups}"
             patience = timeout or dist.constants.default_pg_timeout
             if wider is None:
                 monitor = mine._start_monitor(liveness)
@@ -200,25 +207,26 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def naming_lost(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
-        """Return a context whose `RuntimeError` names the ranks of this channel that are gone.
+        """Return a context that names the lost ranks if a collective in its body fails.
 
-        For collectives that others run among the same ranks, as a framework's barrier.
+        For collectives of other libraries among the same ranks, for example a framework's barrier.
 
         Args:
-            tag: what the error calls them.
-            computing: the body does more than that, as a whole training step: an error passes as it
-                is where nobody is lost.
+            tag: names the collective in the error.
+            computing: the body does more than that, for example a whole training step: its error
+                passes unchanged if no rank is lost.
         """
         return self._watch.naming(tag, computing)
 
     def close(self) -> None:
         """Give the process group back, after every `Pending` or in place of its result."""
-        # first, so that a peer whose connection breaks now finds that this rank has left
+        # first, so that a peer whose connection breaks then reads that this rank has left
         self._watch.close(self._owns_monitor)
         for group in (self._group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        # a collector that ends it later, in a worker forked off, would wait for threads for ever
+        # a garbage collector that destroys it later, in a forked worker, would wait for threads
+        # that do not exist there
         self._group = self._downward = None
 
     def _is_alone(self) -> bool:
@@ -240,7 +248,7 @@ class Channel:
         return monitor
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i, which may be the same memory as others, to rank i; row j is rank j's."""
+        """Send row i to rank i, row j of the result is rank j's; rows may share memory."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         place = self.rank
         with self._watch.launching(tag):
@@ -261,7 +269,7 @@ class Channel:
     def _pending(self, works: Sequence[Any], result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
-                # nccl's `wait` orders streams and does not block: there is nothing to watch
+                # nccl's `wait` orders streams and does not block, so a wait cannot be watched
                 watch = self._watch if self.device.type == "cpu" else PeerWatch()
                 watch.wait(works, tag)
             return result
@@ -276,7 +284,7 @@ def _all_to_all(
     rows_from: list[int] | None = None,
     rows_to: list[int] | None = None,
 ) -> Any:
-    """Launch an exchange of a row, or of so many rows, from and to each rank of the group."""
+    """Launch an exchange of one row, or of the given numbers of rows, with each rank."""
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )

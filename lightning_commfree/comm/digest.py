@@ -1,4 +1,4 @@
-"""A hash of a tensor's bits, to find out whether ranks that must agree still do."""
+"""Hashes of a tensor's bits, to check that ranks hold the same values without sending them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def thorough_digest(tensor: Tensor) -> Tensor:
-    """Hash a tensor so that no arrangement of its values looks like another one of them.
+    """Hash a tensor so that every change of a value, or of the order of values, shows.
 
-    `digest`, which is several times as fast, overlooks four changes that cancel out in the sums of
-    two rows and of two columns.
+    `digest` is several times as fast, but misses four changes that cancel out in the sums of two
+    rows and of two columns.
 
     Args:
         tensor: contiguous, not empty, of any dtype and shape.
@@ -56,16 +56,16 @@ def thorough_digest(tensor: Tensor) -> Tensor:
 
 
 def mix_digests(words: Tensor) -> Tensor:
-    """Return the sum of int64 words, each times a number of its place; it wraps at 2^64."""
+    """Return the sum of int64 words, each times a number for its position; it wraps at 2^64."""
     places = torch.arange(1, 2 * words.numel(), 2, device=words.device) * _PRIME
     return ((words * _PRIME + 1) * places).sum()
 
 
 def _scattered(words: Tensor) -> Tensor:
-    """Turn int64 words into others, one to one: every bit goes into all of the bits (splitmix64).
+    """Scramble int64 words one to one, so that each bit affects all bits (splitmix64).
 
-    Sums and products carry upwards only. Without it changes of uppermost bits would cancel out in
-    the mix, two by two, and would not reach the lower half of a digest, which some use alone.
+    Sums and products carry upwards only. Without this, changes of uppermost bits would cancel out
+    in pairs, and would not reach the lower half of a digest, which some callers use alone.
     """
     for shift, factor in zip((30, 27), _MIX, strict=True):
         words = (words ^ _shifted(words, shift)) * factor
@@ -73,5 +73,5 @@ def _scattered(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:
-    """Shift to the right and fill up with zeros."""
+    """Shift to the right and fill with zeros (torch's own shift copies the sign)."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,6 +1,6 @@
-"""Do all ranks of a channel mean the same job?
+"""Check that all ranks of a channel have the same settings, before the first real exchange.
 
-Asked once, before the first exchange that would hang or mix things up.
+Otherwise that exchange would hang, or mix up values of different meaning.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
 
     Args:
         channel: every rank of it must call this at the same point.
-        fingerprint: what must be equal, by name, in any order: settings, parameter shapes.
+        fingerprint: values that must be equal, by name, in any order: settings, parameter shapes.
 
     Raises:
-        ValueError: on all ranks alike, naming the ranks and what differs from rank 0's.
+        ValueError: on all ranks, naming the ranks and their differences from rank 0.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())
@@ -50,10 +50,10 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
 
 
 def gather_texts(channel: Channel, text: str) -> list[str]:
-    """Return what every rank of `channel` has to say, by rank; collective."""
+    """Gather one text from every rank of `channel`, by rank; collective."""
     raw = text.encode()
     lengths = [int(length) for length in _gather(channel, b"%16d" % len(raw))]
-    rows = _gather(channel, raw.ljust(max(1, *lengths)))  # nothing cannot be sent
+    rows = _gather(channel, raw.ljust(max(1, *lengths)))  # an empty tensor cannot be sent
     return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
 

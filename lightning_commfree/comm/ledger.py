@@ -1,7 +1,7 @@
-"""What this rank sent and how long it waited: the one place where bytes are counted.
+"""Count the bytes that this rank sends and the seconds that it waits.
 
-Every collective of the package reports here when it leaves, under a *tag* that says what it is for.
-Nothing else in the package adds up bytes, and what a strategy will send is foretold with the same
+Every collective of the package reports here when it is launched, under a *tag* for its purpose.
+Nothing else in the package adds up bytes, and forecasts of a strategy's traffic use the same
 formulas. They give the bytes that *one rank* puts on the wire, averaged over the ranks of the
 group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
 payload of b bytes per rank):
@@ -11,13 +11,13 @@ collective     bytes sent by a rank    why
 ============== ======================= ====================================================
 all-reduce     2 b (n - 1) / n         ring: reduce-scatter, then all-gather, b/n a message
 all-gather     b (n - 1)               ring: every block visits every other rank once
-all-to-all     b (n - 1) / n           the block for oneself stays at home
+all-to-all     b (n - 1) / n           a rank's block for itself is not sent
 broadcast      b (n - 1) / n           n - 1 ranks receive b each
 ============== ======================= ====================================================
 
-Every byte and second also belongs to a *phase* of a fit, so that those of a training step are never
-mixed with those of the start: before the first step (`START`); in the training steps (`STEPS`); in
-validations (`VALIDATION`); in checkpoints and in what ends a fit, a last exchange (`END`).
+Every byte and second also belongs to a *phase* of a fit, so that training steps are never mixed
+with the rest: before the first step (`START`); in the training steps (`STEPS`); in validations
+(`VALIDATION`); in checkpoints and the last exchange of a fit (`END`).
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def all_gather_bytes(num_bytes: int, size: int) -> int:
 
 
 def all_to_all_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that a rank sends of `num_bytes` that are split over all ranks."""
+    """Return the bytes that a rank sends to split `num_bytes` over all ranks."""
     return num_bytes * (size - 1) // size
 
 
 def broadcast_bytes(num_bytes: int, size: int) -> int:
-    """Return the mean bytes that a rank sends when `num_bytes` of one reach all others."""
+    """Return the mean bytes that a rank sends to bring `num_bytes` of one rank to all others."""
     return num_bytes * (size - 1) // size
 
 
 class LedgerTotals(NamedTuple):
-    """The ledger's sums at one moment; their difference tells what happened in between."""
+    """The ledger's sums at one moment; the difference of two is the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -70,10 +70,10 @@ class Ledger:
     `Pending.wait` of a collective that was launched earlier, or the whole of a blocking one.
 
     Attributes:
-        phase: in which what comes is counted, one of `PHASES`; set by whoever runs the fit.
+        phase: the current one of `PHASES`; set by the strategy that runs the fit.
         bytes_by_phase: bytes sent, by phase and tag.
         seconds_by_phase: seconds waited.
-        follows: another ledger, whose phase is this one's too.
+        follows: another ledger, whose phase this one shares.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
@@ -104,7 +104,7 @@ class Ledger:
         return sum(list(self.collectives_by_tag.values()))
 
     def totals(self) -> LedgerTotals:
-        """Return the sums over all tags as they stand now."""
+        """Return the current sums over all tags."""
         return LedgerTotals(self.bytes_sent, self.seconds_waited, self.collectives)
 
     def bytes_in(self, phase: str) -> int:
@@ -119,7 +119,7 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count what comes in the body as of a phase, and then as before."""
+        """Count traffic in the body under a phase."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -128,9 +128,9 @@ class Ledger:
 
     @contextmanager
     def of_this_thread(self, phase: str) -> Iterator[None]:
-        """Count what the calling thread sends in the body as of a phase.
+        """Count traffic of the calling thread in the body under a phase.
 
-        A thread beside the training sends what a step has launched while a validation runs.
+        A background thread may still send the payload of a step while a validation runs.
         """
         thread = threading.get_ident()
         self._phase_by_thread[thread] = phase
@@ -140,7 +140,7 @@ class Ledger:
             del self._phase_by_thread[thread]
 
     def ignore_waits_of_this_thread(self) -> None:
-        """Count no waits of the calling thread from now on: the training does not stand still."""
+        """Count no waits of the calling thread from now on: they do not block training."""
         self._idle_threads.add(threading.get_ident())
 
     @contextmanager
@@ -164,7 +164,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank will send in training steps; a forecast by the ledger's formulas."""
+    """A forecast of one rank's traffic in training steps, by the ledger's formulas."""
 
     bytes_by_tag: Mapping[str, float]  # in a cycle, by the ledger's tags
     cycle_steps: int
@@ -178,7 +178,7 @@ class Traffic:
         bytes_by_tag: Mapping[str, float],
         cycle_steps: int,
     ) -> Traffic:
-        """Return the forecast for so many trainable numbers."""
+        """Return the forecast for `numel` trainable parameters."""
         ddp_bytes = ring_all_reduce_bytes(4 * numel, world_size)
         return cls(bytes_by_tag, cycle_steps, float(ddp_bytes))
 
@@ -194,17 +194,17 @@ class Traffic:
 
 
 class StepMeans:
-    """Means of what training steps have sent and waited, over the last whole cycles.
+    """Mean bytes and waits of training steps, over the last whole cycles.
 
-    Those of the start, of validations, of checkpoints and of the last exchange are not in them.
+    Traffic of the start, of validations, of checkpoints and of the last exchange is left out.
 
     Args:
         ledger: of this rank.
-        traffic: the forecast: after how many steps the same is sent again, and what DDP would send.
+        traffic: the forecast, for the length of a cycle and the traffic of DDP.
         at_least: steps over which the means are taken; rounded up to whole cycles.
 
     Attributes:
-        steps: that were counted.
+        steps: number of steps counted.
     """
 
     def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:
@@ -229,7 +229,7 @@ class StepMeans:
             "comm/bytes_per_step": sent,
             "comm/exposed_ms": 1e3 * (seconds_now - seconds_before) / steps,
         }
-        if sent:  # a ratio to nothing says nothing
+        if sent:  # no ratio to zero
             figures["comm/compression"] = self._ddp_bytes / sent
         return figures
 

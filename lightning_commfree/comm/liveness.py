@@ -204,7 +204,10 @@ class PeerMonitor:
             host = statuses.get(_STORE_RANK)
             if spare_machines and (host is None or host.host != self._host):
                 return {}
-            return {_STORE_RANK: f"is gone ({self._store_name()} does not answer)"}
+            return {
+                _STORE_RANK: f"is gone (the job's key-value store at {self._address()} does not"
+                " answer: the process was killed, or it hangs)"
+            }
         awake = {statuses[r].host for r, s in quiet_s.items() if s < _WANTED_S} | {self._host}
         return {
             r: _no_heartbeat(s)
@@ -216,7 +219,10 @@ class PeerMonitor:
         """Return the store's rank if the store has broken the connection."""
         if not self.store_error or self._store_left():
             return {}
-        return {_STORE_RANK: f"is gone, or its machine ({self._store_name()}: {self.store_error})"}
+        return {
+            _STORE_RANK: f"is gone, or its machine (the job's key-value store at {self._address()}"
+            f" broke: {self.store_error})"
+        }
 
     def announce(self, found: Mapping[int, str]) -> None:
         """Store a verdict, unless another rank has; `lost` is the one that counts."""
@@ -295,8 +301,8 @@ class PeerMonitor:
         host = self.statuses.get(_STORE_RANK)
         return host is not None and host.left
 
-    def _store_name(self) -> str:
-        return f"the job's key-value store at {self._store.host}:{self._store.port}"
+    def _address(self) -> str:
+        return f"{self._store.host}:{self._store.port}"
 
 
 class PeerWatch:

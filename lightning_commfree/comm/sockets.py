@@ -1,17 +1,17 @@
-"""By which network interface do the ranks of several machines reach each other?
+"""Sockets of a rank: the network interface that gloo uses, and close-on-fork.
 
-gloo listens where this host's name points to, which on Debian is 127.0.1.1: reachable from nowhere
-else. The way to the address at which all ranks meet is a better guess. Asking the kernel for it
-sends nothing.
+*Interface.* gloo listens on the address of this host's name, which on Debian is 127.0.1.1 and
+cannot be reached from elsewhere. The interface with the route to the main machine is a better
+choice. Asking the kernel for that route sends nothing.
 
-Sockets that forked children do not keep.
+*Close-on-fork.*
 
-1. A data loader's workers are forked off a rank and hold all that it had open.
-2. The rank is killed. A worker that is busy goes on for a while, and the kernel keeps the rank's
-   connections up for it: to the others the rank looks alive, and they wait for their whole timeout.
+1. The workers of a data loader are forked off a rank and inherit its open sockets.
+2. The rank is killed. A busy worker lives on for a while, and the kernel keeps the rank's
+   connections open for it. The other ranks' exchanges do not break, and they wait.
 
-Children of `multiprocessing` (data loaders' workers are some) therefore close what the rank opened
-to other ranks. A child of a bare `os.fork` does not.
+So children of `multiprocessing`, which includes the workers of data loaders, close the sockets that
+the rank had opened to other ranks. A child of a bare `os.fork` does not.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # asks the kernel for an
 
 
 class GlooInterface:
-    """What gloo is told in this process's environment, from `tell` to `take_back`."""
+    """The interface for gloo in this process's environment, from `tell` to `take_back`."""
 
     def __init__(self) -> None:
         self._before: str | None = None
         self._told = False
 
     def tell(self, meeting_point: str) -> None:
-        """Name the interface, unless the user has; see `choose_interface`.
+        """Set the interface, unless the user has set one; see `choose_interface`.
 
         Raises:
-            ValueError: none is the obvious one.
+            ValueError: it cannot be chosen without the user.
         """
         self.take_back()
         if os.environ.get(VARIABLE):
@@ -53,7 +53,7 @@ class GlooInterface:
             os.environ[VARIABLE] = name
 
     def take_back(self) -> None:
-        """Leave the environment as it was."""
+        """Restore the environment."""
         if self._told:
             os.environ.pop(VARIABLE, None)
             if self._before is not None:
@@ -62,23 +62,23 @@ class GlooInterface:
 
 
 def choose_interface(meeting_point: str) -> str | None:
-    """Return the interface that gloo is to use in a job of several machines.
+    """Choose the network interface for gloo in a job of several machines.
 
     Args:
-        meeting_point: address or host name of the main node, as in `MASTER_ADDR`.
+        meeting_point: address or host name of the main machine, as in `MASTER_ADDR`.
 
     Returns:
-        Its name; None to leave the choice to gloo, whose own is one that others can reach.
+        Its name; None to leave the choice to gloo, which then chooses one that others can reach.
 
     Raises:
-        ValueError: none is the obvious one.
+        ValueError: it cannot be chosen without the user.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
     mine = _address_towards(meeting_point)
     for name, address in addresses.items():
         if address is not None and address == mine and not ip_address(address).is_loopback:
             return name
-    # on the main node its own name may be one for the loopback
+    # On the main machine the route leads to the loopback, and its own name often does too.
     if any(not ip_address(address).is_loopback for address in host_addresses()):
         return None
     others = [n for n, a in addresses.items() if a is not None and not ip_address(a).is_loopback]
@@ -93,7 +93,7 @@ def choose_interface(meeting_point: str) -> str | None:
 
 
 def unreachable(error: Exception) -> str:
-    """Say what to do about ranks of several machines that do not reach each other."""
+    """Explain what to do if ranks of several machines do not reach each other."""
     return (
         f"The ranks do not reach each other ({str(error).strip()}). gloo listens on"
         f" {os.environ.get(VARIABLE) or 'the address of the host name'} here; a firewall may be in"
@@ -112,7 +112,7 @@ def interface_address(name: str) -> str | None:
 
 
 def host_addresses() -> list[str]:
-    """Return the addresses that this host's name stands for."""
+    """Return the addresses of this host's name."""
     with suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         return [str(address[0]).partition("%")[0] for *_, address in found]
@@ -130,17 +130,14 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class Unshared:
-    """TCP sockets that belong to this process alone.
-
-    The children forget about them with this object: nothing global outlives it.
-    """
+    """TCP sockets that forked children close; nothing global outlives this object."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor, which another file may get later
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Take for this process alone what is opened in the body, by any thread and any library."""
+        """Register all TCP sockets that are opened in the body, by any thread and any library."""
         before = _tcp_sockets()
         try:
             yield
@@ -151,7 +148,7 @@ class Unshared:
             self._inodes |= new
 
     def _close(self) -> None:
-        """Close them in a child; the process that was forked keeps its own."""
+        """Close them in a child; the parent keeps its own."""
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
@@ -159,7 +156,7 @@ class Unshared:
 
 
 def _tcp_sockets() -> dict[int, int]:
-    """Return the inodes of this process's TCP sockets by descriptor."""
+    """Return the inodes of this process's TCP sockets, by descriptor."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed since; the descriptor of this directory itself is

@@ -278,7 +278,7 @@ def test_ranks_are_in_the_order_of_the_results_however_the_group_was_written(
 
 
 def test_misuse_of_a_channel_is_an_error_of_ours() -> None:
-    with pytest.raises(AssertionError, match="rank 5 stands in none of the groups"):
+    with pytest.raises(AssertionError, match="rank 5 is in none of the groups"):
         opened([[0], [1]], 5, Ledger())
     with pytest.raises(AssertionError, match="need a process group"):
         Channel([0, 1], 0, Ledger())

@@ -282,7 +282,7 @@ def fit_after_a_lost_fit(rank: int, size: int) -> list[float]:
     for _ in range(2):
         channel = world_channel(rank, size)
         found.append(float(channel.all_reduce(torch.ones(1), "t").wait()))
-        monitor = channel._watch.monitor
+        monitor = channel.peers.monitor
         assert monitor is not None
         monitor.announce({1: "is gone"})
         assert monitor.lost
@@ -324,7 +324,7 @@ def exchange(rank: int, size: int) -> Any:
         channel = Channel.open([[0, 1]], rank, Ledger(), liveness=liveness[rank])
         threads = [thread.name for thread in threading.enumerate()]
         total = float(channel.all_reduce(torch.ones(1), "t").wait())
-        found.append((total, threads.count("peer-watch"), channel._watch.statuses()))
+        found.append((total, threads.count("peer-watch"), channel.peers.statuses()))
         channel.close()
     return found
 

@@ -201,9 +201,9 @@ class Stopping:
         end_batch, end_epoch = fit.epoch_loop.on_advance_end, fit.on_advance_end
 
         def set_up_equally() -> None:
-            before = fit._combined_loader
+            before = fit._data_fetcher
             set_up()
-            if fit._combined_loader is not before:  # made, or reloaded
+            if fit._data_fetcher is not before:  # the loaders were made, or reloaded
                 self._equalize()
 
         def start_together(*args: Any) -> None:

@@ -24,11 +24,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_commfree.comm.liveness import AgreedError
+
 PERIOD_S = 0.5  # from one look into the store to the next
 _ERROR = "error"
 
 
-class StreamEndsError(RuntimeError):
+class StreamEndsError(AgreedError):
     """The streams end after different steps; the same sentence on all ranks."""
 
 

@@ -34,6 +34,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lightning_internals import (
     EPOCHS,
     Patches,
+    data_fetcher,
     data_used_up,
     end_epoch_after_this_batch,
     has_no_batch,
@@ -207,10 +208,9 @@ class Stopping:
         patches.put(fit, "on_advance_end", partial(self._finish_epoch, fit.on_advance_end))
 
     def _set_up_data(self, set_up: Callable[[], None]) -> None:
-        loop = self._trainer.fit_loop
-        before = loop._data_fetcher
+        before = data_fetcher(self._trainer)
         set_up()
-        if loop._data_fetcher is not before:  # the loaders were made, or reloaded
+        if data_fetcher(self._trainer) is not before:  # the loaders were made, or reloaded
             self._equalize()
 
     def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:

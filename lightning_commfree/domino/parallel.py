@@ -215,7 +215,7 @@ class ParallelModel:
         done: if set, told of a sublayer whose gradients are there, in backward.
         scheduled: the schedule runs its blocks; else they do their own all-reduces.
         divides_loss: its own loss is computed of this rank's logits.
-        fell_back: told why a batch was split in another way than asked for.
+        on_fallback: told why a batch was split in another way than asked for.
         trial: finds the split of each size of batches, if that is "auto".
 
     Raises:
@@ -241,7 +241,7 @@ class ParallelModel:
         self.sharding = Sharding(model, self.group, Materializer(model, init_seed))
         self.trace: Trace | None = None
         self.done: Done | None = None
-        self.fell_back: Callable[[str], None] = lambda _: None
+        self.on_fallback: Callable[[str], None] = lambda _: None
         self.trial = SplitTrial(channel)
         self.scheduled = self.divides_loss = False
         self._handles: list[Any] = []
@@ -329,7 +329,7 @@ class ParallelModel:
             settings = replace(settings, split=name)
 
         config = getattr(attention, "config", None)
-        split = choose_split(settings, hidden, arguments, config, self.fell_back)
+        split = choose_split(settings, hidden, arguments, config, self.on_fallback)
         embedding_flows = unsummed is not None
         run = ScheduleRun(
             sublayers, self.group, split, checkpoint, self.trace, self.done, embedding_flows

@@ -278,7 +278,7 @@ def choose_split(
     hidden: Tensor,
     arguments: Mapping[str, Any],
     config: Any,
-    fell_back: Callable[[str], None],
+    on_fallback: Callable[[str], None],
 ) -> Split:
     """Return the split of one batch.
 
@@ -287,7 +287,7 @@ def choose_split(
         hidden: of the batch, shape (B, T, H).
         arguments: what transformers passes to a block besides it.
         config: of attention; None if there is none.
-        fell_back: told why the batch is split in another way than asked for.
+        on_fallback: told why the batch is split in another way than asked for.
     """
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split
@@ -295,13 +295,13 @@ def choose_split(
         if rows >= 2:
             return HybridSplit(min(parts, rows))
         split = "weight"
-        fell_back(
+        on_fallback(
             f"A batch of {rows} cannot be split by rows (`split='hybrid'`); only the outputs of row"
             " linears are."
         )
     if split == "batch" and rows < 2:
         split = "token" if tokens >= 2 and is_causal(arguments, config) else "none"
-        fell_back(
+        on_fallback(
             f"A batch of {rows} cannot be split by rows (`split='batch'`); it is split by"
             f" {'tokens' if split == 'token' else 'nothing'} instead."
         )
@@ -311,7 +311,7 @@ def choose_split(
     flash = _is_flash(config)
     if split == "token" and flash and is_packed(arguments):
         split = "none"
-        fell_back(
+        on_fallback(
             "Flash attention is told where the examples of a packed row begin, for queries and"
             " keys alike, and a chunk has fewer queries: the row is split by nothing instead."
         )

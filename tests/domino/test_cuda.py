@@ -41,7 +41,7 @@ MASKED_ROW = Case("gpt2", 1, padding="left", dtype=F32)
 EVERY_STEP = {
     # NaN and Inf end the fit before the optimizer steps: the host has to know. Backward is over
     # then, and of the next step nothing can be launched before the optimizer's.
-    Question("gradients", "domino/finite.py _norm_is_finite", "value"),
+    Question("gradients", "domino/gradients.py _norm_is_finite", "value"),
 }
 ONE_ROW_WITH_A_MASK = {
     # A batch of one row is split by tokens, if its mask lets no token see a later one.

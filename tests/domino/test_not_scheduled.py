@@ -52,7 +52,7 @@ def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
     hidden = torch.zeros(1, LENGTH, 8)
     args = parallel.settings, hidden
     found = {
-        name: type(choose_split(*args, case, config, parallel.fell_back)).__name__
+        name: type(choose_split(*args, case, config, parallel.on_fallback)).__name__
         for name, case in cases.items()
     }
     config._attn_implementation = before
@@ -63,7 +63,7 @@ def divided(channel: Any) -> Any:
     model = make("gpt2").double()
     parallel = ParallelModel(model, channel, DominoSettings(None, "batch"))
     said: list[str] = []
-    parallel.fell_back = said.append
+    parallel.on_fallback = said.append
     found = logits_of(model, words(3).tensors[0])
     try:
         loss = model(input_ids=words(3).tensors[0]).logits.sum()
@@ -75,7 +75,7 @@ def divided(channel: Any) -> Any:
         model.save_pretrained("nowhere")
     except RuntimeError as error:
         found["save"] = str(error)
-    parallel.fell_back = lambda text: None
+    parallel.on_fallback = lambda text: None
     found["flash"] = split_under_flash(parallel)
     parallel.join({})
     found["can save again"] = "save_pretrained" not in vars(model)

@@ -70,7 +70,7 @@ def said(channel: Any) -> dict[str, list[str]]:
     for name, shape in (("row", (1, 5)), ("word", (1, 1)), ("rows", (2, 1))):
         model = make("gpt2")
         parallel = divide(model, channel, CASE)
-        parallel.fell_back = found.setdefault(name, []).append
+        parallel.on_fallback = found.setdefault(name, []).append
         model(torch.ones(shape, dtype=torch.long)).logits.sum().backward()
     return found
 

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 from lightning_commfree.domino.data_parallel import GradientMean
 from lightning_commfree.domino.families import FAMILIES
-from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
 from lightning_commfree.domino.gradients import (
     GradientAverage,
     gradient_norm,
@@ -78,8 +77,6 @@ __all__ = [
     "ShardSpec",
     "ShardedModule",
     "TensorGroup",
-    "bytes_of_gradients",
-    "bytes_per_step",
     "check_divisible",
     "check_batch",
     "check_module",

@@ -30,9 +30,9 @@ from torch import nn
 from lightning_commfree.comm.in_step import NUM_BYTES
 from lightning_commfree.comm.in_step import TAG as IN_STEP_TAG
 from lightning_commfree.comm.job import ReplicaChannels
-from lightning_commfree.comm.ledger import all_gather_bytes
+from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.domino.forecast import bytes_per_step
-from lightning_commfree.domino.gradients import GradientAverage
+from lightning_commfree.domino.gradients import AVERAGE_TAG, GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 from lightning_commfree.resume.rank_state import PLACE, Adopted, Saved
@@ -102,7 +102,9 @@ class GradientMean:
             batches: that are accumulated.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
-        sent = bytes_per_step(self.models, module.parameters(), tokens, replicas, mixed, clips)
+        sent = bytes_per_step(self.models, tokens, mixed, clips)
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        sent[AVERAGE_TAG] = ring_all_reduce_bytes(gradients, replicas)
         sent[IN_STEP_TAG] = batches * all_gather_bytes(NUM_BYTES, world)
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 

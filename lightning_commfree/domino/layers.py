@@ -54,7 +54,7 @@ class TensorGroup:
         scheduled: a schedule launches and lands the all-reduces. Row linears then return partial
             sums, and column linears leave the gradient of their input partial.
         local_logits: the head returns its share of the vocabulary.
-        sums_flow: the embedding leaves its sum to the schedule, as `unsummed`.
+        overlap_embedding: the embedding leaves its sum to the schedule, as `unsummed`.
         unsummed: the embedding's sum over this rank's words, until the schedule takes it.
     """
 
@@ -62,7 +62,7 @@ class TensorGroup:
         self.channel = channel
         self.scheduled = False
         self.local_logits = False
-        self.sums_flow = False
+        self.overlap_embedding = False
         self.unsummed: Tensor | None = None
         self._own_random = torch.Generator().manual_seed(seed + 1 + channel.rank).get_state()
         self._own_device_random: Tensor | None = None
@@ -375,7 +375,9 @@ class VocabEmbedding(nn.Module):
         if self.scale is not None:
             partial = partial * self.scale.to(partial.dtype)
 
-        if self.group.sums_flow and not self._forward_hooks:  # a hook would see a partial sum
+        if (
+            self.group.overlap_embedding and not self._forward_hooks
+        ):  # a hook would see a partial sum
             self.group.unsummed = partial
             return partial
         return summed(partial, self.group)

@@ -213,7 +213,7 @@ class Sharding:
         blocks: of the stack, in order; empty if no schedule is known for the model.
         sublayers: of the blocks; as many of each.
         experts: modules whose parameters are experts, divided.
-        embedding_is_stream: the first block gets the embedding as it is.
+        raw_embedding: whether the embedding's output enters the first block unchanged.
         restore: puts the original modules back, for parameters that are whole again.
     """
 
@@ -221,10 +221,10 @@ class Sharding:
     group: TensorGroup
     materializer: Materializer
     specs: dict[nn.Parameter, ShardSpec] = field(default_factory=dict)
-    blocks: nn.ModuleList = field(default_factory=nn.ModuleList)
+    blocks: list[nn.Module] = field(default_factory=list)
     sublayers: list[Sublayer] = field(default_factory=list)
     experts: list[nn.Module] = field(default_factory=list)
-    embedding_is_stream: bool = False
+    raw_embedding: bool = False
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:

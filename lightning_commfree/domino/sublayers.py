@@ -45,7 +45,7 @@ class Sublayer:
         row: its last linear.
         modules: their parameters are used here and nowhere else.
         dropout: behind the sum; None for none.
-        norm_behind: the same.
+        post_norm: the same.
         attention: None for an MLP.
         draws_own: whether the body now draws random numbers that differ from rank to rank.
     """
@@ -56,15 +56,15 @@ class Sublayer:
     row: RowLinear
     modules: tuple[nn.Module, ...]
     dropout: DropoutAfterSum | None = None
-    norm_behind: nn.Module | None = None
+    post_norm: nn.Module | None = None
     attention: nn.Module | None = None
     draws_own: Callable[[], bool] = lambda: False
 
     def finish(self, total: Tensor) -> Tensor:
         """Make the sublayer's output of the sum of all ranks' partial ones."""
         total = self.row.finish(total)
-        if self.norm_behind is not None:
-            total = self.norm_behind(total)
+        if self.post_norm is not None:
+            total = self.post_norm(total)
         return total if self.dropout is None else self.dropout.finish(total)
 
 

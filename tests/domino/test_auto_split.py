@@ -1,4 +1,4 @@
-"""`split="auto"` chooses the fastest split by its clock, the same on all ranks; losses stay equal."""
+"""`split="auto"` chooses the fastest split by its clock, the same on all ranks."""
 
 from __future__ import annotations
 

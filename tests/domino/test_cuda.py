@@ -45,16 +45,16 @@ EVERY_STEP = {
 }
 ONE_ROW_WITH_A_MASK = {
     # A batch of one row is split by tokens, if its mask lets no token see a later one.
-    Question("forward", "domino/choose_split.py is_causal", "value"),
+    Question("forward", "domino/splits.py is_causal", "value"),
 }
 FIRST_BATCH = {
     # The ranks of a tensor group must have the same one: its digest goes round as text, by the CPU.
-    Question("first batch", "domino/checks.py check_batch", "value"),
+    Question("first batch", "domino/sharded_module.py check_batch", "value"),
 }
 AFTER_A_SUSPICION = {
     # The fit is about to end: what is not finite gets a name.
-    Question("suspicion", "domino/finite.py refuse_nonfinite", "value"),
-    Question("suspicion", "domino/finite.py _describe", "value"),
+    Question("suspicion", "domino/gradients.py refuse_nonfinite", "value"),
+    Question("suspicion", "domino/gradients.py _describe", "value"),
 }
 
 
@@ -134,7 +134,7 @@ def test_a_step_waits_for_nothing_but_the_finite_norm(case: Case) -> None:
 
 
 def test_one_row_with_a_mask_is_looked_at() -> None:
-    with walking(MASKED_ROW, {"domino/choose_split.py is_causal": False}) as step:
+    with walking(MASKED_ROW, {"domino/splits.py is_causal": False}) as step:
         step.take()
     assert step.walk.asked() == EVERY_STEP | ONE_ROW_WITH_A_MASK
 

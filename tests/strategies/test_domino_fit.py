@@ -124,7 +124,7 @@ REFUSED: list[Any] = [
         {},
         {"verb": "validate"},
         "ValueError",
-        "gives them some in `fit` only",
+        "gives them values in `fit` only",
     ),
     (Manual, {}, {}, "ValueError", "`DominoTPStrategy` does not support manual optimization"),
     (CausalLM, {}, {"precision": "16-true"}, "ValueError", "does not support precision='16-true'"),

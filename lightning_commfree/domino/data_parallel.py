@@ -1,4 +1,4 @@
-"""Replicas that the mean of their gradients keeps equal in every step: data parallelism.
+"""Data parallelism between tensor groups: average gradients in every step.
 
 Weights and optimizer state of ranks that share a model are put together in a checkpoint, whole.
 What is left to each rank is small: its random numbers, the place of its data, and in the middle of
@@ -39,16 +39,16 @@ from lightning_commfree.resume.rank_state import PLACE, Adopted, Saved
 
 
 class GradientMean:
-    """All-reduce of gradients over the data axis, while backward goes on.
+    """Average gradients over the data axis during backward; `DominoTPStrategy`'s algorithm.
 
     Args:
-        sharded: the divided model.
+        sharded: the module with the sharded models.
         channels: between and within replicas.
-        settings: decide in which order random numbers are drawn.
+        settings: part of the fingerprint, since they decide the order of random numbers.
 
     Attributes:
-        average: of the gradients.
-        models: the divided ones.
+        average: launches and lands the all-reduces.
+        models: the sharded models.
     """
 
     name = "Domino"
@@ -69,7 +69,7 @@ class GradientMean:
             model.done = self.average.sublayer_is_done
 
     def land(self, module: nn.Module) -> None:
-        """Put the mean gradients into place."""
+        """Wait for the mean gradients and store them."""
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -92,14 +92,14 @@ class GradientMean:
     def bytes_per_step(
         self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool, batches: int
     ) -> dict[str, float]:
-        """Return what a rank sends in a step by tag.
+        """Forecast the bytes that a rank sends in a step, by ledger tag.
 
         Args:
-            module: divided.
-            tokens: of a tensor group's batches.
-            mixed: dtype of autocast.
+            module: sharded.
+            tokens: of a tensor group's batches of a step.
+            mixed: dtype of autocast; None without.
             clips: whether gradients are clipped by their norm.
-            batches: that are accumulated.
+            batches: accumulated in a step.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
         sent = bytes_per_step(self.models, tokens, mixed, clips)

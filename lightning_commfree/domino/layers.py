@@ -381,11 +381,6 @@ class VocabEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.register_buffer("scale", scale, persistent=False)
 
-    @property
-    def embedding_dim(self) -> int:
-        """Length of an embedding, which models read from `nn.Embedding`."""
-        return self.weight.shape[1]
-
     def forward(self, words: Tensor) -> Tensor:
         """Return the embeddings of integer words, shape (..., H)."""
         local = words - self.first

@@ -138,7 +138,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("winner", COSTS)
-def test_the_fastest_is_taken_and_said(ranks: list[dict[str, Any]], winner: str) -> None:
+def test_the_fastest_split_is_chosen_and_reported(ranks: list[dict[str, Any]], winner: str) -> None:
     for found in ranks:
         early, late, (said,), _, calls = found[winner]
         assert early == []
@@ -160,14 +160,14 @@ def test_the_slowest_rank_counts(ranks: list[dict[str, Any]]) -> None:
     assert [found["apart"] for found in ranks] == [[(2, 8, "token")]] * 2
 
 
-def test_tokens_are_not_split_where_one_sees_a_later_one(ranks: list[dict[str, Any]]) -> None:
+def test_tokens_are_not_split_without_causal_attention(ranks: list[dict[str, Any]]) -> None:
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
     expected = make("gpt2")(input_ids=WORDS[:2], attention_mask=mask).logits.detach()
     for found in ranks:
         torch.testing.assert_close(found["seen"], expected, rtol=0, atol=1e-10)
 
 
-def test_a_resumed_trial_goes_on_and_a_choice_stays(ranks: list[dict[str, Any]]) -> None:
+def test_a_resumed_trial_continues_and_a_choice_persists(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         (said,), chosen, calls = found["resumed"]
         assert "are split by 'token'" in said
@@ -175,14 +175,14 @@ def test_a_resumed_trial_goes_on_and_a_choice_stays(ranks: list[dict[str, Any]])
         assert calls == 0
 
 
-def test_sizes_are_tried_apart_and_not_too_many(ranks: list[dict[str, Any]]) -> None:
+def test_each_size_has_a_trial_up_to_a_limit(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["sizes"]["one row"] == [(1, 8, "token")]
         assert len(found["sizes"]["tried"]) == MAX_SIZES
         assert found["sizes"]["tried"][:2] == [(1, 8), (2, 8)]
 
 
-def test_a_model_on_one_rank_has_nothing_to_try(tmp_path: Path) -> None:
+def test_one_rank_times_nothing(tmp_path: Path) -> None:
     (calls,) = run_ranks(with_channel, 1, tmp_path, alone)
     assert calls == 0
 
@@ -194,7 +194,7 @@ def alone(channel: Any) -> int:
 
 
 class Echo:
-    """A channel to a rank that has measured the same."""
+    """A channel to a rank with the same timings."""
 
     size, device = 2, torch.device("cpu")
 

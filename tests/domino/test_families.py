@@ -22,7 +22,7 @@ CASE = Case("olmo", 3)
 
 
 def names_in_code(path: Path) -> Iterator[str]:
-    """Names of models in identifiers, imports and texts; docstrings and comments may say them."""
+    """Names of models in identifiers and texts; docstrings and comments may use them."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def test_every_family_is_known_by_the_name_of_its_class() -> None:
 
 
 def with_a_new_family(channel: Any) -> tuple[Outcome, bool, bool]:
-    """A step of it, and whether it is scheduled: with the family, and by the plan in its config."""
+    """Results of a step with a new family, and whether it was scheduled with and without it."""
     plain = divide(make("olmo"), channel, CASE).scheduled
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "OlmoForCausalLM", Llama(raw_embedding=True))

@@ -1,4 +1,4 @@
-"""Gradients across ranks: the mean over the data axis, shared key heads, the norm of the whole."""
+"""Gradients across ranks: mean over the data axis, shared key heads, norm of the full gradient."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS = ["one", "two forwards", "accumulated"]
 
 
 def losses(model: Any, case: Case, replica: int, way: str) -> None:
-    """Backward over this replica's batches: each replica has others."""
+    """Backward over this replica's own batches."""
     first = replace(case, seed=1 + replica)
     second = replace(case, seed=5 + replica, rows=case.rows + 1)
     if way == "two forwards":
@@ -118,7 +118,7 @@ CALLS = [(case, way) for case in CASES for way in WAYS]
 def played(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, list[list[dict[str, Any]]]]:
-    """The number of replicas, and what each rank found."""
+    """The number of replicas, and the results of each rank."""
     size, tensor_size = request.param
     folder = tmp_path_factory.mktemp("ranks")
     return size // tensor_size, run_ranks(on_two_axes, size, folder, tensor_size, CALLS)
@@ -149,8 +149,8 @@ def test_mean_and_norm(played: Any, call: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_leave_during_backward(played: Any, case: Case) -> None:
-    """One message per sublayer that learns, one behind backward: embedding, head, last norm."""
+def test_gradients_are_launched_during_backward(played: Any, case: Case) -> None:
+    """One message per sublayer that learns, one after backward: embedding, head, last norm."""
     replicas, by_rank = played
     for found in (results[CALLS.index((case, "one"))] for results in by_rank):
         sublayers = 2 * (LAYERS - (case.frozen == "layers"))
@@ -180,7 +180,7 @@ def naive_norms(channel: Any) -> list[Tensor]:
     return [norm, own, everywhere.sqrt().squeeze(), nothing]
 
 
-def test_the_likely_mistakes_give_another_norm(tmp_path: Any) -> None:
+def test_likely_mistakes_give_another_norm(tmp_path: Any) -> None:
     """What a rank holds alone is too little, and the sum over ranks counts norms and keys twice."""
     (norm, own, everywhere, nothing), *others = run_ranks(with_channel, 2, tmp_path, naive_norms)
     assert own < 0.99 * norm

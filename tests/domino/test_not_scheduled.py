@@ -1,4 +1,4 @@
-"""Calls that the schedule would get wrong are made without it, or refused."""
+"""Calls that the schedule would get wrong run without it, or are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logits_of(model: Any, rows: Tensor) -> dict[str, Any]:
 
 
 def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
-    """Ask for flash attention, which takes a GPU, as far as the choice of the split."""
+    """Choose splits under flash attention, without running it: that needs a GPU."""
     config = parallel.sharding.sublayers[0].attention.config
     before, config._attn_implementation = config._attn_implementation, "flash_attention_2"
     row = torch.arange(LENGTH)[None]
@@ -92,14 +92,14 @@ CASES = [*masks(), "both directions", "no cache asked for", "with a cache"]
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(found: list[Any], case: str) -> None:
-    """One row is not split by tokens where a token sees a later one; a cache goes on."""
+    """One row is not split by tokens without causal attention; a cache continues."""
     with torch.enable_grad():
         expected = logits_of(make("gpt2").double(), words(3).tensors[0])[case]
     for outcomes, _ in found:
         torch.testing.assert_close(outcomes[case], expected, rtol=0, atol=1e-10)
 
 
-def test_the_fallbacks_are_said(found: list[Any]) -> None:
+def test_fallbacks_are_reported(found: list[Any]) -> None:
     for _, said in found:
         assert [text.rpartition("split by ")[2] for text in said] == [
             "tokens instead.",
@@ -110,7 +110,7 @@ def test_the_fallbacks_are_said(found: list[Any]) -> None:
 
 
 def test_packed_rows_are_not_split_under_flash_attention(found: list[Any]) -> None:
-    """It would take the queries' borders of a chunk for those of all keys."""
+    """It takes one list of starts for queries and keys, of which a chunk has fewer."""
     for outcomes, _ in found:
         assert outcomes["flash"] == {
             "plain": "TokenSplit",

@@ -88,7 +88,9 @@ class SplitTrial:
             return best, False
 
         names = legal()
-        if best is None and len(names) > 1:
+        if best is None:
+            if len(names) == 1:
+                return names[0], False
             seconds = self._seconds.setdefault(size, {name: [] for name in names})
             turn = min(seconds, key=lambda name: len(seconds[name]))
             if len(seconds[turn]) < WARM_UP + PASSES:

@@ -151,8 +151,10 @@ class TokenSplit(Split):
     @override
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
         keys = _KeyCache([before.lent for before in earlier])
-        attention = micro.sublayer.attention
-        partial = micro.body({} if attention is None else {cache_argument(type(attention)): keys})
+        more: Arguments = {}
+        if micro.sublayer.attention is not None:
+            more = {self._cache_argument(type(micro.sublayer.attention)): keys}
+        partial = micro.body(more)
 
         micro.outputs = [partial, *keys.own]
         micro.lent = [LentTensor(tensor) for tensor in keys.own]
@@ -162,6 +164,16 @@ class TokenSplit(Split):
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
         # the later chunks, whose backward has run, have left the gradients of keys and values
         return [d_total, *(lent.gradient() for lent in micro.lent)]
+
+    def _cache_argument(self, attention: type[nn.Module]) -> str:
+        name = cache_argument(attention)
+        if name is None:  # under another name it would be ignored: chunks would not see each other
+            raise ValueError(
+                f"`{attention.__name__}` takes no cache of keys and values, by which the chunks of"
+                " a sequence see each other: it cannot be split by tokens. Choose another `split`,"
+                " batches of two rows or more, or a newer transformers."
+            )
+        return name
 
     def _own(self, value: Any, start: int, stop: int, hidden: Tensor) -> Any:
         length = hidden.shape[1]
@@ -188,27 +200,10 @@ class TokenSplit(Split):
 _CACHES = ("past_key_values", "past_key_value")  # the latter in older transformers
 
 
-def takes_cache(attention: type[nn.Module]) -> bool:
-    """Return whether the forward of an attention class takes a cache of keys and values."""
-    return not inspect.signature(attention.forward).parameters.keys().isdisjoint(_CACHES)
-
-
-def cache_argument(attention: type[nn.Module]) -> str:
-    """Return the name of an attention class's argument for a cache of keys and values.
-
-    An argument by another name would be dropped silently: chunks would not see each other.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for name in _CACHES:
-        if name in inspect.signature(attention.forward).parameters:
-            return name
-    raise ValueError(
-        f"`{attention.__name__}` takes no cache of keys and values, by which the chunks of a"
-        " sequence see each other: it cannot be split by tokens. Choose another `split`, batches of"
-        " two rows or more, or a newer transformers."
-    )
+def cache_argument(attention: type[nn.Module]) -> str | None:
+    """Return the name of an attention class's argument for a cache; None if it takes none."""
+    parameters = inspect.signature(attention.forward).parameters
+    return next((name for name in _CACHES if name in parameters), None)
 
 
 class _KeyCache:
@@ -290,7 +285,7 @@ def legal_splits(
     packed_for_flash = _is_flash(config) and is_packed(arguments)
     by_token = (
         tokens >= 2
-        and (attention is None or takes_cache(type(attention)))
+        and (attention is None or cache_argument(type(attention)) is not None)
         and not packed_for_flash
         and is_causal(arguments, config)
     )

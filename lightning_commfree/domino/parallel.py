@@ -145,7 +145,7 @@ class ParallelModel:
         kinds = getattr(model.config, "layer_types", None) or ["same"]
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
         self._blocks = _ScheduledBlocks(blocks, self._run_blocks, one_kind, as_tensor)
-        self.sharding.set(*family.blocks_in(model), self._blocks)
+        self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
@@ -284,6 +284,18 @@ class _ScheduledBlocks(nn.ModuleList):
         last = blocks[0] if one_kind else blocks[-1]
         self.stand_ins = [_StandIn(block, self._noted, None, as_tensor) for block in passed]
         self.stand_ins.append(_StandIn(last, self._noted, run, as_tensor))
+
+    def replace_in(self, owner: nn.Module, name: str) -> Callable[[], None]:
+        """Replace the plain list, an attribute of `owner`; return a function that undoes it."""
+        plain = getattr(owner, name)
+        self.training = plain.training
+        setattr(owner, name, self)
+
+        def undo() -> None:
+            plain.training = self.training
+            setattr(owner, name, plain)
+
+        return undo
 
     def begin(self, active: bool) -> None:
         """Prepare for a forward with or without the schedule."""

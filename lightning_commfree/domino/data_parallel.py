@@ -65,6 +65,7 @@ class GradientMean:
         self._channels, self._settings = channels, settings
         self.models = sharded.models
         self.average = GradientAverage(channels.between)
+        # a sublayer's gradients are launched while backward computes the ones before it
         for model in sharded.models:
             model.done = self.average.sublayer_is_done
 

@@ -155,6 +155,7 @@ class Llama(Family):
         if self.head_norms:  # a rank's gradient covers only its own heads
             sharding.share(attention.q_norm)
             sharding.share(attention.k_norm)
+        # repeats of each key head on this rank, which has one at least
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharding.set(attention, "num_key_value_groups", groups)
 
@@ -239,6 +240,7 @@ class GPT2(Family):
     def shard_block(self, sharding: Sharding, block: Any) -> None:
         ranks, attention, mlp = sharding.group.size, block.attn, block.mlp
 
+        # query, key and value are packed in one weight: this rank's slice of each third
         packed = attention.c_attn.weight.shape[1]
         column(sharding, attention, "c_attn", ShardSpec.even(1, packed, ranks, blocks=3))
         row(sharding, attention, "c_proj")

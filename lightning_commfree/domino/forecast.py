@@ -55,6 +55,7 @@ def bytes_per_step(
     if clips:
         sent[NORM_TAG] += ring_all_reduce_bytes(torch.float32.itemsize, size)
     for model in models:
+        # `sum_shared` sends the full shape, of which each rank fills its shard
         for parameter, spec in model.sharding.specs.items():
             if spec.overlapping and parameter.requires_grad:
                 whole = parameter.nbytes // parameter.shape[spec.dim] * spec.size

@@ -53,7 +53,7 @@ class GradientAverage:
 
     def sublayer_is_done(self, sublayer: Sublayer) -> None:
         """Launch the gradients of a sublayer's parameters, which are complete."""
-        if self.active and self._channel.size > 1:
+        if self.active and self._channel.size > 1:  # accumulated gradients are sent once
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -95,9 +95,11 @@ class GradientAverage:
                 self._launched[p] = (p.grad, p.grad._version)
                 by_dtype.setdefault(p.grad.dtype, []).append(p)
 
+        # one flat message a dtype: many small all-reduces would cost their latency each
         for members in by_dtype.values():
             gradients = [self._launched[p][0] for p in members]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            # the data axis may be a CPU channel over the slow link
             flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
             self._flying.append((members, gradients, flying))
 
@@ -140,6 +142,7 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
+        # a copy counts 1 / holders on each of its holders
         square = (
             p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
             / holders
@@ -147,7 +150,7 @@ def gradient_norm(
         key = spec is not None
         total[key] = total[key] + square if key in total else square
 
-    if not total:
+    if not total:  # the same on all ranks, which have the same parameters
         return torch.zeros(())
     first = next(iter(total.values()))
     divided = total.get(True, torch.zeros_like(first)).reshape(1)

@@ -156,6 +156,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gradient,) = grads
+        # a copy: all-reduce is in place, and autograd may use the gradient elsewhere too
         return ctx.group.all_reduce(gradient.clone(), BACKWARD_TAG).wait(), None
 
 
@@ -204,6 +205,7 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        # autocast does not reach into a Function: cast as it would cast a linear layer
         kind = x.device.type
         ctx.group, ctx.dtypes = group, (x.dtype, weight.dtype)
         if torch.is_autocast_enabled(kind):
@@ -218,6 +220,7 @@ class _Head(torch.autograd.Function):
         d_x = (gradient @ weight).to(ctx.dtypes[0])
         flying = ctx.group.all_reduce(d_x, BACKWARD_TAG)
 
+        # a frozen head has none; otherwise this product overlaps with the all-reduce
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
@@ -311,7 +314,7 @@ class RowLinear(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out); under a schedule the partial sum without bias."""
-        if self._launch is not None:
+        if self._launch is not None:  # of the weight or hybrid split
             return self._slices(x, self._launch)
         if self.group.scheduled:
             return self.product(x)
@@ -383,6 +386,7 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return the embeddings of integer words, shape (..., H)."""
+        # words of other ranks look up row 0 and are zeroed: the sum over ranks is each word's row
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 

@@ -44,6 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
         total_N = (sums_RN * (largest_RN - common_N).exp()).sum(0)
 
         scale_N = (largest_N - common_N).exp() / total_N
+        # the softmax is all that backward needs; it takes the memory of the exponentials
         ctx.save_for_backward(exponentials_NV.mul_(scale_N.unsqueeze(1)), index_N, mine_N)
         losses_N: Tensor = total_N.log() + common_N - found_RN.sum(0)
         return losses_N
@@ -53,6 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient_N,) = grads
         shares_NV, index_N, mine_N = ctx.saved_tensors
         result = shares_NV * gradient_N.unsqueeze(1)
+        # minus 1 at the target, on the rank that holds it
         result.scatter_add_(1, index_N, -(gradient_N * mine_N).unsqueeze(1))
         return result, None, None, None, None
 
@@ -92,6 +94,7 @@ def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., 
         counted = targets != ignore_index
 
         flat = logits.reshape(-1, logits.shape[-1])
+        # as transformers' own loss: sums of exponentials of a large vocabulary need float32
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
         each = vocab_cross_entropy(flat, targets.masked_fill(~counted, 0), first, words, group)

@@ -110,6 +110,7 @@ class ParallelModel:
         self._handles: list[Any] = []
         family = family_of(model)
         if family is not None:
+            # the schedule after the sharding: it refers to the sharded modules
             family.shard(self.sharding)
             self.sharding.materializer.materialize_rest()
             self._schedule(model, family)
@@ -128,8 +129,9 @@ class ParallelModel:
             handle.remove()
 
         for parameter, whole in wholes.items():
-            parameter.data = whole
-            parameter.grad = None
+            parameter.data = whole  # the same object, which optimizers and tied modules refer to
+            parameter.grad = None  # of the shard's shape
+        # in reverse: a later change may be inside a module that an earlier one replaced
         for undo in reversed(self.sharding.restore):
             undo()
 
@@ -146,6 +148,7 @@ class ParallelModel:
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
         self._blocks = _ScheduledBlocks(blocks, self._run_blocks, one_kind, as_tensor)
         self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
+        # `always_call`: after a failed forward the loop must see the blocks again
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
@@ -204,6 +207,7 @@ class ParallelModel:
         sublayers = self.sharding.sublayers
         attention, settings, timed = sublayers[0].attention, self.settings, False
         if settings.split == AUTO:
+            # read at most once: looking into a mask waits for the device
             legal = cache(partial(legal_splits, hidden, arguments, attention))
             name, timed = self.trial.choose(Size.of(hidden), legal)
             settings = replace(settings, split=name)

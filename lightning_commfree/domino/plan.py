@@ -84,7 +84,7 @@ def check_plan(model: Any, ranks: int) -> None:
             if kind in _WHOLE_OUTSIDE:
                 width = module.out_features if style in _COLUMNS else module.in_features
                 _check_even(name, path, width, ranks)
-            elif "att" in path:
+            elif "att" in path:  # `self_attn`, `attention`, `attn`
                 shards_heads = True
         else:
             known = ", ".join(map(repr, (*_COLUMNS, *_ROWS)))
@@ -94,7 +94,7 @@ def check_plan(model: Any, ranks: int) -> None:
                 f" {known} of linear layers, and {_EXPERTS_STYLE!r} of `gate_up_proj` and"
                 " `down_proj`. Nothing was changed; train it with another strategy."
             )
-    if shards_heads:
+    if shards_heads:  # a plan that gathers queries and keys first may cut heads anywhere
         _check_heads(model, name, ranks)
 
 

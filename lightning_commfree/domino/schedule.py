@@ -108,7 +108,7 @@ class ScheduleRun:
         self._autocast = Autocast.of(hidden.device.type)
         streams = list(self.split.micro_batches(hidden))
         given = [self.split.micro_arguments(of_block, hidden) for of_block in arguments]
-        per_block = len(self.sublayers) // len(given)
+        per_block = len(self.sublayers) // len(given)  # all of them if the arguments are shared
 
         # copies, because all-reduce is in place and the micro-batches share the embedding's memory
         embeddings = enumerate(streams) if self.unsummed else ()
@@ -121,7 +121,7 @@ class ScheduleRun:
                 inflow = self._inflow(before, streams[i], flying.get(i, []), i)
                 source = MicroInput(sublayer, own, inflow, self._replay(hidden.device))
                 micro, flying[i] = self._compute(source, micros, i)
-                streams[i] = micro.entered.detach()
+                streams[i] = micro.entered.detach()  # the graph is the micro-sublayer's own
                 micros.append(micro)
             self._keep(micros)
             before = sublayer
@@ -148,6 +148,7 @@ class ScheduleRun:
         launched: Flying = []
 
         def launch(sum_of_this_rank: Tensor) -> None:
+            # summed in place: no backward reads the values of a row linear's output
             summand = sum_of_this_rank.detach()
             launched.append(self._launch(summand, "forward", source.sublayer.name, i))
 
@@ -172,6 +173,7 @@ class ScheduleRun:
     ) -> None:
         name, device = micro.sublayer.name, micro.x.device
         self._tell(f"body {direction}", name, i)
+        # switching generators copies states: only where attention's dropout draws from them
         own = self.group.own_random(device) if micro.sublayer.draws_own() else nullcontext()
         with record_function(f"body {name} #{i}"), self.group.under_schedule(), own:
             self.split.run(micro, earlier, launch)
@@ -192,10 +194,12 @@ class ScheduleRun:
 
     def backward(self, gradient: Tensor) -> Tensor:
         """Return the gradient of `hidden`; accumulate those of the parameters."""
+        # autograd calls this without grad mode, in which checkpointing could not build graphs again
         with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)
             order = range(len(d_streams) - 1, -1, -1)
 
+            # the last sublayer has nothing after it to land
             micros = self._next_computed()
             flying = {i: self._body_backward(micros[i], d_partials[i], i) for i in order}
             while self._inputs:
@@ -219,6 +223,7 @@ class ScheduleRun:
         return [d_stream for d_stream, _ in found], [d_partial for _, d_partial in found]
 
     def _next_computed(self) -> list[MicroSublayer]:
+        # popped, so that activations are freed as backward proceeds
         inputs = self._inputs.pop()
         if not self.checkpoint:
             return self._computed.pop()
@@ -227,7 +232,7 @@ class ScheduleRun:
         for i, source in enumerate(inputs):
             with source.replayed():
                 micro = self._enter(source, i, "again")
-                self._body(micro, micros, i, "again", lambda _: None)
+                self._body(micro, micros, i, "again", lambda _: None)  # the sum is known already
             micros.append(micro)
         return micros
 

@@ -138,6 +138,7 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
         ValueError: they differ; the same on all ranks.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    # digests instead of batches: a few bytes, and the channel compares them as text
     found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
     try:
         check_agreement(channel, {"the first batch": " ".join(found)})
@@ -299,7 +300,7 @@ class ShardedModule:
             ValueError: one of them cannot be sharded; none is changed then.
         """
         found = find_models(module)
-        for model in found:
+        for model in found:  # all of them first, so that an error leaves none changed
             check_divisible(model, channel.size)
         models = [ParallelModel(model, channel, settings, seed, init_seed) for model in found]
         return cls(module, channel, models)

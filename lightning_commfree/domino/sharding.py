@@ -68,7 +68,10 @@ class ShardSpec:
         return len(set(self.ranges)) < len(self.ranges)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of the shard of `whole` that `rank` holds."""
+        """Return the shard of `whole` that `rank` holds.
+
+        It is a copy: a view would keep the full tensor in memory.
+        """
         if self.padded is not None:
             shape = list(whole.shape)
             shape[self.dim] = self.padded - self.size
@@ -128,7 +131,7 @@ class Sharding:
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
         """Replace a child by `new`, until `restore`."""
         old = getattr(parent, name)
-        new.train(old.training)
+        new.train(old.training)  # dropout depends on it
         setattr(parent, name, new)
 
         for key, _ in new.named_parameters(recurse=False):
@@ -144,7 +147,7 @@ class Sharding:
     def part(self, parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
         """Return this rank's shard as a new parameter, and remember the spec."""
         values = spec.part(parameter.detach(), self.group.rank)
-        mine = nn.Parameter(values.clone(), requires_grad=parameter.requires_grad)
+        mine = nn.Parameter(values, requires_grad=parameter.requires_grad)
         self.specs[mine] = spec
         return mine
 
@@ -155,7 +158,7 @@ class Sharding:
         that of a key head that several ranks hold.
         """
         for parameter in module.parameters():
-            size = parameter.shape[0]
+            size = parameter.shape[0]  # a shard that is the full tensor, on every rank
             self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
 
 
@@ -254,6 +257,7 @@ def experts(sharding: Sharding, module: Any) -> None:
     down = ShardSpec.even(2, width, group.size)
     module.down_proj = sharding.part(module.down_proj, down)
 
+    # a rank's gradients of hidden states and of the router's weights cover its slice of the experts
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights, *rest = given
         return spread(hidden, group), indices, spread(weights, group), *rest

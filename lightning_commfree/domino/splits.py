@@ -109,6 +109,7 @@ class BatchSplit(Split):
 
         return [
             {
+                # a tree: transformers passes (cos, sin) of rotary positions as a tuple
                 key: pytree.tree_map(lambda v, i=i: own(v, i), value)
                 for key, value in arguments.items()
             }
@@ -190,7 +191,7 @@ class TokenSplit(Split):
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
         """Return a chunk's mask, which covers the tokens before it too."""
         if mask is None:
-            if start == 0 or self._flash:
+            if start == 0 or self._flash:  # plain causal attention is right without a mask
                 return None
             ones = torch.ones(stop - start, stop, dtype=torch.bool, device=hidden.device)
             return ones.tril(start)[None, None]
@@ -238,12 +239,13 @@ def choose_split(
         config: of attention; None if there is none.
         on_fallback: called with the reason if the batch cannot be split as requested.
     """
+    # a fallback is chosen from the batch alone, so all ranks of a tensor group choose the same
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split
     if split == "hybrid":
         if rows >= 2:
             return BatchSplit(min(parts, rows), num_slices=min(parts, rows))
-        split = "weight"
+        split = "weight"  # the half of hybrid that one row allows
         on_fallback(
             f"A batch of {rows} cannot be split by rows (`split='hybrid'`); only the outputs of row"
             " linears are."
@@ -298,7 +300,7 @@ def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
     if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
         return False
     mask = arguments.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
+    if not isinstance(mask, Tensor) or mask.dim() != 4:  # padding alone leaves attention causal
         return True
     visible = mask if mask.dtype == torch.bool else mask == 0
     return not bool(visible.triu(1).any())
@@ -308,7 +310,7 @@ def is_packed(arguments: Mapping[str, Any]) -> bool:
     """Return whether a row holds several examples, as flash attention marks them without a mask."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
-    positions = arguments.get("position_ids")
+    positions = arguments.get("position_ids")  # they start again with each example
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 

@@ -69,7 +69,7 @@ def attention_body(module: nn.Module) -> Body:
     """Return a body that calls an attention module as a block of transformers does."""
 
     def body(x: Tensor, arguments: Arguments) -> Tensor:
-        partial: Tensor = module(hidden_states=x, **arguments)[0]
+        partial: Tensor = module(hidden_states=x, **arguments)[0]  # then the attention weights
         return partial
 
     return body
@@ -158,7 +158,7 @@ class LentTensor:
 
     def gradient(self) -> Tensor:
         """Return the sum of the borrowers' gradients."""
-        total = torch.zeros_like(self._tensor)
+        total = torch.zeros_like(self._tensor)  # all that the last micro-batch gets
         for lent in self._lent:
             if lent.grad is not None:
                 total += lent.grad
@@ -197,6 +197,7 @@ class MicroSublayer:
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
         """Return the gradient of `x`, given those of the outputs; accumulate the parameters'."""
+        # one call: keys, values and output share the graph of the body
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.lent = [], []
         return take_gradient(self.x)
@@ -208,6 +209,8 @@ class MicroSublayer:
             d_entered: of the residual stream after this sublayer.
             d_normed: of `x`, summed over the tensor group.
         """
+        # one call: both paths meet in the residual stream, whose graph is used once
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
+        # the activations are not needed any more, while this object lives until the next sublayer
         del self.entered, self.normed, self.x
         return self.source.inflow.gradients()

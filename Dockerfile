@@ -1,9 +1,9 @@
-# All that the recipes need, on CPUs: docker build -t lightning-commfree . && docker run --rm -it lightning-commfree
-# With more than one container per job: --network host, in a private network (SECURITY.md).
+# Everything that the recipes need, for CPUs: docker build -t lightning-commfree . && docker run --rm -it lightning-commfree
+# For a job with more than one container: --network host, in a private network (SECURITY.md).
 FROM python:3.12-slim-bookworm
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# make, and git for the commit that result pages name; whatever release of them Debian has
+# git is for the commit that result pages name; any release of the two will do
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends git make \
@@ -13,7 +13,7 @@ RUN useradd --create-home --uid 1000 trainer
 USER 1000
 WORKDIR /home/trainer/lightning-commfree
 
-# the libraries first: they change less often than the code
+# libraries first, because they change less often than the code
 COPY --chown=1000 pyproject.toml constraints.txt README.md LICENSE ./
 COPY --chown=1000 lightning_commfree lightning_commfree
 COPY --chown=1000 commfree_planner commfree_planner

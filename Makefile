@@ -1,44 +1,45 @@
-# `make help` lists what this file does. Every target sets up .venv first if that is not done yet.
-# Options of pip (an index with CPU-only wheels of torch, say) come in through its own PIP_* variables.
+# `make help` lists the targets. Each of them first sets up .venv if that has not been done yet.
+# Set pip's options, such as an index with CPU-only wheels of torch, with its PIP_* variables.
 
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.set-up-done
-# Tried in this order; the first that is new enough makes .venv.
+# Tried in this order; the first one that is new enough creates .venv.
 PYTHONS := python3 python3.13 python3.12 python3.11 python3.10
-# The release of torch that constraints.txt stays at, whatever is newest.
+# constraints.txt stays at this release of torch, even if a newer one exists.
 TORCH := 2.13.0
 PYTEST_ARGS :=
-# Ranks wait for each other most of the time: two test files at once keep two cores busy.
+# Ranks wait for each other most of the time, so two test files in parallel keep two cores busy.
 TEST_WORKERS := 2
 OLDEST_ARGS :=
 DEMO_ARGS :=
 COMPARE_ARGS :=
 NEWCOMER_ARGS :=
 
-.PHONY: help demo compare test test-fast test-oldest check release wheel-test bench bench-quality constraints newcomer-test docs clean
+.PHONY: help demo compare test test-fast test-oldest check audit release wheel-test bench bench-quality constraints newcomer-test docs clean
 
 help:
 	@echo "make demo         set up, then train a small GPT-2 on two CPU processes (DEMO_ARGS='trainer.max_steps=200')"
 	@echo "make compare      set up, then train the same model under every strategy and write a page (COMPARE_ARGS='seed=2')"
 	@echo "make test         set up, then run the tests (PYTEST_ARGS='-k bits')"
-	@echo "make test-fast    set up, then those that take no Trainer: under two minutes, to be run while one works"
-	@echo "make test-oldest  fetch the oldest torch and Lightning that are allowed, and run tests with them, some minutes"
+	@echo "make test-fast    set up, then run the tests without a Trainer: under two minutes, for use while you work"
+	@echo "make test-oldest  install the oldest supported torch and Lightning, and run tests with them, some minutes"
 	@echo "make check        set up, then lint, format, types, import contracts, spelling"
-	@echo "make wheel-test   set up, then build the wheel and train with it alone in an empty environment, some minutes"
+	@echo "make audit        set up, then check the pinned releases for known vulnerabilities, under a minute"
+	@echo "make wheel-test   set up, then build the wheel and train with it in an empty environment, some minutes"
 	@echo "make docs         set up, then build the documentation into build/site; no network, and a broken link fails"
-	@echo "make release      set up, then build wheel and sdist into dist/ and check them and how README renders"
-	@echo "make newcomer-test  paste the pages' commands into a fresh clone: demo, two machines, fine-tuning, documentation"
-	@echo "make bench        set up, then measure what this machine can, about an hour, and write the result pages"
-	@echo "make bench-quality  the same for the losses against DDP, an hour or more"
-	@echo "make constraints  work out constraints.txt anew from pyproject.toml (UPGRADE=1: with the newest releases)"
-	@echo "make clean        remove .venv, builds and caches; what recipes wrote stays"
+	@echo "make release      set up, then build wheel and sdist into dist/, and check them and the rendered README"
+	@echo "make newcomer-test  run the documented commands in a fresh clone: demo, two machines, fine-tuning, docs"
+	@echo "make bench        set up, then run the benchmarks that this machine can run, about an hour, and write their pages"
+	@echo "make bench-quality  set up, then compare losses with DDP, an hour or more"
+	@echo "make constraints  resolve constraints.txt again from pyproject.toml (UPGRADE=1: with the newest releases)"
+	@echo "make clean        remove .venv, builds and caches, but not the outputs of recipes"
 
 # OMP_NUM_THREADS=1: the ranks of one machine share its cores, and waiting OpenMP threads would spin on them.
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.pretrain experiment=demo $(DEMO_ARGS)
 
-# The strategies' own settings fit a run this short, as the demo's do.
+# The settings fit a run this short, as the demo's do.
 compare: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m recipes.compare trainer.max_steps=600 trainer.val_check_interval=100 \
 	  'overrides.streaming_diloco={strategy.sync_every:20}' $(COMPARE_ARGS)
@@ -46,7 +47,7 @@ compare: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# The ground floor, two wings and the planner, without their slowest files: measured one by one, these took half the time.
+# comm, two algorithms and the planner, without their slowest files: measured one by one, these took half the time.
 FAST_TESTS := tests/planner tests/comm tests/lion tests/diloco
 FAST_LEFT_OUT := cuda_walk late_parameters voting_ranks watch finish ballot_exchange meeting
 
@@ -54,11 +55,11 @@ test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(FAST_TESTS) \
 	  $(FAST_LEFT_OUT:%=--ignore-glob='*/test_%*') $(PYTEST_ARGS)
 
-# On a machine that cannot have them it says why and exits with 0.
+# On a machine that cannot install them, it prints the reason and exits with 0.
 test-oldest: $(STAMP)
 	$(PY) .ci/oldest $(OLDEST_ARGS)
 
-# All five run whatever the others say: one call shows everything that is to be repaired.
+# All five run even if one fails, so that one call shows everything that needs fixing.
 check: $(STAMP)
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH"; failed=; \
 	run() { echo "== $$*"; "$$@" || failed="$$failed, $$*"; }; \
@@ -70,11 +71,15 @@ check: $(STAMP)
 	if [ -n "$$failed" ]; then echo "make check: failed: $${failed#, }"; exit 1; fi; \
 	echo "make check: all passed"
 
-# Not part of .ci/run: it installs torch once more.
+# Without a network it checks .ci/known_bad.txt alone, and says so.
+audit: $(STAMP)
+	@$(PY) .ci/audit
+
+# Not part of .ci/run, because it installs torch a second time.
 wheel-test: $(STAMP)
 	$(PY) .ci/wheel
 
-# Not part of .ci/run: its clone sets up an environment of its own (NEWCOMER_ARGS='--here --short' does not).
+# Not part of .ci/run, because its clone sets up its own environment (NEWCOMER_ARGS='--here --short' does not).
 newcomer-test: $(STAMP)
 	$(PY) .ci/newcomer $(NEWCOMER_ARGS)
 
@@ -82,16 +87,16 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "Open build/site/index.html."
 
-# Nothing is uploaded. README is rendered as a package page renders it, which knows no relative links.
+# Uploads nothing. README is rendered as on a package page, where relative links do not work.
 release: $(STAMP)
 	rm -rf dist
 	$(PY) -m build
 	$(PY) -m twine check --strict dist/*
 	@mkdir -p build
 	$(PY) -m readme_renderer README.md --output build/README.html
-	@echo "make release: dist/ is to be uploaded by 'twine upload dist/*'; build/README.html is how its page will look"
+	@echo "make release: upload dist/ with 'twine upload dist/*'; build/README.html shows how the page will look"
 
-# Some need root, iproute2 or more cores than a machine has: they say so, and the others run.
+# A benchmark that needs root, iproute2 or more cores says so, and the others run.
 BENCHES := bits start wire duplex sync_cost planner lion_step bandwidth lion_bandwidth overlap auto_split architectures demo
 
 bench: $(STAMP)
@@ -105,35 +110,35 @@ bench: $(STAMP)
 bench-quality: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m benchmarks.quality
 
-# The stamp comes last, so that an interrupted set-up is taken up again. pip compiles on one core only; compileall
-# takes all, and what it cannot compile (templates, other Pythons' syntax) nobody imports.
+# The stamp comes last, so that an interrupted set-up is resumed. pip compiles on one core, compileall on all of them;
+# files that it cannot compile (templates, the syntax of other Pythons) are never imported.
 $(STAMP): pyproject.toml constraints.txt
 	@$(make-venv)
-	@echo "Installing what constraints.txt says into $(VENV): some minutes, once."
+	@echo "Installing the releases in constraints.txt into $(VENV): some minutes, once."
 	@$(PY) -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[recipes,dev,docs]'
 	@$(PY) -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
-# A .venv without pip is one whose making broke off: venv completes it.
+# A .venv without pip was interrupted while it was created: venv completes it.
 define make-venv
 if ! $(PY) -m pip --version >/dev/null 2>&1; then \
   for python in $(PYTHONS); do \
     if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
   done; \
   if [ -z "$$found" ]; then \
-    echo "Python >= 3.10 is needed and none of '$(PYTHONS)' is one. Install it, or name yours: make PYTHONS=/path/to/python" >&2; \
+    echo "Python >= 3.10 is needed, and none of '$(PYTHONS)' qualifies. Install it, or name yours: make PYTHONS=/path/to/python" >&2; \
     exit 1; \
   fi; \
   if ! $$found -c 'import ensurepip, venv' 2>/dev/null; then \
     echo "$$found has no venv module. On Debian or Ubuntu: sudo apt-get install python3-venv" >&2; \
     exit 1; \
   fi; \
-  echo "Making $(VENV) with $$($$found --version)."; \
+  echo "Creating $(VENV) with $$($$found --version)."; \
   $$found -m venv $(VENV); \
 fi
 endef
 
-# uv resolves for every supported Python at once, which pip cannot. It keeps the pins that still fit, unless UPGRADE=1.
+# uv resolves for every supported Python at once, which pip cannot. It keeps pins that still fit, unless UPGRADE=1.
 constraints:
 	@$(make-venv)
 	@mkdir -p build

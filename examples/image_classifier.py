@@ -1,4 +1,4 @@
-"""An image classifier with BatchNorm: two processes train apart and exchange weights in 4 bits.
+"""Train an image classifier with BatchNorm: two replicas that exchange weights in 4 bits.
 
 python examples/image_classifier.py
 """
@@ -15,7 +15,7 @@ CLASSES, SIDE = 10, 12
 
 
 class Classifier(L.LightningModule):
-    """Nothing in here knows of replicas; BatchNorm's statistics are averaged with the weights."""
+    """An ordinary module. BatchNorm statistics are averaged together with the weights."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class Classifier(L.LightningModule):
         for channels, width in ((1, 16), (16, 32)):
             layers += [nn.Conv2d(channels, width, 3), nn.BatchNorm2d(width), nn.ReLU()]
         self.net = nn.Sequential(*layers, nn.MaxPool2d(4), nn.Flatten(), nn.LazyLinear(CLASSES))
-        self.net(torch.zeros(2, 1, SIDE, SIDE))  # the lazy layer learns its size
+        self.net(torch.zeros(2, 1, SIDE, SIDE))  # one pass sets the size of the lazy layer
 
     def training_step(self, batch, _):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -39,7 +39,7 @@ class Classifier(L.LightningModule):
 
 
 def images(count, seed):
-    """Return noisy images: a class is a pattern, moved by up to two pixels each way."""
+    """Return noisy images: each class is a pattern, shifted by up to two pixels each way."""
     patterns = torch.randn(CLASSES, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=random)

@@ -1,4 +1,4 @@
-r"""LightningCLI: the strategy and its settings stand in a YAML file, or on the command line.
+r"""Set the strategy with LightningCLI, in a YAML file or on the command line.
 
 python examples/lightning_cli.py fit --config examples/lightning_cli.yaml
 python examples/lightning_cli.py fit --config examples/lightning_cli.yaml \
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Curve(L.LightningModule):
-    """A small network that learns a curve."""
+    """A small network that fits a curve."""
 
     def __init__(self, width: int = 32, lr: float = 1e-2):
         super().__init__()
@@ -31,7 +31,7 @@ class Curve(L.LightningModule):
 
 
 class Points(L.LightningDataModule):
-    """Points on a sine."""
+    """Points on a sine curve."""
 
     def __init__(self, count: int = 4096, batch_size: int = 32):
         super().__init__()

@@ -1,4 +1,4 @@
-"""An algorithm of your own between replicas: the mean of their weights every so many steps.
+"""Write your own algorithm between replicas: average their weights every few steps.
 
 python examples/local_sgd.py
 """
@@ -57,7 +57,7 @@ class LocalSGD(LocalUpdates):
 
 
 class LocalSGDStrategy(ReplicaStrategy):
-    """Trains with `LocalSGD`."""
+    """Train replicas with `LocalSGD`."""
 
     def __init__(self, every=10, **ddp_kwargs):
         super().__init__(DataParallel(), **ddp_kwargs)

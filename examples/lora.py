@@ -1,6 +1,6 @@
-"""LoRA: only the adapters are trained, so only they are exchanged. Two processes.
+"""Fine-tune with LoRA on two processes: only the adapters are trained and exchanged.
 
-python examples/lora.py [FOLDER]     a folder that `save_pretrained` has written; else a small GPT-2
+python examples/lora.py [FOLDER]     a folder written by `save_pretrained`; default: a small GPT-2
 """
 
 import sys
@@ -17,7 +17,7 @@ ADAPTER, LENGTH = "outputs/lora", 32
 
 
 class Tuning(L.LightningModule):
-    """A causal language model whose weights are frozen, with adapters beside them."""
+    """A causal language model with frozen weights and trainable adapters."""
 
     def __init__(self, base):
         super().__init__()
@@ -34,7 +34,7 @@ class Tuning(L.LightningModule):
 
 
 def small_model():
-    """Build a model in place of a download."""
+    """Build a model, so that nothing is downloaded."""
     config = GPT2Config(vocab_size=128, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=2)
     return GPT2LMHeadModel(config)
 
@@ -44,11 +44,11 @@ if __name__ == "__main__":
     folder = sys.argv[1:]
     model = Tuning(AutoModelForCausalLM.from_pretrained(*folder) if folder else small_model())
     starts = torch.randint(64, (2048, 1))
-    rows = (starts + torch.arange(LENGTH)) % 64  # counting, which the adapters learn
+    rows = (starts + torch.arange(LENGTH)) % 64  # counting upwards, which the adapters learn
     strategy = StreamingDiLoCoStrategy(sync_every=20)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2)
     trainer.fit(model, DataLoader(rows, 8, shuffle=True))
     if trainer.is_global_zero:
         model.model.save_pretrained(ADAPTER)
         exchanged = sum(map(len, strategy.fragments))
-        print(f"{ADAPTER}: {exchanged} tensors of adapters, the only ones that were exchanged")
+        print(f"{ADAPTER}: only the {exchanged} adapter tensors were exchanged")

@@ -1,4 +1,4 @@
-"""An outer optimizer of your own, with a schedule: Yogi (arXiv:2003.00295).
+"""Use your own outer optimizer, with a learning-rate schedule: Yogi (arXiv:2003.00295).
 
 python examples/outer_optimizer.py
 """
@@ -13,7 +13,7 @@ from lightning_commfree import StreamingDiLoCoStrategy
 
 
 class Yogi(torch.optim.Optimizer):
-    """What a step needs stands in `state`, so checkpoints hold it and a resume is exact."""
+    """Keeps everything in `state`, so checkpoints contain it and a resume is exact."""
 
     def __init__(self, params, lr=0.02, betas=(0.9, 0.99), eps=1e-3):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
@@ -32,13 +32,13 @@ class Yogi(torch.optim.Optimizer):
 
 
 def outer_optimizer(parameters):
-    """Return the optimizer of a fragment and its scheduler, stepped at every landing."""
+    """Return a fragment's optimizer and its scheduler, which steps after every outer step."""
     yogi = Yogi(parameters)
     return yogi, LinearLR(yogi, start_factor=0.25, total_iters=5)
 
 
 class Regression(L.LightningModule):
-    """Any module; its own optimizer is the inner one."""
+    """Any module: its own optimizer is the inner optimizer."""
 
     def __init__(self):
         super().__init__()

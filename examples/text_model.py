@@ -1,4 +1,4 @@
-"""A language model of bytes: two processes vote on every step with one bit per parameter.
+"""Train a byte-level language model: two processes vote with one bit per parameter and step.
 
 python examples/text_model.py [FILE]
 """
@@ -18,7 +18,7 @@ WIDTH, LENGTH, BYTES = 64, 64, 256
 
 
 class ByteModel(L.LightningModule):
-    """A transformer that foretells the next byte."""
+    """A transformer that predicts the next byte."""
 
     def __init__(self):
         super().__init__()
@@ -42,13 +42,13 @@ class ByteModel(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        # a quarter of AdamW's learning rate, its decay times four, betas for a short run
+        # a quarter of AdamW's learning rate, four times its weight decay, betas for a short run
         return DistributedLion(self.parameters(), lr=1e-3, betas=(0.8, 0.9), weight_decay=0.04)
 
 
 if __name__ == "__main__":
     L.seed_everything(1)
-    file = sys.argv[1] if len(sys.argv) > 1 else argparse.__file__  # some text that is there
+    file = sys.argv[1] if len(sys.argv) > 1 else argparse.__file__  # any text file
     text = torch.frombuffer(bytearray(Path(file).read_bytes()), dtype=torch.uint8).long()
     rows = text.unfold(0, LENGTH + 1, LENGTH // 2)
     trainer = L.Trainer(

@@ -1,6 +1,6 @@
-r"""Your own module on two machines, started by torchrun.
+r"""Train your own module on two machines with torchrun.
 
-On each of them, with HOST the first one:
+Run this on both machines, where HOST is the first one:
 
 torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
     examples/two_machines.py
@@ -17,7 +17,7 @@ from lightning_commfree import StreamingDiLoCoStrategy
 
 
 class Regression(L.LightningModule):
-    """Stands for your module: it knows nothing of machines."""
+    """Replace this with your own module: it needs no code for several machines."""
 
     def __init__(self):
         super().__init__()

@@ -11,13 +11,13 @@ for the CPU too. On top of it `CudaWalk` sees two kinds of mistakes:
 
 Use::
 
-    with CudaWalk(answers={"domino/finite.py looks_finite": True}) as walk:
+    with CudaWalk(answers={"domino/gradients.py looks_finite": True}) as walk:
         model = walk.on_cuda(make_model())          # built before, on the CPU
         with walk.during("forward"):
             loss = model(torch.empty(2, 9, device=walk.device))
         with walk.during("backward"):
             loss.backward()
-    assert walk.asked() == {Question("backward", "domino/finite.py looks_finite", "value")}
+    assert walk.asked() == {Question("backward", "domino/gradients.py looks_finite", "value")}
 
 `InstantChannel` stands in for the other ranks. Values are never there: what depends on one goes the
 way that the table of answers says. Autocast is off, as on any machine without a device: walk a

@@ -1,4 +1,4 @@
-"""The documentation site is built offline and strictly, and says what the code does."""
+"""The documentation builds offline and strictly, and its figures and messages match the code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from docs.site.loss_over_bytes import TARGET as PLOT
 from docs.site.loss_over_bytes import description, draw, points
 from docs.site.messages import sentences
+from docs.site.planner_page import page as page_with_planner
 from docs.site.reference import packages
 from docs.site.schedule_svg import SCHEDULE, TARGET, drawing, flights
 from lightning_commfree.diloco.streaming import Landing
@@ -26,7 +27,7 @@ SOURCES = [
     for path in (ROOT / "lightning_commfree").rglob("*.py")
     for sentence in sentences(path.read_text("utf-8"))
 ]
-# what a browser fetches by itself; `<a href>` is followed by a reader only
+# what a browser fetches on its own, unlike the `<a href>` that a reader follows
 FETCHED = re.compile(
     r"<(?:script|img|iframe)[^>]*\ssrc=\"?(?:https?:)?//|<link[^>]*\shref=\"?https?://"
 )
@@ -51,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_public_name_stands_in_the_reference(site: Path) -> None:
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
     for package, names in packages(ROOT).items():
         page = site / "api" / f"{package.removeprefix('lightning_commfree.')}.html"
         text = page.read_text("utf-8")
@@ -71,7 +72,7 @@ def test_nothing_is_fetched_from_another_server(site: Path) -> None:
     assert not FETCHED.search('<a href="https://arxiv.org/abs/2501.18512">')
 
 
-def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
+def test_broken_links_and_missing_docstrings_fail_the_build(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("docs", "lightning_commfree", "commfree_planner"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
@@ -95,11 +96,18 @@ def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
         assert said in built.stderr, said
 
 
+def test_the_planner_has_the_layout_of_the_site_and_a_legend(site: Path) -> None:
+    text = (site / "planner.html").read_text("utf-8")
+    assert 'class="md-header' in text
+    assert '<p id="legend">' in text
+    assert page_with_planner().split("<script>")[1].strip() in text, "Markdown changed the script"
+
+
 def said_by_the_package(fragment: str) -> bool:
     return any(fragment in " ".join(sentence.split()) for sentence in SOURCES)
 
 
-def test_messages_in_troubleshooting_are_messages_of_the_package() -> None:
+def test_troubleshooting_quotes_messages_of_the_package() -> None:
     page = (DOCS / "troubleshooting.md").read_text("utf-8")
     quoted = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
     assert len(quoted) > 25
@@ -107,14 +115,14 @@ def test_messages_in_troubleshooting_are_messages_of_the_package() -> None:
     assert not said_by_the_package("The ranks do not reach one another")
 
 
-def test_what_is_said_to_a_user_is_told_from_what_is_not() -> None:
+def test_docstrings_and_assertions_are_no_messages() -> None:
     source = '''
 def check(x):
-    """What a docstring says in so many words is not said."""
-    assert x, "neither is what only a mistake of ours would print"
-    raise ValueError(f"`x={x}` is what a user reads, with what it was.")
+    """A docstring of more than a few words is not a message."""
+    assert x, "neither is the text of an assertion, which only a bug would print"
+    raise ValueError(f"`x={x}` is a message that a user reads, with its value.")
 '''
-    assert list(sentences(source)) == ["`x=…` is what a user reads, with what it was."]
+    assert list(sentences(source)) == ["`x=…` is a message that a user reads, with its value."]
 
 
 def test_every_figure_is_explained() -> None:
@@ -125,13 +133,15 @@ def test_every_figure_is_explained() -> None:
     assert set(re.findall(r"`((?:comm|outer|lion)/\w+)`", page)) >= {*outer, *lion, *comm}
 
 
-def test_the_plot_is_that_of_the_kept_losses_and_readme_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_plot_shows_the_saved_losses_and_readme_quotes_them(tmp_path: Path) -> None:
     found = points()
-    draw(tmp_path / "again.svg", found)  # another matplotlib draws another file of the same points
+    draw(
+        tmp_path / "again.svg", found
+    )  # the file depends on matplotlib's release, its points do not
     for picture in (tmp_path / "again.svg", PLOT):
         assert description(found) in picture.read_text("utf-8"), "run docs.site.loss_over_bytes"
     ddp, *ours = found
-    # what the result pages say, and the ledger's formula by hand: 4-bit codes, a scale in 256
+    # the losses on the result pages; below, the ledger's formula: 4-bit codes, one scale per 256
     assert [f"{point.mean:.4f}" for point in found] == [
         "3.3577",
         "3.3502",
@@ -149,8 +159,8 @@ def test_the_plot_is_that_of_the_kept_losses_and_readme_says_what_it_shows(tmp_p
     assert f"{above[2]:.1f} and {above[3]:.1f} % above" in readme
 
 
-def test_the_moving_picture_is_that_of_the_schedule() -> None:
-    """Its command makes it again, and each fragment leaves and lands when the schedule says so."""
+def test_the_animation_follows_the_schedule() -> None:
+    """Its command reproduces it; each fragment leaves and lands at its steps in the schedule."""
     assert TARGET.read_text("utf-8") == drawing(SCHEDULE)
     assert TARGET.stat().st_size < 150_000
     ElementTree.parse(TARGET)
@@ -159,11 +169,13 @@ def test_the_moving_picture_is_that_of_the_schedule() -> None:
         assert list(flights(SCHEDULE, p, begin)) == [
             (SCHEDULE.offset(p), SCHEDULE.offset(p) + SCHEDULE.overlap_steps)
         ]
-        assert SCHEDULE.offset(p) + SCHEDULE.overlap_steps < cycle, "it would not fit into a cycle"
+        assert SCHEDULE.offset(p) + SCHEDULE.overlap_steps < cycle, (
+            "the flight must fit into one cycle"
+        )
 
 
-def test_a_newcomer_finds_the_commands_in_the_pages() -> None:
-    """They are run by `make newcomer-test`, which takes minutes."""
+def test_the_newcomer_script_finds_its_commands_in_the_pages() -> None:
+    """`make newcomer-test` runs them, which takes minutes."""
     listed = subprocess.run(
         [sys.executable, ROOT / ".ci/newcomer", "--list"],
         capture_output=True,

@@ -1,15 +1,19 @@
-"""What others expect of a project: its files are whole, and say what holds."""
+"""The files around the code: metadata, CI, packaging and the supply chain agree with each other."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +33,7 @@ def project() -> dict[str, Any]:
     return tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
-def test_the_citation_is_of_this_release() -> None:
+def test_the_citation_matches_this_release() -> None:
     citation = yaml.safe_load(text_of("CITATION.cff"))
     assert (citation["version"], citation["license"]) == (project()["version"], "Apache-2.0")
     assert citation["keywords"] == project()["keywords"]
@@ -39,10 +43,10 @@ def test_the_citation_is_of_this_release() -> None:
         assert paper in text_of("README.md")
 
 
-def test_the_public_ci_runs_what_one_runs_here() -> None:
+def test_the_public_ci_runs_the_local_commands() -> None:
     jobs = yaml.safe_load(text_of(".github/workflows/ci.yml"))["jobs"]
     run = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert sorted(run) == ["make check", "make docs", "make test"]
+    assert sorted(run) == ["make audit", "make check", "make docs", "make test"]
     assert {command.split()[1] for command in run} <= TARGETS
     pythons = jobs["test"]["strategy"]["matrix"]["python"]
     assert pythons[0] == project()["requires-python"].removeprefix(">=")
@@ -63,7 +67,7 @@ def test_an_issue_form_asks_something(form: Path) -> None:
     assert all(part["attributes"]["label"] for part in content["body"])
 
 
-def test_the_image_takes_what_there_is() -> None:
+def test_the_image_copies_files_that_exist() -> None:
     lines = text_of("Dockerfile").replace("\\\n", " ").splitlines()
     copied = [shlex.split(line)[2:-1] for line in lines if line.startswith("COPY")]
     names = {name for words in copied for name in words}
@@ -74,8 +78,8 @@ def test_the_image_takes_what_there_is() -> None:
     assert not names & set(ignored)
 
 
-def test_the_fast_tests_are_there_and_what_they_leave_out_too() -> None:
-    """A file that is renamed would else come back among the fast ones without a word."""
+def test_the_fast_tests_and_their_exclusions_exist() -> None:
+    """Otherwise a renamed slow file would silently rejoin the fast ones."""
     makefile = text_of("Makefile")
     [folders] = re.findall(r"^FAST_TESTS := (.*)$", makefile, re.MULTILINE)
     [left_out] = re.findall(r"^FAST_LEFT_OUT := (.*)$", makefile, re.MULTILINE)
@@ -84,7 +88,7 @@ def test_the_fast_tests_are_there_and_what_they_leave_out_too() -> None:
         assert any(found.startswith(f"test_{name}") for found in names), name
 
 
-def test_what_contributors_are_told_to_run_can_be_run() -> None:
+def test_the_targets_in_contributing_exist() -> None:
     told = re.findall(r"^\$ make ([a-z-]+)", text_of("CONTRIBUTING.md"), re.MULTILINE)
     assert told == ["test-fast", "check", "test", "docs"]
     assert set(told) <= TARGETS
@@ -93,8 +97,69 @@ def test_what_contributors_are_told_to_run_can_be_run() -> None:
     assert TARGETS - hidden == helped
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_links_lead_somewhere(page: str) -> None:
-    found = re.findall(r"\]\(([^)]+)\)", text_of(page))
+    found = re.findall(r"\]\(([^)#]+)", text_of(page))
     assert found
-    assert [link for link in found if not (ROOT / link).exists()] == []
+    assert [x for x in found if "://" not in x and not (ROOT / x).exists()] == []
+
+
+@pytest.fixture
+def audit() -> ModuleType:
+    """Import `.ci/audit`, which has no suffix."""
+    loader = SourceFileLoader("audit", str(ROOT / ".ci/audit"))
+    module = module_from_spec(spec_from_loader("audit", loader))
+    loader.exec_module(module)
+    return module
+
+
+STOLE_CREDENTIALS = ("2.6.2", "2.6.3")  # GHSA-w37p-236h-pfx3
+
+
+def test_an_install_never_takes_the_lightning_that_stole_credentials() -> None:
+    [lightning] = (r for r in map(Requirement, project()["dependencies"]) if r.name == "lightning")
+    assert not any(version in lightning.specifier for version in STOLE_CREDENTIALS)
+    assert all(version in lightning.specifier for version in ("2.5.2", "2.6.1", "2.6.6"))
+
+
+def test_no_pin_is_known_to_be_bad(audit: ModuleType, tmp_path: Path) -> None:
+    bad = audit.requirements(ROOT / ".ci/known_bad.txt")
+    assert audit.listed(audit.pins(ROOT / "constraints.txt"), bad) == []
+
+    for version in STOLE_CREDENTIALS:
+        for name in ("lightning", "PyTorch_Lightning"):
+            wrong = tmp_path / "constraints.txt"
+            wrong.write_text(
+                f"{text_of('constraints.txt')}{name}=={version} ; python_version > '3'\n"
+            )
+            assert audit.listed(audit.pins(wrong), bad), f"{name} {version}"
+
+
+def test_a_finding_of_pip_audit_fails_the_audit(audit: ModuleType, monkeypatch, capsys) -> None:
+    def vulnerable(advisory: str) -> dict[str, Any]:
+        return {
+            **{"name": "lightning", "version": "2.6.6"},
+            "vulns": [{"id": "PYSEC-1", "aliases": [advisory], "fix_versions": ["2.6.7"]}],
+        }
+
+    report = [{"name": "torch", "version": "2.13.0", "vulns": []}, vulnerable("GHSA-new")]
+    monkeypatch.setattr(audit, "run_pip_audit", lambda *_: report)
+    assert audit.main() == 1
+    assert "lightning 2.6.6: PYSEC-1, fixed in 2.6.7" in capsys.readouterr().out
+
+    report[1] = vulnerable(*audit.ACCEPTED)
+    assert audit.main() == 0
+    assert "pip-audit looked up 2 pins" in capsys.readouterr().out
+
+
+def test_an_index_without_advisories_is_not_taken_for_a_clean_audit(
+    audit: ModuleType, monkeypatch, capsys
+) -> None:
+    """Behind a mirror pip-audit skips every package and exits with 0."""
+    skipped = {"name": "torch", "skip_reason": "Dependency not found on PyPI"}
+    monkeypatch.setattr(audit, "run_pip_audit", lambda *_: [skipped])
+    assert audit.main() == 0
+    assert (
+        "known_bad.txt alone; no pip-audit: the package index has no data"
+        in capsys.readouterr().out
+    )

@@ -1,7 +1,8 @@
-"""What MkDocs is told while it builds the site: pages that stand elsewhere in the repository.
+"""MkDocs hooks: add pages to the site that are not in docs/.
 
-Recipes, result pages and sources are written once, where they belong, and linked from there; the
-pages of the API reference and the list of messages are read off the sources. See `mkdocs.yml`.
+Recipes, result pages and sources stay where they are in the repository, and every page that links
+to one gets it into the site. The API reference, the list of messages and the planner are generated.
+See `mkdocs.yml`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import planner_page
 import reference
 from messages import messages_page
 
@@ -29,11 +31,11 @@ INDEX = {
 }
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".ipynb": "json", ".toml": "toml"}
 log = logging.getLogger("mkdocs.hooks")
-origins: dict[str, str] = {}  # of the pages that are made here: where they stand in the repository
+origins: dict[str, str] = {}  # generated page -> its file in the repository
 
 
 def site_path(path: str) -> str:
-    """Return where the site has a file of the repository, by its path from the root."""
+    """Return the path in the site of a file of the repository."""
     if path in INDEX:
         return INDEX[path]
     if path.startswith("docs/"):
@@ -44,7 +46,7 @@ def site_path(path: str) -> str:
 
 
 def linked(origin: str, text: str) -> dict[str, str]:
-    """Return the links of a page to files, and their paths from the repository's root."""
+    """Return a page's links to files, with the path of each from the repository's root."""
     found = {}
     for link in LINK.findall(text):
         target = link.partition("#")[0]
@@ -54,7 +56,7 @@ def linked(origin: str, text: str) -> dict[str, str]:
 
 
 def text_of(path: str) -> str:
-    """Return the Markdown of a file: a page as it is, all else as a block of code."""
+    """Return a file as Markdown: a page unchanged, anything else as a code block."""
     text = (ROOT / path).read_text("utf-8")
     if path.endswith(".md"):
         return text
@@ -62,15 +64,15 @@ def text_of(path: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add what is linked and stands outside of docs/, and what it links; the reference."""
+    """Add the linked files from outside docs/, recursively, and the generated pages."""
     origins.clear()
-    ways = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    ways += list(INDEX)[:2]
-    seen = set(ways)
-    while ways:
-        path = ways.pop()
+    queue = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    queue += list(INDEX)[:2]
+    seen = set(queue)
+    while queue:
+        path = queue.pop()
         if not (ROOT / path).is_file():
-            continue  # MkDocs tells of the link
+            continue  # MkDocs reports the broken link
         where = site_path(path)
         if not path.startswith("docs/") and path != "README.md":
             origins[where] = path
@@ -80,15 +82,16 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, where, content=text_of(path)))
         if path.endswith(".md"):
             more = set(linked(path, (ROOT / path).read_text("utf-8")).values()) - seen
-            ways += more
+            queue += more
             seen |= more
-    for where, content in [*reference.pages(ROOT, log), ("messages.md", messages_page(ROOT))]:
+    made = [("messages.md", messages_page(ROOT)), ("planner.md", planner_page.page())]
+    for where, content in [*reference.pages(ROOT, log), *made]:
         files.append(File.generated(config, where, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Let links between files of the repository lead to where the site has them."""
+    """Rewrite links between files of the repository to their paths in the site."""
     here = page.file.src_uri
     origin = origins.get(here, f"docs/{here}")
     if not origin.endswith(".md"):

@@ -1,4 +1,4 @@
-"""Draw docs/assets/loss_over_bytes.svg from the losses that two benchmarks have kept.
+"""Draw docs/assets/loss_over_bytes.svg from the saved losses of two benchmarks.
 
 python -m docs.site.loss_over_bytes
 """
@@ -22,30 +22,30 @@ TARGET = ROOT / "docs/assets/loss_over_bytes.svg"
 MODEL = "gpt2_tiny"
 DEFAULTS = {"outer_lr": 0.4, "momentum": 0.9, "mix": 0.5}
 SEEDS = 3
-MANY = 256 * 1024  # numbers: a share of bytes does not depend on how many
+MANY = 256 * 1024  # numbers; the share of bytes does not depend on how many
 
 
 class Point(NamedTuple):
-    """Several seeds of one setting."""
+    """One setting, with a loss per seed."""
 
     name: str
-    share: float  # of the bytes that fp32 DDP sends on as many ranks
+    share: float  # of the bytes that fp32 DDP sends with as many ranks
     losses: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Of the losses."""
+        """The mean loss."""
         return statistics.mean(self.losses)
 
 
 def share_of_ddp(replicas: int, sync_every: int, wire: str) -> float:
-    """Return the bytes of a step over those of fp32 DDP, by the formulas of the ledger."""
+    """Return the bytes per step relative to fp32 DDP, by the formulas of the ledger."""
     ours = exchange_bytes(payload_bytes(MANY, wire), replicas) / sync_every
     return ours / all_reduce_bytes(4 * MANY, replicas)
 
 
 def points() -> list[Point]:
-    """Return DDP, and Streaming DiLoCo with its defaults by replicas and `sync_every`."""
+    """Return DDP, and Streaming DiLoCo with its defaults for several replicas and `sync_every`."""
     ddp = _losses("quality", {"model": MODEL, "wire": "none"})
     found = [Point("DDP", 1.0, ddp)]
     for replicas in (2, 4):
@@ -58,7 +58,7 @@ def points() -> list[Point]:
 
 
 def _losses(benchmark: str, wanted: dict[str, Any]) -> tuple[float, ...]:
-    """Return the losses of the one learning rate that all seeds were run with."""
+    """Return the losses of the one learning rate that was run with all seeds."""
     text = (ROOT / "benchmarks" / benchmark / "result.json").read_text("utf-8")
     by_rate: dict[float, list[float]] = {}
     for kept in json.loads(text)["runs"]:
@@ -69,12 +69,12 @@ def _losses(benchmark: str, wanted: dict[str, Any]) -> tuple[float, ...]:
 
 
 def description(found: Sequence[Point]) -> str:
-    """Return what the picture shows, in words that stand in its file."""
+    """Return the text in the picture's metadata: every point with its loss and bytes."""
     return "; ".join(f"{p.name}: {p.mean:.4f} at {p.share:.6f} of the bytes" for p in found)
 
 
 def draw(path: Path, found: Sequence[Point]) -> None:
-    """Write the picture; the same points give the same file."""
+    """Write the picture. The same points give the same file."""
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
@@ -104,7 +104,7 @@ def draw(path: Path, found: Sequence[Point]) -> None:
 
 
 def main() -> None:
-    """Write the picture and say what it shows."""
+    """Write the picture and print its points."""
     found = points()
     draw(TARGET, found)
     for point in found:

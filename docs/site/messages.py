@@ -1,4 +1,4 @@
-"""A page with every message that the package raises, warns with or logs, read off the sources."""
+"""Generate the page that lists every error, warning and log message of the package."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = "lightning_commfree"
-SHORTEST = 40  # characters; what is shorter is a part of a sentence
+SHORTEST = 40  # characters; shorter strings are fragments of a sentence
 OPENING = """# Every message
 
-What the package can say, with … for what it fills in. Search for a few words of yours. Those that
-need more than their sentence stand in [Troubleshooting](troubleshooting.md). The list is read off
-the sources when the site is built.
+All messages of the package, with … in place of values. Search for a few words of the message you
+got. [Troubleshooting](troubleshooting.md) explains those that need more than a sentence. This list
+is generated from the source code.
 
 """
 TITLES = {
-    "checkpoint": "Files of checkpoints",
     "comm": "Ranks and network",
     "diloco": "Streaming DiLoCo",
     "domino": "Domino",
     "lion": "Distributed Lion",
-    "lightning_internals": "Lightning's own release",
-    "resume": "Exact resume",
+    "lightning_internals": "Compatibility with Lightning",
+    "model": "Sharded and shared weights",
+    "resume": "Checkpoints and exact resume",
     "strategies": "All strategies",
 }
 
@@ -43,12 +43,12 @@ def messages_page(root: Path) -> str:
 
 
 def quoted(sentence: str) -> str:
-    """Return a sentence so that Markdown shows it letter by letter."""
+    """Return a sentence as inline code, which Markdown does not interpret."""
     return f"``` {' '.join(sentence.split())} ```"
 
 
 def sentences(source: str) -> Iterator[str]:
-    """Yield the texts of a module that are said to a user: no docstrings, no assertions."""
+    """Yield the strings of a module that a user may read: no docstrings, no assertions."""
     tree = ast.parse(source)
     skipped = set()
     for node in ast.walk(tree):

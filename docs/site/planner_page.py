@@ -1,9 +1,7 @@
-"""Write docs/planner.html: the planner in a browser, from a grid that is worked out beforehand.
+"""The page with the planner in the browser, which interpolates in a grid computed in advance.
 
-python -m docs.site.planner_page
-
-Without latency a utilization depends on one number alone: bandwidth times step time, over the
-parameters. So a curve over that number holds for models of every size.
+Without latency, utilization depends on a single number: bandwidth times step time, divided by the
+number of parameters. So one curve over that number is valid for models of every size.
 """
 
 from __future__ import annotations
@@ -15,19 +13,18 @@ from typing import Any
 from commfree_planner import Method, Model, Training, log_grid, methods
 from commfree_planner.methods import DOMINO, POWER_SGD
 
-TEMPLATE = Path(__file__).with_name("planner.template.html")
-TARGET = Path(__file__).resolve().parents[1] / "planner.html"
+TEMPLATE = Path(__file__).with_name("planner.template.md")
 PLACE = "/*GRID*/"
-BLOCKS, OUTSIDE = 24, 0.1  # of the model; the share of its parameters in no block
+BLOCKS, OUTSIDE = 24, 0.1  # of the model; the share of its parameters outside any block
 REPLICAS = (2, 3, 4, 8, 16)
-PARAMETERS = 1_000_000_000  # for which the grid is worked out
+PARAMETERS = 1_000_000_000  # of the model that the grid is computed for
 LINKS = log_grid(1e-3, 1e6, 181)  # Gbit/s times seconds a step, per billion parameters
-# what depends on more than that number: on the width, and on the tokens of a step
+# these depend on more than that number: on the width, and on the tokens per step
 LEFT_OUT = (POWER_SGD, DOMINO)
 
 
 def training(num_replicas: int) -> Training:
-    """Return a training of the model that the grid is worked out for, a second a step."""
+    """Return the training that the grid is computed for: one second per step."""
     block = round(PARAMETERS * (1 - OUTSIDE) / BLOCKS)
     return Training(
         Model((block,) * BLOCKS, PARAMETERS - BLOCKS * block), 1.0, num_replicas=num_replicas
@@ -35,12 +32,12 @@ def training(num_replicas: int) -> Training:
 
 
 def compared(num_replicas: int) -> list[Method]:
-    """Return the methods of the page."""
+    """Return the methods that the page compares."""
     return [m for m in methods(training(num_replicas)) if m.name not in LEFT_OUT]
 
 
 def grid() -> dict[str, Any]:
-    """Return all that the page's script reads."""
+    """Return the data that the page's script reads."""
     found: dict[str, Any] = {
         "blocks": BLOCKS,
         "outside": OUTSIDE,
@@ -62,11 +59,6 @@ def grid() -> dict[str, Any]:
 
 
 def page() -> str:
-    """Return the page: one file, which fetches nothing."""
+    """Return the page as Markdown with HTML in it; it fetches nothing."""
     written = json.dumps(grid(), separators=(",", ":"))
     return TEMPLATE.read_text("utf-8").replace(PLACE, written)
-
-
-if __name__ == "__main__":
-    TARGET.write_text(page(), "utf-8")
-    print(TARGET)

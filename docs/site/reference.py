@@ -1,4 +1,4 @@
-"""The pages of the API reference: what packages export, and some modules."""
+"""Generate the API reference: the exports of every package, and some modules."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import griffe
 
 PACKAGE, PLANNER = "lightning_commfree", "commfree_planner"
-# what an algorithm or a layout of one's own is written against
-MODULES = ("comm.channel", "model.weight_swap", "strategies.contracts")
+# the interfaces for writing your own algorithm or layout
+MODULES = ("comm.channel", "domino.families", "model.weight_swap", "strategies.contracts")
 
 
 def exported(init: Path) -> list[str]:
-    """Return the names in `__all__` of a module, as it spells them out."""
+    """Return the names in the `__all__` of a module."""
     for node in ast.parse(init.read_text("utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
@@ -24,7 +24,7 @@ def exported(init: Path) -> list[str]:
 
 
 def packages(root: Path) -> dict[str, list[str]]:
-    """Return the public names of every package that exports some, by its dotted name."""
+    """Return each package that exports names, with those names."""
     found = {}
     inits = [*(root / PACKAGE).rglob("__init__.py"), *(root / PLANNER).rglob("__init__.py")]
     for init in sorted(inits):
@@ -35,7 +35,7 @@ def packages(root: Path) -> dict[str, list[str]]:
 
 
 def pages(root: Path, log: Logger) -> Iterator[tuple[str, str]]:
-    """Yield the path and the Markdown of each page; warn of names without a docstring."""
+    """Yield the path and Markdown of each page; warn about names without a docstring."""
     tree, planner = (griffe.load(name, search_paths=[root]) for name in (PACKAGE, PLANNER))
     for package, names in packages(root).items():
         short = package.removeprefix(f"{PACKAGE}.")
@@ -49,14 +49,14 @@ def pages(root: Path, log: Logger) -> Iterator[tuple[str, str]]:
 
 
 def public_in(module: griffe.Module) -> list[str]:
-    """Return the classes and functions that a module defines for others."""
+    """Return the public classes and functions that a module defines."""
     kinds = (griffe.Kind.CLASS, griffe.Kind.FUNCTION)
     own = (m for m in module.members.values() if not m.is_alias)
     return [m.name for m in own if m.name[0] != "_" and m.kind in kinds]
 
 
 def page(package: str, module: griffe.Object | griffe.Alias, names: list[str]) -> str:
-    """Return a page: what the module says of itself, as it is laid out, then its names."""
+    """Return a page: the module docstring, verbatim, and then its names."""
     said = module.docstring.value if module.docstring else ""
     title = f"# `{package}`\n\n"
     blocks = "\n".join(f"::: {package}.{name}\n" for name in names)

@@ -1,4 +1,4 @@
-"""Draw docs/assets/schedule.svg: one cycle of `diloco.schedule.Schedule`, moving.
+"""Draw docs/assets/schedule.svg: an animation of one cycle of `diloco.schedule.Schedule`.
 
 python -m docs.site.schedule_svg
 """
@@ -20,9 +20,9 @@ TIME_X, TIME_Y, TIME_W, BAR = 120, 236, 570, 16
 
 
 def drawing(schedule: Schedule) -> str:
-    """Return the picture: two replicas, what travels between them, and the steps below."""
+    """Return the picture: two replicas, the fragments between them, and the steps below."""
     cycle = schedule.sync_every
-    begin = 2 * cycle  # every fragment has been exchanged before: the picture repeats
+    begin = 2 * cycle  # by then every fragment has been exchanged, so the animation can repeat
     seconds = cycle * SECONDS_PER_STEP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
@@ -40,7 +40,7 @@ def drawing(schedule: Schedule) -> str:
 
 
 def flights(schedule: Schedule, p: int, begin: int) -> Iterator[tuple[int, int]]:
-    """Yield when fragment p leaves and lands, in steps from `begin`, within one cycle."""
+    """Yield the steps after `begin` at which fragment p leaves and lands, within one cycle."""
     for step in range(begin, begin + schedule.sync_every):
         if p in schedule.launched_at(step):
             landing = next(t for t in range(step, step + step) if p in schedule.landed_at(t))
@@ -48,7 +48,7 @@ def flights(schedule: Schedule, p: int, begin: int) -> Iterator[tuple[int, int]]
 
 
 def _fragment(schedule: Schedule, p: int, begin: int, seconds: float) -> Iterator[str]:
-    """Yield a fragment in both replicas, and its outer gradients that pass each other."""
+    """Yield a fragment in both replicas, and the outer gradients that they send each other."""
     y, colour, cycle = TOP + p * ROW, COLOURS[p % len(COLOURS)], schedule.sync_every
     ((leaves, lands),) = flights(schedule, p, begin)
     for x in (LEFT, RIGHT):
@@ -71,7 +71,7 @@ def _fragment(schedule: Schedule, p: int, begin: int, seconds: float) -> Iterato
 
 
 def _steps(schedule: Schedule, begin: int, seconds: float) -> Iterator[str]:
-    """Yield the inner steps of a cycle, when fragments are on the way, and the hand that moves."""
+    """Yield the steps of a cycle, the fragments in flight in each, and the moving time line."""
     cycle, unit = schedule.sync_every, TIME_W / schedule.sync_every
     yield _text(TIME_X - 62, TIME_Y - 14, "inner step")
     for step in range(cycle):
@@ -91,9 +91,9 @@ def _steps(schedule: Schedule, begin: int, seconds: float) -> Iterator[str]:
 
 
 def _animate(name: str, values: list[float], steps: list[int], cycle: int, seconds: float) -> str:
-    """Return an attribute that jumps to a value at each of some steps, over a cycle."""
+    """Return an attribute that jumps to each value at its step, over one cycle."""
     pairs = [(max(s, 0) / cycle, v) for s, v in zip(steps, values, strict=True)]
-    if pairs[0][0] == pairs[1][0]:  # it begins with the second
+    if pairs[0][0] == pairs[1][0]:  # the second value holds from the start
         pairs = pairs[1:]
     pairs = [pair for pair in pairs if pair[0] < 1]
     return (

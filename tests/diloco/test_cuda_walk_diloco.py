@@ -49,26 +49,26 @@ Questions = set[Question]
 def landing(step: str) -> Questions:
     """Figures of the log: by then the host has waited for the messages anyway."""
     places = ("norm", "cosine")
-    return {Question(step, f"diloco/fragment_exchange.py {place}", "value") for place in places}
+    return {Question(step, f"diloco/exchange.py {place}", "value") for place in places}
 
 
 def on_device(step: str) -> Questions:
     """The channel is the device's: what the headers say decides what becomes of the values."""
-    return landing(step) | {Question(step, "diloco/message.py headers", "copy down")}
+    return landing(step) | {Question(step, "diloco/exchange.py headers", "copy down")}
 
 
 def on_host(step: str) -> Questions:
     """The channel is the CPU's: the codes have come down, and what has arrived goes up."""
     return landing(step) | {
         Question(step, "comm/background.py wait", "wait"),
-        Question(step, "diloco/fragment_exchange.py read", "copy up"),
+        Question(step, "diloco/exchange.py read", "copy up"),
         # the thread waits for them too, before it sends them
         Question("thread", "comm/background.py wait", "wait"),
     }
 
 
 # The second message of an exchange by shards says what the headers of the first one said.
-SHARDS = {Question("thread", "diloco/message.py headers", "copy down")}
+SHARDS = {Question("thread", "diloco/exchange.py headers", "copy down")}
 # The global copy lives in host memory. It is made there, and so the mean is formed there; landings
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {

@@ -1,4 +1,4 @@
-"""Every example runs as it stands; those that need no machines or notebook share two ranks."""
+"""Every example runs unchanged; all but the notebook and the two machines share two ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CLI += [f"--trainer.{name}=false" for name in QUIET]
 
 
 class Losses(Callback):
-    """Keeps the loss of every step."""
+    """Record the loss of every step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -49,7 +49,7 @@ class Losses(Callback):
 
 
 def play(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the scripts as this rank would, at `STEPS` steps each."""
+    """Run each script as this rank would, for `STEPS` steps."""
     base, made = folder / "base", lightning.Trainer
     arguments = {"lightning_cli": CLI, "lora": [str(base)]}
     found = {}
@@ -83,7 +83,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != MACHINES])
-def test_a_script_trains_and_all_ranks_end_alike(script: str, ranks: Any) -> None:
+def test_a_script_trains_and_all_ranks_end_with_equal_weights(script: str, ranks: Any) -> None:
     (one, other), _ = ranks
     one, other = one[script], other[script]
     assert one["steps"] == other["steps"] == STEPS
@@ -93,14 +93,14 @@ def test_a_script_trains_and_all_ranks_end_alike(script: str, ranks: Any) -> Non
 
 
 @pytest.mark.parametrize("script", ["image_classifier", "text_model", "lora", "outer_optimizer"])
-def test_it_learns(script: str, ranks: Any) -> None:
+def test_the_loss_falls(script: str, ranks: Any) -> None:
     (one, _), _ = ranks
     losses = one[script]["losses"]
     assert len(losses) == STEPS
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
 
 
-def test_the_adapter_is_saved_alone(ranks: Any) -> None:
+def test_only_the_adapter_is_saved(ranks: Any) -> None:
     saved = ranks[1] / "outputs" / "lora"
     assert {path.name for path in saved.iterdir()} >= {"adapter_config.json"}
     assert not (saved / "model.safetensors").exists()
@@ -110,8 +110,8 @@ NEEDED = why_unavailable()
 
 
 @pytest.mark.skipif(NEEDED is not None, reason=str(NEEDED))
-def test_two_machines_by_torchrun_find_each_other_by_themselves() -> None:
-    """In the laboratory: namespaces with a host name each, and no interface that anybody names."""
+def test_two_machines_find_each_other_with_torchrun() -> None:
+    """In network namespaces, each with a host name, without naming an interface."""
     script = str(EXAMPLES / f"{MACHINES}.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"]
@@ -123,12 +123,12 @@ def test_two_machines_by_torchrun_find_each_other_by_themselves() -> None:
     weights = [re.search(r"rank \d: (256 steps, weights .*)", text) for text in said]
     assert all(weights), said
     assert weights[0][1] == weights[1][1]
-    fp32_gradients = 256 * 4 * 4609  # what one node would send under DDP, at the least
+    fp32_gradients = 256 * 4 * 4609  # the least that a node would send under DDP
     assert all(0 < machine.sent_bytes < fp32_gradients / 4 for machine in machines)
 
 
 def executed(notebook: Any, folder: Path) -> list[str]:
-    """Run all cells in a kernel, as a reader does, and return what they print."""
+    """Run all cells in a kernel, as a reader does, and return their output."""
     kernel = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder)}})
     kernel.execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -154,7 +154,7 @@ def lines_of_code(text: str) -> int:
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.*")), ids=lambda path: path.name)
-def test_an_example_is_short_and_says_how_it_is_run(path: Path) -> None:
+def test_an_example_is_short_and_documents_its_command(path: Path) -> None:
     text = path.read_text("utf-8")
     if path.suffix == ".ipynb":
         cells = nbformat.reads(text, as_version=4).cells

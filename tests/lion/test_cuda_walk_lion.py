@@ -34,7 +34,7 @@ Questions = set[Question]
 # are cast and leave, waits for nothing.
 JOIN = {
     # Which bits are padding is found out once, in host memory.
-    Question("join", "lion/bucket_vote.py __init__", "copy up"),
+    Question("join", "lion/voting.py __init__", "copy up"),
 }
 EVERY_STEP = {
     # The ballots have to be on the host before anybody can have counted them.
@@ -44,8 +44,8 @@ EVERY_STEP = {
 THREAD = {Question("thread", "comm/background.py wait", "wait")}
 MOMENTUM_SYNC = {
     # From time to time, and blocking by its contract: the mean is formed on the channel's device.
-    Question("optimizer", "lion/momenta.py average_momenta", "copy down"),
-    Question("optimizer", "lion/momenta.py average_momenta", "copy up"),
+    Question("optimizer", "lion/worker.py average_momenta", "copy down"),
+    Question("optimizer", "lion/worker.py average_momenta", "copy up"),
 }
 TIES = {
     # Ties are looked for where the votes are counted, which is in host memory under the strategy.

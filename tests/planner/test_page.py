@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from commfree_planner import Model, Training, methods
-from docs.site.planner_page import BLOCKS, LEFT_OUT, OUTSIDE, REPLICAS, TARGET, page
+from docs.site.planner_page import BLOCKS, LEFT_OUT, OUTSIDE, REPLICAS, page
 
 CASES = 20
 
@@ -21,14 +21,9 @@ def written() -> str:
     return page()
 
 
-def test_the_page_is_what_its_command_writes(written) -> None:
-    assert TARGET.read_text("utf-8") == written, "run python -m docs.site.planner_page"
-
-
 def test_it_fetches_nothing(written) -> None:
-    """A link back to the site is all that leads out of it."""
     found = re.findall(r"""(?:src|href)=\S*|https?://|@import|fetch\(""", written)
-    assert found == ['href="index.html">lightning-commfree</a></p>']
+    assert found == []
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no node to run its script")

@@ -25,9 +25,8 @@ def main(cfg: DictConfig) -> float:
     # in here: they load torch and transformers, seconds that `--help` shall not wait for
     from rich.console import Console
 
-    from recipes.planning import check_given, plan
+    from recipes.planning import plan
 
-    check_given(cfg)
     logging.getLogger("lightning").setLevel(logging.WARNING)
     config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     return plan(cast("dict[str, Any]", config), Console()).utilization

@@ -11,7 +11,6 @@ import torch
 from hydra.utils import instantiate
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -37,10 +36,6 @@ Curves = dict[str, list[float]]
 
 FIGURE = "plan.png"
 _DEVICE_GB = (24, 40, 80)  # of common GPUs
-_REQUIRED = {
-    "step_time": "seconds of an optimizer step that waits for nobody",
-    "bandwidth": "Gbit/s that one replica can send",
-}
 _TRAINING_KEYS = (
     "num_replicas",
     "sync_every",
@@ -64,17 +59,7 @@ def plan(config: Config, console: Console) -> Advice:
 
     Raises:
         ValueError: a value outside its range, or a model without a list of equal blocks.
-        TypeError: a value of another kind.
     """
-    for name, meaning in _REQUIRED.items():
-        value = config[name]
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise TypeError(f"`{name}={value!r}` must be a number: {meaning}. Give {name}=0.5.")
-    if not isinstance(config["replica_size"], int) or config["replica_size"] < 1:
-        raise ValueError(
-            f"`replica_size={config['replica_size']!r}` must be a whole number from 1 on: it counts"
-            " the ranks of one replica."
-        )
     model = model_from_config(config["model"], config["vocab_size"])
     given = {key: config[key] for key in _TRAINING_KEYS}
     training = Training(model, config["step_time"], latency_s=config["latency"], **given)
@@ -255,18 +240,3 @@ def _header(training: Training, config: Config) -> str:
         f"{training.num_replicas} replicas of {config['replica_size']} rank(s),"
         f" {training.step_seconds:g} s per step without waiting, sync_every={training.sync_every}."
     )
-
-
-def check_given(config: DictConfig) -> None:
-    """Ask for what only the user can know.
-
-    Raises:
-        ValueError: it is not there; with an example.
-    """
-    missing = [name for name in _REQUIRED if OmegaConf.is_missing(config, name)]
-    if missing:
-        wanted = " and ".join(f"{name}=... ({_REQUIRED[name]})" for name in missing)
-        raise ValueError(
-            f"{' and '.join(missing)} must be given: add {wanted} to the command line, for example"
-            " python -m recipes.plan model=llama_1b step_time=0.1 bandwidth=1."
-        )

@@ -16,8 +16,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_commfree import DistributedLionStrategy, DominoTPStrategy
-from recipes.configuration.keys import nearest
-from recipes.configuration.values import check_values
+from recipes.configuration.checking import check_config, nearest
 from recipes.training.length import count_ranks
 
 RECIPE = "pretrain"  # module and configuration of the job
@@ -176,7 +175,7 @@ def _build_job(plan: Plan, name: str, common: Sequence[str]) -> Job:
         notes.append(note)
         config = _composed([*words, *own])
     words += [*_with_group(config, name, plan.folder), *own]
-    check_values(compose(RECIPE, [*words, _word("run_dir", str(plan.folder))]), RECIPE)
+    check_config(compose(RECIPE, [*words, _word("run_dir", str(plan.folder))]), RECIPE)
     if own:
         notes.append(f"For it alone: {', '.join(f'`{word}`' for word in own)}.")
     return Job(

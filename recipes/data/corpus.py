@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
+from pydantic import Field, PositiveFloat, PositiveInt
 
+from recipes.configuration.ranges import Seed
 from recipes.data.cache import cache_key
 from recipes.stages import Advance, stage
 
@@ -121,11 +123,11 @@ class MarkovChain:
 
     def __init__(
         self,
-        num_states: int = 16,
-        train_characters: int = 400_000,
-        validation_characters: int = 40_000,
-        concentration: float = 0.3,
-        seed: int = 0,
+        num_states: Annotated[int, Field(ge=2, le=26)] = 16,
+        train_characters: PositiveInt = 400_000,
+        validation_characters: PositiveInt = 40_000,
+        concentration: PositiveFloat = 0.3,
+        seed: Seed = 0,
     ) -> None:
         if not 2 <= num_states <= 26:
             raise ValueError(

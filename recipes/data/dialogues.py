@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from pydantic import PositiveInt
+
 from recipes.data.corpus import Shakespeare, Split
 from recipes.data.examples import Responses
 
@@ -25,7 +27,7 @@ class Dialogues(Responses):
 
     has_validation = True
 
-    def __init__(self, max_characters: int = 120) -> None:
+    def __init__(self, max_characters: PositiveInt = 120) -> None:
         self._works = Shakespeare()
         self._max_characters = max_characters
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import InnerFraction, Seed
 from recipes.data.cache import cache_key
 from recipes.data.corpus import SPLITS, Split
 from recipes.data.example_rows import (
@@ -55,12 +57,12 @@ class ExampleDataModule(TrainingData):
         corpus: ExampleCorpus,
         tokenizer: PreTrainedTokenizerBase,
         cache_dir: str,
-        block_size: int = 512,
-        batch_size: int = 8,
+        block_size: PositiveInt = 512,
+        batch_size: PositiveInt = 8,
         packing: bool = True,
-        validation_fraction: float = 0.05,
-        num_workers: int = 0,
-        seed: int = 0,
+        validation_fraction: InnerFraction = 0.05,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         if not 0 < validation_fraction < 1:

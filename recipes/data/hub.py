@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveInt
+
 from recipes.data.cache import cache_key
 from recipes.data.corpus import Split, digest
 
@@ -51,8 +53,8 @@ class HubText:
         data_files: Mapping[str, str | Sequence[str]] | None = None,
         train: str = "train",
         validation: str | None = None,
-        validation_documents: int = 1000,
-        max_documents: int | None = None,
+        validation_documents: PositiveInt = 1000,
+        max_documents: PositiveInt | None = None,
         text_column: str = "text",
         revision: str | None = None,
     ) -> None:

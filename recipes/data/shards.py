@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import Seed
 from recipes.data.cache import build_once, cache_key
 from recipes.data.corpus import SPLITS, Split, find_splits
 from recipes.data.token_blocks import JoinedBlocks, TokenBlocks
@@ -53,10 +55,10 @@ class TokenShards(BlockDataModule):
         tokenizer: PreTrainedTokenizerBase,
         cache_dir: str,
         dtype: str = "uint16",
-        block_size: int = 128,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 8,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         if dtype not in DTYPES:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import Seed
 from recipes.data.corpus import SPLITS, Corpus, Split
 from recipes.data.token_blocks import Blocks, TokenBlocks, count_tokens, num_tokens, tokenize
 from recipes.data.training_data import TrainingData
@@ -31,10 +33,10 @@ class BlockDataModule(TrainingData):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        block_size: int = 128,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 8,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
 
@@ -97,10 +99,10 @@ class TokenDataModule(BlockDataModule):
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
         cache_dir: str,
-        block_size: int = 128,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 8,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         self.corpus = corpus

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import PositiveInt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -16,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of text
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str) -> PreTrainedTokenizerBase:
+def train_bpe(corpus: Corpus, vocab_size: PositiveInt, cache_dir: str) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE, as GPT-2's, on a corpus's training text; cached by content and size.
 
     Args:

@@ -7,10 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from pydantic import NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import Seed
 from recipes.data.corpus import Split
 from recipes.data.resumable import ResumableDataLoader, ResumableSampler
 
@@ -36,10 +38,10 @@ class TrainingData(pl.LightningDataModule):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        block_size: int,
-        batch_size: int,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt,
+        batch_size: PositiveInt,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer

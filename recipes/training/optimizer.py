@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_commfree import DistributedLion
+from recipes.configuration.ranges import Fraction, FractionBelowOne
 
 # Lion's beta2 remembers 1 / (1 - beta2) steps. The paper's 0.99 (arXiv:2302.06675) is 100, of runs
 # of 10,000 steps and more. In one of 500 it is a fifth of the run, in which the model becomes
@@ -31,11 +33,11 @@ OptimizerFactory = Callable[[nn.Module], OptimizerLRSchedulerConfig]
 def adamw_cosine(
     module: nn.Module,
     total_steps: int,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.1,
-    warmup_steps: int | None = None,
-    final_lr_fraction: float = 0.1,
+    lr: NonNegativeFloat = 1e-3,
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95),
+    weight_decay: NonNegativeFloat = 0.1,
+    warmup_steps: NonNegativeInt | None = None,
+    final_lr_fraction: Fraction = 0.1,
 ) -> OptimizerLRSchedulerConfig:
     """Return AdamW and its schedule as `configure_optimizers` returns them.
 
@@ -59,11 +61,11 @@ def adamw_cosine(
 def lion_cosine(
     module: nn.Module,
     total_steps: int,
-    lr: float = 2.5e-4,
-    betas: tuple[float, float] | None = None,
-    weight_decay: float = 0.4,
-    warmup_steps: int | None = None,
-    final_lr_fraction: float = 0.1,
+    lr: NonNegativeFloat = 2.5e-4,
+    betas: tuple[FractionBelowOne, FractionBelowOne] | None = None,
+    weight_decay: NonNegativeFloat = 0.4,
+    warmup_steps: NonNegativeInt | None = None,
+    final_lr_fraction: Fraction = 0.1,
 ) -> OptimizerLRSchedulerConfig:
     """Return `DistributedLion` and its schedule as `configure_optimizers` returns them.
 

@@ -27,18 +27,10 @@ HINT = f"Set the environment variable {FULL_ERROR}=1 for a complete stack trace.
 def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
     """Make the command of a recipe from its task and `conf/CONFIG_NAME.yaml`.
 
-    A `hydra.main` that also refuses unknown keys and illegal values before the task begins, and
+    Like `hydra.main`, but it refuses unknown keys and illegal values before the task begins, and
     ends with exit code 1 and one sentence where the user can repair an error: one in the
     configuration, or one that a recipe raises on purpose. Other errors show their traceback; with
     HYDRA_FULL_ERROR=1 all do.
-
-    Args:
-        config_name: of the primary configuration, without its suffix.
-
-    Example::
-
-        @application("pretrain")
-        def main(cfg: DictConfig) -> None: ...
     """
 
     def decorate(task: Task) -> Callable[[], None]:

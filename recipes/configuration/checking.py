@@ -57,14 +57,9 @@ def check_config(cfg: DictConfig, config_name: str | None) -> None:
 def _problems(
     model: type[BaseModel], values: Any, prefix: str, reader: str, names: Iterable[str]
 ) -> dict[str, str]:
-    """Return a sentence for every key of a section that pydantic refuses.
+    """Return a sentence for every key of a section that pydantic refuses, by path.
 
-    Args:
-        model: of the section.
-        values: of the section.
-        prefix: path of the section, with a dot at its end.
-        reader: of the section, to be named.
-        names: legal keys.
+    `prefix` is the section's path with a dot at its end, `reader` uses it, `names` are legal keys.
     """
     try:
         model.model_validate_json(json.dumps(values))  # only in JSON a list may be a tuple
@@ -124,13 +119,7 @@ def targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def unknown_key(path: str, names: Iterable[str], reader: str) -> str:
-    """Return the sentence for an unknown key, with the nearest legal one.
-
-    Args:
-        path: of the key, with dots.
-        names: legal keys of its section.
-        reader: of the section, to be named.
-    """
+    """Return the sentence for an unknown key of a section with the legal keys `names`."""
     parent, _, key = path.rpartition(".")
     legal = sorted(names)
     near = nearest(key, legal)

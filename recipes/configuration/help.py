@@ -19,11 +19,7 @@ _HYDRAS = r"^(defaults|hydra):"  # paragraphs of a primary configuration that ar
 
 
 def help_text(config_name: str) -> str:
-    """Return the page of a command.
-
-    Args:
-        config_name: of its primary configuration, `conf/CONFIG_NAME.yaml`.
-    """
+    """Return the page of the command whose primary configuration is `conf/CONFIG_NAME.yaml`."""
     page = OmegaConf.load(CONF / "hydra" / "help" / f"{config_name}.yaml")
     lines = []
     for group in _groups_of(config_name):
@@ -45,23 +41,17 @@ def help_text(config_name: str) -> str:
 def check_experiment(config_name: str, words: list[str]) -> None:
     """Refuse an experiment of another command.
 
-    Args:
-        config_name: of the command's primary configuration.
-        words: of its command line.
-
     Raises:
         ValueError: names the command that accepts it.
     """
     own = _experiments(config_name)
-    for word in words:
-        name = word.removeprefix("experiment=")
-        if name == word or name in own or name not in choices("experiment"):
-            continue
-        command = next(c for c in ("pretrain", "finetune") if name in _experiments(c))
-        raise ValueError(
-            f"recipes.{config_name} cannot run `experiment={name}`; its experiments are"
-            f" {', '.join(own)}. Run it by python -m recipes.{command} experiment={name}"
-        )
+    for command in ("pretrain", "finetune"):
+        for name in {*_experiments(command)} - {*own}:
+            if f"experiment={name}" in words:
+                raise ValueError(
+                    f"recipes.{config_name} cannot run `experiment={name}`; its experiments are"
+                    f" {', '.join(own)}. Run it by python -m recipes.{command} experiment={name}"
+                )
 
 
 def choices(group: str) -> list[str]:

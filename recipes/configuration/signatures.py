@@ -30,7 +30,8 @@ def target_model(target: str, keys: Iterable[str]) -> type[Section]:
     try:
         return create_model(target, __base__=base, **fields)
     except (PydanticUserError, SchemaError):  # an annotation that pydantic cannot check
-        return create_model(target, __base__=base, **dict.fromkeys(fields, (Any, ...)))
+        untyped: dict[str, Any] = dict.fromkeys(fields, (Any, ...))
+        return create_model(target, __base__=base, **untyped)
 
 
 @cache

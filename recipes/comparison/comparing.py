@@ -1,4 +1,4 @@
-"""A comparison: its jobs run, its page written."""
+"""Run the jobs of a comparison and write its page."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ FIGURE_FILE = "comparison.png"
 
 
 def compare(plan: Plan, words: Sequence[str], command: str, console: Console) -> int:
-    """Run the jobs that are not done yet, and write page and figure.
+    """Run the unfinished jobs, and write page and figure.
 
     Args:
         plan: of the comparison.
-        words: overrides of the job; the comparison's own among them are left out.
-        command: makes the page again.
+        words: overrides of the command line; the comparison's own are ignored here.
+        command: that reproduces the page.
         console: where to print.
 
     Returns:
         The number of jobs that failed.
 
     Raises:
-        ValueError: something that was asked for is not legal. Before anything is run.
-        LaboratoryUnavailable: there is a bandwidth, and this machine has no laboratory. Likewise.
+        ValueError: the plan is not legal.
+        LaboratoryUnavailable: there is a bandwidth, but no network laboratory on this machine.
     """
     jobs = build_jobs(plan, words)
     check_laboratory(plan)
@@ -50,7 +50,7 @@ def compare(plan: Plan, words: Sequence[str], command: str, console: Console) ->
 
 
 def read_plan(cfg: DictConfig, folder: Path, config_dir: str | None = None) -> Plan:
-    """Return the plan of a checked `conf/compare.yaml`; see `Plan` for the other arguments."""
+    """Return the plan in a checked configuration; `Plan` documents the other arguments."""
     overrides = cast("dict[str, Any]", OmegaConf.to_container(cfg.overrides))
     return Plan(
         strategies=tuple(cfg.strategies),

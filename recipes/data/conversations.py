@@ -124,7 +124,7 @@ def _template(text_or_path: str) -> str:
     if not path.is_file():
         raise FileNotFoundError(
             f"data.corpus.chat_template: '{text_or_path}' is neither a Jinja template (there is no"
-            f" {{% or {{{{ in it) nor a file (looked from '{Path.cwd()}')."
+            f" {{% or {{{{ in it) nor a file (relative to '{Path.cwd()}')."
         )
     return path.read_text()
 

@@ -203,7 +203,7 @@ def _find(key: str, patterns: str | Sequence[str]) -> list[Path]:
         found = [Path(name) for name in glob.glob(expanded, recursive=True) if Path(name).is_file()]
         if not found:
             raise FileNotFoundError(
-                f"{key}: '{pattern}' matches no file (looked from '{Path.cwd()}'). Give a file, or"
+                f"{key}: '{pattern}' matches no file (relative to '{Path.cwd()}'). Give a file, or"
                 " a glob in quotes, such as 'books/**/*.txt'."
             )
         files += found

@@ -153,7 +153,7 @@ def _find(data_files: Mapping[str, str | Sequence[str]]) -> dict[str, list[str]]
             files = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
             if not files:
                 raise FileNotFoundError(
-                    f"data.corpus.data_files.{split}: '{pattern}' matches no file (looked from"
+                    f"data.corpus.data_files.{split}: '{pattern}' matches no file (relative to"
                     f" '{Path.cwd()}')."
                 )
             found.setdefault(split, []).extend(files)

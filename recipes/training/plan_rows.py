@@ -49,8 +49,8 @@ def plan_rows(
     if isinstance(strategy, StreamingDiLoCoStrategy):
         aside = sum(own(p).nbytes for p in module.parameters() if p.requires_grad)
         rows["a save takes"] = (
-            f"{human_bytes(aside)} more memory on each rank, as a validation does: the outer"
-            " weights stand in the model, its own beside it"
+            f"{human_bytes(aside)} more memory on each rank, as does a validation: the model"
+            " then has the outer weights, beside a copy of its own"
         )
     return rows
 
@@ -61,7 +61,7 @@ def _forecast(traffic: Traffic) -> str:
     text = f"{human_bytes(traffic.bytes_per_step)} per step"
     if traffic.cycle_steps > 1:
         text += (
-            f" in the mean over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
+            f" on average over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
             f" {traffic.cycle_steps} steps"
         )
     return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
@@ -75,6 +75,6 @@ def _alone(trainer: pl.Trainer) -> str:
     if trainer.world_size > strategy.settings.replica_size:
         return ""
     return (
-        ", which are one replica: nothing is exchanged, and the outer optimizer makes of the inner"
-        " one a look-ahead optimizer; strategy=ddp is training without it"
+        ", a single replica: nothing is exchanged, and the outer optimizer turns the inner one into"
+        " a look-ahead optimizer; strategy=ddp trains without it"
     )

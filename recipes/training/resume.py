@@ -38,16 +38,16 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
         path = Path(ckpt_path)
     else:
         raise FileNotFoundError(
-            f"ckpt_path='{ckpt_path}' does not exist (looked from '{Path.cwd()}'). Give a"
-            " checkpoint, such as outputs/pretrain/.../checkpoints/last.ckpt, the word `last` with"
-            " `hydra.run.dir=` of the run to go on with, or null to start anew."
+            f"ckpt_path='{ckpt_path}' does not exist (relative to '{Path.cwd()}'). Give a"
+            " checkpoint, such as outputs/pretrain/.../checkpoints/last.ckpt, `last` together"
+            " with the `hydra.run.dir=` of the run to resume, or null to start from scratch."
         )
     steps = _steps_taken(path)
     if steps is not None and steps >= max_steps:
         raise ValueError(
-            f"'{path}' has taken {steps} steps, and trainer.max_steps={max_steps}: nothing is left"
-            " to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
-            " ckpt_path=null to start anew."
+            f"'{path}' has already taken {steps} steps, and trainer.max_steps={max_steps}: nothing"
+            " is left to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
+            " ckpt_path=null to start from scratch."
         )
     return str(path)
 
@@ -57,12 +57,12 @@ def _newest(folder: Path) -> Path:
     for file in files:
         if _steps_taken(file) is not None:
             return file
-        warnings.warn(f"'{file}' was cut short and is passed over.", stacklevel=2)
+        warnings.warn(f"'{file}' is truncated and was skipped.", stacklevel=2)
     found = "no whole checkpoint" if files else "no checkpoint"
     raise FileNotFoundError(
-        f"ckpt_path=last found {found} in '{folder}'. It means the newest one of the run's own"
-        f" folder: give the folder that the run had before as hydra.run.dir={_example(folder)}, or"
-        " set ckpt_path=null to start anew."
+        f"ckpt_path=last found {found} in '{folder}'. `last` is the newest checkpoint in the"
+        f" run's own folder: name the folder of the earlier run by hydra.run.dir={_example(folder)},"
+        " or set ckpt_path=null to start from scratch."
     )
 
 

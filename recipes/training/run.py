@@ -127,8 +127,8 @@ def build_checkpoints(run_dir: str, every_n_steps: int, max_steps: int) -> list[
     """Return a callback that saves `last.ckpt` when the fit ends, and one that saves during it.
 
     One is not enough: a `ModelCheckpoint` that saves every n steps skips the last step if it is not
-    a multiple of n. None of them saves at the end of an epoch: after resuming from such a checkpoint,
-    Lightning 2.6.6 cuts the next epoch short if the length of the run is given in steps.
+    a multiple of n. None of them saves at the end of an epoch: after resuming from such a
+    checkpoint, Lightning 2.6.6 cuts the next epoch short if the run's length is given in steps.
     """
     folder = f"{run_dir}/{CHECKPOINT_FOLDER}"
     last = ModelCheckpoint(

@@ -51,7 +51,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
 _FIRST = (
     "\n{}: the run ends with a checkpoint, after the same step on all ranks."
-    "\nA second Ctrl-C ends at once, without one: what was trained since the last is lost.\n"
+    "\nA second Ctrl-C ends it at once, losing all steps since the last checkpoint.\n"
 )
 
 
@@ -133,8 +133,8 @@ class StopOnSignal(pl.Callback):
         signum = self._noted or signal.SIGTERM
         if trainer.is_global_zero:
             print(
-                f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To go on,"
-                f" give the same command with hydra.run.dir='{self._run_dir}' ckpt_path=last",
+                f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To resume,"
+                f" run the same command with hydra.run.dir='{self._run_dir}' ckpt_path=last",
                 flush=True,
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
@@ -146,7 +146,7 @@ class StopOnSignal(pl.Callback):
         self._has_told = True
         folder = Path(self._run_dir) / CHECKPOINT_FOLDER
         newest = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
-        lost = f"what follows '{newest}'" if newest else "all steps: there is no checkpoint yet"
+        lost = f"all steps after '{newest}'" if newest else "all steps: there is no checkpoint yet"
         print(f"A second Ctrl-C would lose {lost}.", flush=True)
 
     def _all_know(self, trainer: pl.Trainer) -> bool:
@@ -197,8 +197,8 @@ class StopOnSignal(pl.Callback):
             if is_first_rank() and not self._is_launched:
                 _write_now(_FIRST.format(self._noted.name))
             if self._launcher is not None:
-                # never SIGINT: a terminal sends it to all processes itself, and a rank would take the
-                # forwarded one for a second Ctrl-C
+                # never SIGINT: a terminal sends it to all processes itself, and a rank would take
+                # the forwarded one for a second Ctrl-C
                 self._launcher.kill(signal.SIGTERM)
             if signum == signal.SIGINT:
                 signal.raise_signal(signal.SIGTERM)  # previous handlers, such as the strategy's

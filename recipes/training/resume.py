@@ -60,9 +60,9 @@ def _newest(folder: Path) -> Path:
         warnings.warn(f"'{file}' is truncated and was skipped.", stacklevel=2)
     found = "no whole checkpoint" if files else "no checkpoint"
     raise FileNotFoundError(
-        f"ckpt_path=last found {found} in '{folder}'. `last` is the newest checkpoint in the"
-        f" run's own folder: name the folder of the earlier run by hydra.run.dir={_example(folder)},"
-        " or set ckpt_path=null to start from scratch."
+        f"ckpt_path=last found {found} in '{folder}'. `last` is the newest checkpoint in the run's"
+        f" own folder: name the folder of the earlier run by hydra.run.dir={_example(folder)}, or"
+        " set ckpt_path=null to start from scratch."
     )
 
 

@@ -159,7 +159,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys) -> None:
 
     monkeypatch.setattr(running, "run", press)
     assert run_main(monkeypatch, "strategies=[ddp]", f"run_dir={tmp_path}/run") == 130
-    assert f"are kept: add run_dir={tmp_path}/run to go on." in capsys.readouterr().err
+    assert f"are kept: add run_dir={tmp_path}/run to continue." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,10 @@ def test_what_a_mistake_is_told(override, expected) -> None:
         ("-m seed=1,2 trainer.max_stepz=9", "did you mean `trainer.max_steps`?"),
         ("+seeed=2", "did you mean `seed`?"),
         ("trainer.max_steps=-1", "trainer.max_steps=-1 must be positive"),
-        ("-m seed=1,2 strategy.start_method=popen", "does not go with strategy.start_method=popen"),
+        (
+            "-m seed=1,2 strategy.start_method=popen",
+            "cannot be combined with strategy.start_method=popen",
+        ),
     ],
 )
 def test_a_command_ends_with_the_sentence(words, expected, told, tmp_path, capsys) -> None:

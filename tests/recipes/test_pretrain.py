@@ -310,7 +310,9 @@ def test_what_an_optimizer_refuses_it_refuses_before_the_launch(compose_config) 
 @pytest.mark.usefixtures("no_launch")
 def test_domino_and_a_compiled_model(compose_config) -> None:
     config = compose_config(*SMALL, "strategy=domino_tp", "compile=inductor")
-    with pytest.raises(ValueError, match="domino_tp does not go with compile=inductor: it divides"):
+    with pytest.raises(
+        ValueError, match="domino_tp cannot be combined with compile=inductor: it divides"
+    ):
         fit(config, build)
 
 

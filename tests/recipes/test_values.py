@@ -300,7 +300,9 @@ def test_what_the_files_and_the_docs_say_is_legal(choices) -> None:
 
 
 def test_what_transformers_refuses_is_told() -> None:
-    with pytest.raises(ValueError, match="The model cannot be made as `model` describes it") as no:
+    with pytest.raises(
+        ValueError, match="The model cannot be built from the settings in `model`"
+    ) as no:
         model_from_config(
             {"_target_": "transformers.GPT2Config", "n_embd": 64, "n_head": 3, "n_layer": 1}, 99
         )

@@ -158,7 +158,7 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     assert re.search(r"a save takes [\d.]+ \w?B more memory on each rank", shown)
     per_step, cycle = human_bytes(size / 4), human_bytes(size)
     assert (
-        f"one rank sends {per_step} per step in the mean over a cycle, {cycle} per cycle of 4"
+        f"one rank sends {per_step} per step on average over a cycle, {cycle} per cycle of 4"
         f" steps: outer_gradient {per_step}"
     ) in shown
     rows = summary_rows(summary)
@@ -204,7 +204,7 @@ def test_a_strategy_that_nobody_can_count(quiet_trainer) -> None:
     trainer = quiet_trainer(accelerator="cpu")
     trainer.strategy.connect(LightningModule())
     trainer._accelerator_connector.strategy = FSDPStrategy.__new__(FSDPStrategy)
-    with pytest.raises(TypeError, match="cannot say what `FSDPStrategy` sends. Use a strategy of"):
+    with pytest.raises(TypeError, match="do not know what `FSDPStrategy` sends. Use a strategy of"):
         TrafficMeter(trainer, 64, 0)
 
 

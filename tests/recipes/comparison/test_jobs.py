@@ -76,7 +76,7 @@ def test_lion_gets_its_optimizer_and_nothing_that_was_meant_for_another() -> Non
     assert (optimizer.lr, optimizer.betas, optimizer.warmup_steps) == (1e-3, None, 9)
     assert composed(job).seed == 3
     assert job.notes == (
-        "Its optimizer is Lion (`optimizer=distributed_lion`). Not applied to it, since meant for"
+        "Its optimizer is Lion (`optimizer=distributed_lion`). Not applied to it, because meant for"
         " another: `optimizer.lr=1`, `optimizer.betas=[0,0]`.",
     )
     assert composed(jobs["ddp"]).optimizer.lr == 1

@@ -332,7 +332,9 @@ def test_a_tokenizer_with_more_words_than_the_model(refused, tmp_path) -> None:
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "larger")
     overrides = ["tokenizer=pretrained", f"tokenizer.name_or_path={tmp_path}/larger"]
-    assert "has 258 tokens and the model embeddings for 257" in refused("text", *overrides)
+    assert "has 258 tokens, but the model has embeddings for only 257" in refused(
+        "text", *overrides
+    )
 
 
 def test_a_new_model_is_refused(compose_finetune, tmp_path) -> None:

@@ -28,7 +28,7 @@ from commfree_planner import (
     log_grid,
     methods,
 )
-from recipes.training.language_model import LanguageModel, described
+from recipes.training.language_model import LanguageModel, built_from_config
 from recipes.training.traffic import human_bytes
 
 Config = dict[str, Any]
@@ -117,7 +117,7 @@ def model_from_config(config: Config, vocab_size: int | None) -> Model:
         ValueError: the model has no list of as many blocks as its config has hidden layers.
     """
     vocabulary = {} if vocab_size is None else {"vocab_size": vocab_size}
-    model_config = described(lambda: instantiate(config, **vocabulary, _convert_="all"))
+    model_config = built_from_config(lambda: instantiate(config, **vocabulary, _convert_="all"))
     with torch.device("meta"):  # counts parameters without allocating them
         module = LanguageModel(model_config.to_dict())
     count = model_config.num_hidden_layers

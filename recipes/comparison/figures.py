@@ -75,7 +75,7 @@ def draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         for width, shade in ((computing, _COMPUTING), (hidden, _HIDDEN), (exposed, _EXPOSED)):
             axes.barh(row, width, left=left, color=shade, height=0.5)
             left += width
-        axes.text(0, row - 0.32, _told(spent), va="bottom", fontsize="small", color="0.25")
+        axes.text(0, row - 0.32, _label(spent), va="bottom", fontsize="small", color="0.25")
     axes.set_yticks(range(len(good)), [outcome.job.name for outcome in good])
     axes.set_ylim(len(good) - 0.5, -1.0)  # the first run on top, below the legend
     axes.set(title="Where the seconds of a run went", xlabel="seconds")
@@ -162,7 +162,7 @@ def _legend(axes: Axes) -> None:
         axes.legend(frameon=False, fontsize="small")
 
 
-def _told(spent: Times) -> str:
+def _label(spent: Times) -> str:
     if spent.exposed is None:
         return f"{spent.total:.3g} s; exposed: not measured"
     hidden = "not known" if spent.hidden is None else f"at least {spent.hidden:.3g} s"

@@ -65,7 +65,9 @@ class Pretrain(Section):  # noqa: D101 - `conf/pretrain.yaml` explains the keys,
     trainer: Object
     logger: dict[str, Object]
     seed: Seed
-    token_budget: int | Annotated[float, Field(gt=0, le=1e18)] | None = None  # see `settle_length`
+    token_budget: int | Annotated[float, Field(gt=0, le=1e18)] | None = (
+        None  # see `apply_token_budget`
+    )
     gradient_checkpointing: bool
     compile: str | None
     check_memory: bool

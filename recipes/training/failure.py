@@ -23,14 +23,14 @@ def on_error(trainer: pl.Trainer, then: Callable[[Exception], None]) -> None:
     """
     run = trainer.fit_loop.run
 
-    def run_or_tell() -> None:
+    def run_and_report() -> None:
         try:
             run()
         except Exception as error:
             then(error)
             raise
 
-    trainer.fit_loop.run = run_or_tell  # type: ignore[method-assign]
+    trainer.fit_loop.run = run_and_report  # type: ignore[method-assign]
 
 
 def diverged(loss: float, history: History, run_dir: Path) -> str | None:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
-from recipes.training.forked import without_beginning_cuda
+from recipes.training.forked import without_initializing_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import builds_on_meta
 from recipes.training.memory import check_memory
@@ -35,7 +35,7 @@ def build(config: Config) -> tuple[TrainingData, LanguageModel]:
         module = build_module(config, model_config)
     if config["data"].get("packing"):
         on_meta = builds_on_meta(config)
-        without_beginning_cuda(
+        without_initializing_cuda(
             lambda: check_packing(one_block(model_config) if on_meta else module.model)
         )
     return data, module

@@ -12,7 +12,7 @@ import torch
 T = TypeVar("T")
 
 
-def without_beginning_cuda(work: Callable[[], T]) -> T:
+def without_initializing_cuda(work: Callable[[], T]) -> T:
     """Return the result of `work` without initializing CUDA in this process.
 
     1. An optimizer's step checks whether a CUDA graph is being captured, a model of transformers

@@ -44,7 +44,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def described(make: Callable[[], T], group: str = "model") -> T:
+def built_from_config(make: Callable[[], T], group: str = "model") -> T:
     """Call `make`, and report any of its errors as one of the configuration.
 
     Args:
@@ -150,10 +150,10 @@ class LanguageModel(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters("model_config", "lora")
-        config = described(lambda: AutoConfig.for_model(**model_config))
+        config = built_from_config(lambda: AutoConfig.for_model(**model_config))
         if pretrained is None:
             with torch.device("meta") if on_meta else nullcontext():
-                self.model = described(lambda: AutoModelForCausalLM.from_config(config))
+                self.model = built_from_config(lambda: AutoModelForCausalLM.from_config(config))
         else:
             load = load_on_meta if on_meta else load_pretrained
             loaded = load(AutoModelForCausalLM, pretrained, config=config)
@@ -166,13 +166,15 @@ class LanguageModel(pl.LightningModule):
             # here: importing it takes a third of a second, which only LoRA needs
             from peft import LoraConfig, get_peft_model
 
-            lora_config = LoraConfig(task_type="CAUSAL_LM", **lora)
+            lora_config = built_from_config(
+                lambda: LoraConfig(task_type="CAUSAL_LM", **lora), "lora"
+            )
             with warnings.catch_warnings():
                 # it detects GPT-2's transposed weights by itself, with this warning
                 warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
                 model = self.model
-                self.model = described(lambda: get_peft_model(model, lora_config), "lora")
+                self.model = built_from_config(lambda: get_peft_model(model, lora_config), "lora")
         if gradient_checkpointing:
             # the name before transformers 5.22, to be removed in 6
             old = getattr(self.model, "gradient_checkpointing_enable", None)

@@ -40,7 +40,7 @@ def count_ranks(trainer: Mapping[str, Any]) -> Ranks:
     return Ranks(bare.num_devices, bare.num_nodes)
 
 
-def settle_length(cfg: DictConfig) -> None:
+def apply_token_budget(cfg: DictConfig) -> None:
     """Set `trainer.max_steps` from `token_budget`, and print the calculation.
 
     Must run before interpolations are resolved: optimizer and checkpoints read

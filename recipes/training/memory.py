@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.model.blocks import block_names
-from recipes.training.forked import without_beginning_cuda
+from recipes.training.forked import without_initializing_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.layout import inside_of
 from recipes.training.length import Ranks, count_ranks
@@ -97,7 +97,9 @@ def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> 
     module.to(dtype)
     trained = [p for p in module.parameters() if p.requires_grad]
     numel, gradients = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
-    optimizer = without_beginning_cuda(lambda: _optimizer_bytes(config["optimizer"], dtype, numel))
+    optimizer = without_initializing_cuda(
+        lambda: _optimizer_bytes(config["optimizer"], dtype, numel)
+    )
     group = int(strategy.get("replica_size") or strategy.get("node_size") or 1)
     kept = 0
     if inside == "ddp" and not is_tensor_parallel:

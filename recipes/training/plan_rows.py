@@ -38,7 +38,8 @@ def plan_rows(
         "model": model,
         "parameters": count,
         "data": data.describe(),
-        "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)" + _alone(trainer),
+        "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)"
+        + _single_replica(trainer),
         "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
         "tokens per step": f"{per_step:,}, in rows of {data.tokens_per_row()}",
         "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
@@ -67,7 +68,7 @@ def _forecast(traffic: Traffic) -> str:
     return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
 
 
-def _alone(trainer: pl.Trainer) -> str:
+def _single_replica(trainer: pl.Trainer) -> str:
     """Describe DiLoCo with a single replica, which exchanges nothing."""
     strategy = trainer.strategy
     if not isinstance(strategy, StreamingDiLoCoStrategy):

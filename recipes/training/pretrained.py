@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from recipes.training.language_model import described, load_pretrained
+from recipes.training.language_model import built_from_config, load_pretrained
 
 
 def find_pretrained(name_or_path: str) -> str:
@@ -59,7 +59,7 @@ def pretrained_config(name_or_path: str, **changes: Any) -> PretrainedConfig:
                 f"model.{name}: the `{type(config).__name__}` of '{name_or_path}' has no attribute"
                 f" of that name. It has {', '.join(sorted(config.to_diff_dict()))}, among others."
             )
-        described(partial(setattr, config, name, value))
+        built_from_config(partial(setattr, config, name, value))
     # `torch_dtype` before transformers 4.56; checkpoints of this run must load in fp32 too
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", "float32")
     return config
@@ -112,7 +112,7 @@ def one_block(config: PretrainedConfig) -> nn.Module:
             setattr(text, name, value[:1])
     text.num_hidden_layers = 1
     with isolate_rng(include_cuda=False):
-        model: nn.Module = described(lambda: AutoModelForCausalLM.from_config(shallow))
+        model: nn.Module = built_from_config(lambda: AutoModelForCausalLM.from_config(shallow))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data *= 10  # with a scale of 0.02 the context would have almost no effect

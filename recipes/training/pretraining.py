@@ -6,7 +6,7 @@ from hydra.utils import instantiate
 
 from recipes.data.token_data import TokenDataModule
 from recipes.stages import stage
-from recipes.training.language_model import LanguageModel, described
+from recipes.training.language_model import LanguageModel, built_from_config
 from recipes.training.launch import builds_on_meta
 from recipes.training.memory import check_memory
 from recipes.training.run import Config, factory
@@ -35,7 +35,7 @@ def build_module(config: Config, data: TokenDataModule) -> LanguageModel:
     tokenizer = data.tokenizer
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     make = factory(config["model"])
-    model_config = described(lambda: make(vocab_size=len(tokenizer), **ends))
+    model_config = built_from_config(lambda: make(vocab_size=len(tokenizer), **ends))
     return LanguageModel(
         model_config.to_dict(),
         factory(config["optimizer"]),

@@ -64,15 +64,15 @@ class StepProgressBar(ProgressBar):
         super().setup(trainer, pl_module, stage)  # disables it on all ranks but the first
         save = trainer.save_checkpoint
 
-        def save_and_say(filepath: Any, *args: Any, **kwargs: Any) -> None:
+        def save_and_show(filepath: Any, *args: Any, **kwargs: Any) -> None:
             doing = f"saving {os.path.basename(filepath)}"
-            self._say(doing)
+            self._show_on_terminal(doing)
             with stages.stage(doing, shown=self._enabled and not self._moves):
                 save(filepath, *args, **kwargs)
-            self._say(self._figures)
+            self._show_on_terminal(self._figures)
 
         # callbacks have a hook before a checkpoint is written, but none after it
-        trainer.save_checkpoint = save_and_say  # type: ignore[method-assign]
+        trainer.save_checkpoint = save_and_show  # type: ignore[method-assign]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -105,7 +105,7 @@ class StepProgressBar(ProgressBar):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say("validating")
+        self._show_on_terminal("validating")
 
     @override
     def on_validation_batch_end(
@@ -117,7 +117,7 @@ class StepProgressBar(ProgressBar):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._say(self._figures)
+        self._show_on_terminal(self._figures)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -145,7 +145,7 @@ class StepProgressBar(ProgressBar):
         self._figures, self._shown_step = ", ".join(found), trainer.global_step
         self._show(self._figures)
 
-    def _say(self, text: str) -> None:
+    def _show_on_terminal(self, text: str) -> None:
         """Show a text at once on a terminal; not in a file."""
         if self._moves:
             self._show(text)

@@ -80,7 +80,10 @@ class RunReport(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.is_global_zero:
-            on_error(trainer, lambda error: self._tell(trainer, "Ended by an error", str(error)))
+            on_error(
+                trainer,
+                lambda error: self._report_failure(trainer, "Ended by an error", str(error)),
+            )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,7 +141,7 @@ class RunReport(pl.Callback):
             logger.save()
         failure = diverged(loss, self._recorder.history, self._run_dir)
         if failure is not None:
-            self._tell(trainer, "After training", failure)
+            self._report_failure(trainer, "After training", failure)
             return
         summary = self._summarize(trainer, loss)
         if any(map(is_part, module.parameters())):  # rank 0 has only a shard of them
@@ -153,7 +156,7 @@ class RunReport(pl.Callback):
             "After training",
         )
 
-    def _tell(self, trainer: pl.Trainer, title: str, failure: str) -> None:
+    def _report_failure(self, trainer: pl.Trainer, title: str, failure: str) -> None:
         """Write the figures and files of a failed run."""
         for logger in trainer.loggers:
             logger.finalize("failed")

@@ -22,7 +22,7 @@ from lightning_commfree import DominoTPStrategy
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import check_launch, with_launcher
-from recipes.training.length import settle_length
+from recipes.training.length import apply_token_budget
 from recipes.training.loggers import LoggedConfig
 from recipes.training.progress import RunRecorder
 from recipes.training.progress_bar import StepProgressBar
@@ -50,7 +50,7 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
         SystemExit: SIGTERM or Ctrl-C has stopped the run, after saving a checkpoint.
     """
     _quiet()
-    settle_length(cfg)
+    apply_token_budget(cfg)
     config = cast(Config, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     check_launch(config)
     trainer = fit(config, build)

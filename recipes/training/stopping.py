@@ -64,13 +64,13 @@ class StopOnSignal(pl.Callback):
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
-        self._pid = os.getpid()  # pid of the process that owns the handlers
-        self._launcher: Any = None  # pids of the ranks, in the launching process
-        self._noted: signal.Signals | None = None
+        self._pid = os.getpid()  # of the process that owns the handlers
+        self._launcher: Any = None  # of the ranks; None in a rank
+        self._received: signal.Signals | None = None
         self._interrupts = 0
         self._step = 0
         self._is_launched = False  # by another process, which has received it too
-        self._has_told = False
+        self._cost_printed = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the launcher, whose processes cannot be pickled (spawn)."""
@@ -92,7 +92,7 @@ class StopOnSignal(pl.Callback):
         try:
             yield
         except ProcessExitedException as error:
-            raise self._as_exit(error) from error
+            raise self._exit_for(error) from error
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
@@ -112,7 +112,7 @@ class StopOnSignal(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        if self._noted is not None:  # before the strategy could set its flag
+        if self._received is not None:  # before the strategy could set its flag
             signal.raise_signal(signal.SIGTERM)
 
     @override
@@ -122,15 +122,15 @@ class StopOnSignal(pl.Callback):
         if trainer.global_step == self._step:
             return  # gradients are still being accumulated, which most checkpoints do not contain
         self._step = trainer.global_step
-        if not self._all_know(trainer):
-            self._tell_cost(trainer)
+        if not self._any_rank_received(trainer):
+            self._print_cost(trainer)
             return
         if self._step >= trainer.max_steps:  # only the report is left, and nothing to resume
             trainer._signal_connector.received_sigterm = False
             return
         path = f"{self._run_dir}/{CHECKPOINT_FOLDER}/last.ckpt"
         trainer.save_checkpoint(path)
-        signum = self._noted or signal.SIGTERM
+        signum = self._received or signal.SIGTERM
         if trainer.is_global_zero:
             print(
                 f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To resume,"
@@ -139,25 +139,25 @@ class StopOnSignal(pl.Callback):
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
 
-    def _tell_cost(self, trainer: pl.Trainer) -> None:
+    def _print_cost(self, trainer: pl.Trainer) -> None:
         """Print once, on rank 0, the cost of a second Ctrl-C before the last step."""
-        if self._noted is None or self._has_told or not trainer.is_global_zero:
+        if self._received is None or self._cost_printed or not trainer.is_global_zero:
             return
-        self._has_told = True
+        self._cost_printed = True
         folder = Path(self._run_dir) / CHECKPOINT_FOLDER
         newest = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
         lost = f"all steps after '{newest}'" if newest else "all steps: there is no checkpoint yet"
         print(f"A second Ctrl-C would lose {lost}.", flush=True)
 
-    def _all_know(self, trainer: pl.Trainer) -> bool:
+    def _any_rank_received(self, trainer: pl.Trainer) -> bool:
         """Return whether any rank has its flag set; the same on all ranks after the same step."""
-        if _asks_the_strategy(trainer):
+        if _strategy_agrees(trainer):
             return trainer.received_sigterm
         if trainer.world_size == 1:
-            return self._noted is not None
-        notes = torch.tensor(float(self._noted is not None), device=trainer.strategy.root_device)
-        dist.all_reduce(notes)
-        return bool(notes)
+            return self._received is not None
+        flags = torch.tensor(float(self._received is not None), device=trainer.strategy.root_device)
+        dist.all_reduce(flags)
+        return bool(flags)
 
     def _leave(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stopped: Stopped) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -192,10 +192,10 @@ class StopOnSignal(pl.Callback):
             if self._launcher is not None:
                 self._launcher.kill(signal.SIGKILL)
             _end_now(signum)
-        if self._noted is None:
-            self._noted = signal.Signals(signum)
+        if self._received is None:
+            self._received = signal.Signals(signum)
             if is_first_rank() and not self._is_launched:
-                _write_now(_FIRST.format(self._noted.name))
+                _write_now(_FIRST.format(self._received.name))
             if self._launcher is not None:
                 # never SIGINT: a terminal sends it to all processes itself, and a rank would take
                 # the forwarded one for a second Ctrl-C
@@ -203,20 +203,20 @@ class StopOnSignal(pl.Callback):
             if signum == signal.SIGINT:
                 signal.raise_signal(signal.SIGTERM)  # previous handlers, such as the strategy's
 
-    def _as_exit(self, error: ProcessExitedException) -> BaseException:
+    def _exit_for(self, error: ProcessExitedException) -> BaseException:
         """Return the exit of a run whose rank exited with `error`, or `error` itself."""
-        if self._noted is None:
+        if self._received is None:
             return SystemExit(error.exit_code) if error.exit_code in _EXIT_CODES else error
         if error.exit_code not in _EXIT_CODES:
-            print(f"Stopped by {self._noted.name} before the first step; nothing was saved.")
-        return SystemExit(128 + self._noted)
+            print(f"Stopped by {self._received.name} before the first step; nothing was saved.")
+        return SystemExit(128 + self._received)
 
 
 class Stopped(SIGTERMException):
     """The exit of a run whose ranks have all stopped after the same step and saved."""
 
 
-def _asks_the_strategy(trainer: pl.Trainer) -> bool:
+def _strategy_agrees(trainer: pl.Trainer) -> bool:
     ours = isinstance(trainer.strategy, ReplicaStrategy)
     return ours and trainer.world_size > 1
 

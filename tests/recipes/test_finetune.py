@@ -317,6 +317,7 @@ def refused(compose_finetune, monkeypatch, tmp_path):
             "lora=default lora.target_modules=abc",
             "cannot be built from the settings in `lora`",
         ),
+        ("text", "lora=default +lora.abc=1", "cannot be built from the settings in `lora`"),
         ("responses", "data.corpus.train=no/such.jsonl", "'no/such.jsonl' matches no file"),
         ("responses", "data.corpus.train=README.md", "README.md, line 1: this is not JSON"),
         ("responses", "data.batch_size=99", "The train split has"),

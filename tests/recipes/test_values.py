@@ -19,7 +19,7 @@ from recipes.configuration.help import CONF
 from recipes.configuration.sentences import sentence
 from recipes.data.tokenizer import byte_tokenizer
 from recipes.planning import model_from_config
-from recipes.training.language_model import LanguageModel, described
+from recipes.training.language_model import LanguageModel, built_from_config
 from recipes.training.run import factory
 
 WRITTEN = ["-1", "0", "7", "3.7", "0.5", "-0.5", "1e30", "nan", "inf", "-inf", "true", "null"]
@@ -78,7 +78,7 @@ def _read(recipe: str, cfg: DictConfig, key: str) -> None:
         model_from_config(model, cfg.vocab_size)
     else:
         vocabulary = len(byte_tokenizer())
-        config = described(lambda: factory(model)(vocab_size=vocabulary))
+        config = built_from_config(lambda: factory(model)(vocab_size=vocabulary))
         with torch.device("meta"):
             LanguageModel(config.to_dict())
 

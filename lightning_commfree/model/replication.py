@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +58,36 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
     held = [tensor for tensor in held if tensor.numel()]
     if not held or channel.size == 1:
         return
-    hashes = [thorough_digest(tensor.contiguous()).to(channel.device) for tensor in held]
-    gathered = channel.all_gather(torch.stack(hashes), tag).wait()
-    differs = (gathered != gathered[0]).any(dim=0).tolist()
+    digests = _digests_of_all(channel, held, tag)
+    differs = (digests != digests[0]).any(dim=0).tolist()
     for tensor in (tensor for tensor, sent in zip(held, differs, strict=True) if sent):
         raw = tensor.to(channel.device).contiguous().view(-1).view(torch.uint8)
         received = channel.broadcast(raw, tag).wait()
         tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
+
+def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> list[bool]:
+    """Return which of these tensors are not what the channel's first rank has; collective.
+
+    Args:
+        channel: to the ranks.
+        tensors: in the same order on all ranks; their sizes may differ.
+        tag: of the ledger.
+    """
+    if not tensors or channel.size == 1:
+        return [False] * len(tensors)
+    digests = _digests_of_all(channel, [own(tensor) for tensor in tensors], tag)
+    return (digests[channel.rank] != digests[0]).tolist()  # type: ignore[no-any-return]
+
+
+def _digests_of_all(channel: Channel, tensors: Sequence[Tensor], tag: str) -> Tensor:
+    """Return every rank's hashes of some tensors, shape (ranks, tensors)."""
+    nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
+    digests = [
+        thorough_digest(one.contiguous()).to(channel.device) if one.numel() else nothing
+        for one in tensors
+    ]
+    return channel.all_gather(torch.stack(digests), tag).wait()
 
 
 def share_random_state(channel: Channel, device: torch.device) -> None:

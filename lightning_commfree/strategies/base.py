@@ -169,7 +169,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        resumed = self._resume.go_on()  # what hooks drew until now does not count
+        resumed = self._resume.restore_position()  # what hooks drew until now does not count
         self.inside.train_begins()
         self.session.begin(resumed)
 
@@ -224,7 +224,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
-        self._resume.settle()  # all ranks are here for the last time
+        self._resume.remove_leftovers()  # all ranks are here for the last time
         super().on_train_end()
 
     @override

@@ -459,9 +459,9 @@ class Replica:
             if not (fragment.fragment.parameters or self.weight_swap.is_in):
                 fragment.take_local()
 
-    def adopt(self, saved: object) -> None:
+    def adopt(self, was: object, ranks: int, load: object) -> None:
         """Use nothing of a save by other ranks; the checkpoint itself holds its outer weights."""
-        del saved
+        del was, ranks, load
 
     def close(self) -> None:
         """End the thread of the exchanges; what is in flight is given up."""

@@ -119,7 +119,7 @@ def outer_steps(diloco: StreamingDiLoCo, settings: DiLoCoSettings, size: int) ->
         weights.update(zip(fragment.fragment.parameters, fragment.local, strict=True))
     names = [name for name, _ in diloco._module.named_parameters()]
     found = [weights[name].clone() for name in names]
-    diloco.load_state_dict(state)
+    diloco.load_state_dict(*state)
     return found
 
 

@@ -42,14 +42,18 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
     Tensors and plain values alone, which load with `weights_only=True`.
     """
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": (version, torch.tensor(numbers), gauss),  # 625 numbers are slow to walk through
+    }
     if device.type == "cuda":  # not of all visible devices: at the resume there may be others
         states["device"] = torch.cuda.get_rng_state(device)
     if module_available("numpy"):
         import numpy as np
 
         kind, keys, *rest = np.random.get_state()
-        states["numpy"] = (kind, keys.tolist(), *rest)
+        states["numpy"] = (kind, torch.tensor(keys.astype(np.int64)), *rest)
     return states
 
 
@@ -57,11 +61,12 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
     """Set the generators to what `random_state` returned."""
     torch.set_rng_state(states["torch"])
     version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))  # a tuple may come back as a list
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     if "numpy" in states and module_available("numpy"):
         import numpy as np
 
-        np.random.set_state(states["numpy"])
+        kind, keys, *rest = states["numpy"]
+        np.random.set_state((kind, keys.numpy(), *rest))
     if device.type == "cuda" and "device" in states:
         torch.cuda.set_rng_state(states["device"].cpu(), device)
 
@@ -224,15 +229,29 @@ def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     return {name: p.grad for name, p in named if p.grad is not None}
 
 
-def not_saved(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
-    """Return texts on states that only rank 0 saves, or no rank, because they need pickle.
+def not_saved(
+    trainer: pl.Trainer, checkpoint: Mapping[str, Any], own: Mapping[str, Any]
+) -> list[str]:
+    """Return texts on what an exact resume from now will not restore.
 
     Args:
+        trainer: in its fit.
         checkpoint: as Lightning dumps it.
         own: this rank's own state, from it.
-        ranks: that save; a single one loses nothing that Lightning saves.
     """
+    texts = needing_pickle(checkpoint, own, trainer.world_size)
+    if in_accumulation(trainer) and not own["gradients"]:
+        texts.append(
+            "the gradients of an optimizer step that was half accumulated are lost: FSDP keeps them"
+            " to itself until the step"
+        )
+    return texts + _skipped_schedulers(trainer)
+
+
+def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
+    """Return texts on states that only rank 0 saves, or no rank, because they need pickle."""
     texts, shared = [], "holds more than tensors and plain values, and every rank gets rank 0's"
+    # a single rank loses nothing that Lightning saves
     if ranks > 1 and own["loaders"] is None and _loader_states(checkpoint):
         texts.append(f"the state of a training data loader {shared}")
     if ranks > 1 and own["schedulers"] is None and checkpoint.get("lr_schedulers"):
@@ -243,6 +262,24 @@ def not_saved(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int)
             " values"
         )
     return texts
+
+
+def _skipped_schedulers(trainer: pl.Trainer) -> list[str]:
+    """Return texts on schedulers that watch a metric: after a resume from now they skip a step.
+
+    Lightning does not save metrics, and skips the step of such a scheduler for the batch and at
+    the end of the epoch in which the checkpoint was written.
+    """
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    if epoch.completed == epoch.started:  # the step of the last epoch was taken
+        return []
+    return [
+        f"the scheduler that watches {config.monitor!r} leaves out its step for the batch or at the"
+        " end of the epoch of the save, as Lightning does not keep metrics. Save in"
+        " `on_train_epoch_start`, or schedule by steps, to resume exactly"
+        for config in trainer.lr_scheduler_configs
+        if config.reduce_on_plateau
+    ]
 
 
 def _loader_states(checkpoint: Mapping[str, Any]) -> Any:

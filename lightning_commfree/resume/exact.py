@@ -37,7 +37,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_commfree.lightning_internals import Patches, in_accumulation
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.data_position import (
     EpochStart,
@@ -48,7 +48,7 @@ from lightning_commfree.resume.data_position import (
 )
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
-from lightning_commfree.resume.loops import open_plateaus, restore_loops
+from lightning_commfree.resume.loops import restore_loops
 from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles, copied, local_tensors, plain
 
@@ -398,12 +398,7 @@ class ExactResume:
             "schedulers": plain(checkpoint.get("lr_schedulers")),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
-        own["lost"] = not_saved(checkpoint, own, self._ranks.size) + open_plateaus(trainer)
-        if in_accumulation(trainer) and not own["gradients"]:
-            own["lost"].append(
-                "the gradients of an optimizer step that was half accumulated are lost: FSDP keeps"
-                " them to itself until the step"
-            )
+        own["lost"] = not_saved(trainer, checkpoint, own)
         if fit.algorithm.replicas:
             own |= {
                 # Lightning's: the strategy's own gathers the states of several ranks

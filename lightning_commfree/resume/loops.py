@@ -124,21 +124,3 @@ def left_out(trainer: pl.Trainer, moment: Moment) -> list[str]:
             " depends on belongs into `training_step` or `optimizer_step`"
         )
     return texts
-
-
-def open_plateaus(trainer: pl.Trainer) -> list[str]:
-    """Return texts on schedulers that watch a metric: after a resume from now they skip a step.
-
-    Lightning does not save metrics, and skips the step of such a scheduler for the batch and at
-    the end of the epoch in which the checkpoint was written.
-    """
-    epoch: Any = trainer.fit_loop.epoch_progress.current
-    if epoch.completed == epoch.started:  # the step of the last epoch was taken
-        return []
-    return [
-        f"the scheduler that watches {config.monitor!r} leaves out its step for the batch or at the"
-        " end of the epoch of the save, as Lightning does not keep metrics. Save in"
-        " `on_train_epoch_start`, or schedule by steps, to resume exactly"
-        for config in trainer.lr_scheduler_configs
-        if config.reduce_on_plateau
-    ]

@@ -30,7 +30,6 @@ from lightning_commfree.diloco import (
 )
 from lightning_commfree.diloco.codec import BLOCK, decode, warm_up
 from lightning_commfree.diloco.exchange import (
-    EndNotice,
     GatheredFragmentExchange,
     HeaderSummary,
     ShardedFragmentExchange,
@@ -114,12 +113,11 @@ class Training:
     ) -> None:
         self.walk, self.module, self.size = CudaWalk(ANSWERS), Net(dtype), size
         self.channel: Any = InstantChannel(size, device=channel)
-        self.ended = (-1,) * size
         self.diloco: StreamingDiLoCo
 
         def said(headers: Tensor) -> HeaderSummary:
             assert headers.device == CPU
-            return HeaderSummary(False, False, False, False, nonfinite, self.ended)
+            return HeaderSummary(False, False, False, False, nonfinite)
 
         for name in ("summarize_headers", "merge_summaries"):
             patch.setattr(exchange, name, said)
@@ -141,7 +139,6 @@ class Training:
                 with self.walk.during("after step"):
                     self.diloco.after_step()
 
-            self.ended = (EndNotice(STEPS, goes_on=False).code,) * self.size
             with self.walk.during("finish"):
                 self.diloco.finish()
         return self.walk.asked()

@@ -77,7 +77,7 @@ def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> 
     if not tensors or channel.size == 1:
         return [False] * len(tensors)
     digests = _digests_of_all(channel, [own(tensor) for tensor in tensors], tag)
-    return (digests[channel.rank] != digests[0]).tolist()  # type: ignore[no-any-return]
+    return (digests[channel.rank] != digests[0]).tolist()
 
 
 def _digests_of_all(channel: Channel, tensors: Sequence[Tensor], tag: str) -> Tensor:
@@ -155,7 +155,7 @@ def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
         )
 
 
-class CommonGradScaler(ShardedGradScaler):
+class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
     """torch's scaler whose ranks skip a step together, with errors that name a lost rank.
 
     A plain scaler looks at a rank's own gradients: one rank would skip its step, and the others

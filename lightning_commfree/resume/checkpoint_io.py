@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
 from lightning_commfree.resume.files import FilePath, local_path, write_whole
-from lightning_commfree.resume.folders import read_folder, with_values
+from lightning_commfree.resume.folders import read_folder
 
 # earlier releases of Lightning do not ask how a file is to be read
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
@@ -37,8 +37,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         local = local_path(path)
         asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
         if local is not None and local.is_dir():
-            saved: dict[str, Any] = read_folder(local, asked is not False)
-            return saved if self._maps else with_values(saved)  # type: ignore[no-any-return]
+            saved: dict[str, Any] = read_folder(local, asked is not False, lazy=self._maps)
+            return saved
         if not self._maps or local is None or not zipfile.is_zipfile(local):
             return super().load_checkpoint(path, *args, **kwargs)
         weights_only = asked if _ASKS else False

@@ -52,7 +52,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if module_available("numpy"):
         import numpy as np
 
-        kind, keys, *rest = np.random.get_state()
+        state: Any = np.random.get_state()
+        kind, keys, *rest = state
         states["numpy"] = (kind, torch.tensor(keys.astype(np.int64)), *rest)
     return states
 

@@ -87,7 +87,7 @@ class Resumable(Protocol):
 
         Args:
             shared: the state of all replicas.
-            own: this rank's; None: it has none, for it was not there.
+            own: this rank's; None: this replica joins others, and has none.
         """
 
     def adopt(
@@ -133,17 +133,16 @@ class _Fit:
 
 
 class Save:
-    """A checkpoint with rank states that was read, for all ranks together.
+    """A checkpoint that a fit resumes from, and the rank states of its save.
 
     Args:
         path: where the checkpoint was read.
         checkpoint: as it was read.
-        ranks: of the fit that reads it.
+        ranks: of the fit (`strategies.ranks.Ranks`).
         weights_only: as `Trainer.fit` got it; None stands for True.
 
     Attributes:
-        path, checkpoint: as above.
-        entry: the checkpoint's entry, empty where it has none.
+        entry: the checkpoint's entry, empty if it has none.
 
     Raises:
         RuntimeError: the entry has another format.
@@ -186,9 +185,7 @@ class Save:
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
         """Return why the ranks cannot use their own states, "" if they can; collective.
 
-        Args:
-            algorithm: of the fit.
-            found: this rank has its own state.
+        `found` says whether this rank has its own state.
         """
         if not self.entry:
             return (
@@ -251,13 +248,8 @@ class ExactResume:
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
         """Read this rank's own state of a checkpoint that a fit resumes; after `load_checkpoint`.
 
-        Collective.
-
-        Args:
-            path: where the checkpoint was read.
-            checkpoint: as it was read. Optimizers and schedulers of this rank replace rank 0's in
-                it, because Lightning restores them later.
-            weights_only: as `Trainer.fit` got it; None stands for True.
+        Collective. Optimizers and schedulers of this rank then replace rank 0's in `checkpoint`,
+        because Lightning restores them later.
 
         Raises:
             RuntimeError: the state is another rank's, of another save, or damaged; on all ranks.
@@ -278,13 +270,8 @@ class ExactResume:
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
         """Begin a fit, and restore this rank's own weights and tensors if it resumes.
 
-        Collective; in `setup`, when module, optimizers and algorithm are made. A checkpoint that
-        Lightning restores after setup is restored by `read`.
-
-        Args:
-            trainer: of the fit.
-            algorithm: between replicas.
-            inside: the layout of a replica.
+        Collective; in `setup`, when module, optimizers, algorithm and layout (`inside`) are made.
+        A checkpoint that Lightning restores after setup is restored by `read`.
         """
         tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
@@ -349,10 +336,8 @@ class ExactResume:
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
         """Write a checkpoint, and in a fit the rank files; collective.
 
-        Args:
-            checkpoint: gets our entry on rank 0.
-            filepath: where to; rank 0's counts.
-            options: for the plugin that writes.
+        `checkpoint` gets our entry on rank 0, whose `filepath` counts; `options` are for the plugin
+        that writes.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.

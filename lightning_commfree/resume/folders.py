@@ -201,12 +201,13 @@ def with_values(state: Any) -> Any:
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
 
-def read_folder(folder: Path, weights_only: bool = True) -> Any:
-    """Return a checkpoint, with `FolderTensor`s for sharded tensors; not collective.
+def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
+    """Return a checkpoint; not collective.
 
     Args:
         folder: of the checkpoint.
         weights_only: whether no code may be run from it.
+        lazy: return `FolderTensor`s for sharded tensors, which are read when they are used.
 
     Raises:
         RuntimeError: it is damaged, or holds objects that only unpickling loads.
@@ -231,9 +232,10 @@ def read_folder(folder: Path, weights_only: bool = True) -> Any:
         return FolderTensor(reader, value[NAME], stored.size, stored.properties.dtype)
 
     try:
-        return map_nested(rest, in_folder)
+        saved = map_nested(rest, in_folder)
     except KeyError as error:  # another save's
         raise damaged(folder / _METADATA, error) from error
+    return saved if lazy else with_values(saved)
 
 
 def _check_shard(path: Path, offset: int, length: int) -> None:
@@ -306,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.file.is_dir():
         parser.error(f"{str(options.file)!r} is a folder. Name a file.")
     try:
-        write_whole(with_values(read_folder(options.folder, not options.trust)), options.file)
+        write_whole(read_folder(options.folder, not options.trust), options.file)
     except RuntimeError as error:
         parser.exit(1, f"{error}\n")
     print(

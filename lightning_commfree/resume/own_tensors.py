@@ -44,7 +44,7 @@ class OwnTensors:
             channels: to all ranks, and to those that hold the same shards in other replicas.
         """
         persistent, others = self._tensors()
-        found = {}
+        found: dict[str, Tensor] = {}
         # A large frozen base model is equal everywhere. The comparison, 8 bytes a tensor, keeps it
         # out of every rank's file.
         for channel, sharded in ((channels.world, False), (channels.between, True)):

@@ -67,12 +67,7 @@ class RankFiles:
         return f"{self._name}/{token}"
 
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
-        """Write the state of a rank.
-
-        Args:
-            owner: the rank, not rank 0.
-            state: tensors, which are not copied, and other values. Of a sharded tensor the rank's
-                own shard is written.
+        """Write the state of a rank; of a sharded tensor its own shard.
 
         Raises:
             RuntimeError: the file cannot be written.
@@ -92,7 +87,7 @@ class RankFiles:
 
         Args:
             owner: the rank and the save that are wanted.
-            folder: as the checkpoint names it.
+            folder: named by the checkpoint, relative to its own folder.
             weights_only: whether no code may be run from the file.
 
         Raises:
@@ -110,11 +105,9 @@ class RankFiles:
         return saved["state"]
 
     def remove_older(self, token: str, keep: int = 0) -> None:
-        """Remove the files of earlier saves to this path; other ranks may do so at the same time.
+        """Remove the files of saves before `token`, but for the `keep` latest of them.
 
-        Args:
-            token: of the latest save.
-            keep: so many of the latest earlier saves stay.
+        Other ranks may do so at the same time.
         """
         with suppress(OSError):  # no earlier save, or another rank was quicker
             folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]

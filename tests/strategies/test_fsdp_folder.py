@@ -26,7 +26,7 @@ from lightning_commfree.model.fsdp import why_not_divided
 from lightning_commfree.model.shards import whole
 from lightning_commfree.resume import folders
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
-from lightning_commfree.resume.folders import is_folder, read_folder, with_values
+from lightning_commfree.resume.folders import is_folder, read_folder
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
 from tests.strategies.models import loader, quiet_trainer, rank_loader
@@ -91,7 +91,7 @@ def test_a_folder_holds_what_a_file_does(played: Any, step: int) -> None:
     folder, file = (place / how / f"step={step}.ckpt" for how in ("folder", "file"))
     assert is_folder(folder)
     assert file.is_file()
-    got, expected = with_values(read_folder(folder)), torch.load(file, weights_only=True)
+    got, expected = read_folder(folder), torch.load(file, weights_only=True)
     for one in (got, expected):  # token and own time: another save
         one.pop("lightning_commfree")
         one.pop("callbacks")
@@ -255,8 +255,7 @@ def test_models_on_meta_and_other_strategies_read_it(tmp_path: Path) -> None:
     place = tmp_path / "saved"
     ranks = run_ranks(models, 4, tmp_path, place)
     lion, diloco = (
-        with_values(read_folder(place / name / "step=3.ckpt"))["state_dict"]
-        for name in ("lion", "diloco")
+        read_folder(place / name / "step=3.ckpt")["state_dict"] for name in ("lion", "diloco")
     )
     norm = "wrapped.lm.transformer.ln_f.weight"
     assert not torch.equal(lion[norm], diloco[norm])

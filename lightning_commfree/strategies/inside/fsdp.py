@@ -1,9 +1,9 @@
-"""A replica whose ranks hold parts of one model: FSDP2, `torch.distributed.fsdp.fully_shard`.
+"""A replica whose ranks hold shards of one model by FSDP2, `torch.distributed.fsdp.fully_shard`.
 
-Every block of the model is a unit, and what stands in no block is one more. A unit's parameters are
-divided by rows; they are gathered for its forward and its backward, and their gradients are the
-mean over the replica, of which each rank keeps its part. The module stays divided after the fit, as
-Lightning's own strategies for sharded models leave it: `trainer.test` goes on with it.
+Every block of the model is a unit, and the rest of the model is one more. A unit's parameters are
+sharded by rows; they are gathered for its forward and its backward, and their gradients are reduced
+to the mean over the replica, of which each rank keeps its shard. The module stays sharded after the
+fit, as after a fit of Lightning's own strategies for sharded models: `trainer.test` uses it so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 
 class FullyShard(DividedModel):
-    """Ranks of a replica hold parts of its parameters, gradients and optimizer state.
+    """Ranks of a replica hold shards of its parameters, gradients and optimizer state.
 
     Args:
         strategy: whose ranks.
@@ -73,7 +73,7 @@ class FullyShard(DividedModel):
     @override
     def states(self) -> RowShards | None:
         divided = self._divided
-        here = divided is self._strategy.lightning_module  # else it is an earlier fit's
+        here = divided is self._strategy.lightning_module  # else an earlier fit sharded another one
         return RowShards(divided) if divided is not None and here else None
 
     @property
@@ -100,7 +100,7 @@ class FullyShard(DividedModel):
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Divide the model, unit by unit, on this rank's device; FSDP averages the gradients."""
+        """Shard the model, unit by unit, on this rank's device; FSDP averages the gradients."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
@@ -124,9 +124,9 @@ class FullyShard(DividedModel):
 
     @override
     def release(self) -> None:
-        """Keep the module divided; ranks that were forked hand back whole weights.
+        """Keep the module sharded; forked ranks hand full weights back to the launching process.
 
-        Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
+        Lightning's launcher takes them from the module's `state_dict` after this.
         """
         super().release()
         self._in_fit = False
@@ -139,7 +139,7 @@ class FullyShard(DividedModel):
         if self.states is None:
             setup(trainer)
             return
-        # as Lightning does it, but ranks do not take rank 0's part of a model for theirs
+        # as Lightning does, without broadcasting rank 0's shards to the other ranks
         strategy = self._strategy
         assert strategy.accelerator is not None, "the Trainer has chosen one"
         strategy.accelerator.setup(trainer)
@@ -151,12 +151,12 @@ class FullyShard(DividedModel):
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
-        """Gradients of whole units stay on this rank in the body, as large as the model."""
+        """Keep full gradients, as large as the model, on this rank in the body."""
         return accumulating(self._strategy.module)
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Count what FSDP has sent for a forward and its backward."""
+        """Count the bytes that FSDP has sent for a forward and its backward."""
         gathered, scattered = self._step_bytes
         ledger = self._strategy.group_ledger
         ledger.count_sent(GATHER_TAG, gathered)
@@ -189,11 +189,13 @@ class FullyShard(DividedModel):
 
     @override
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
         return {
             **state,
             "state": {
-                index: {key: _read_like(value, parameters[index]) for key, value in saved.items()}
+                index: {
+                    key: _read_like(value, parameters.get(index)) for key, value in saved.items()
+                }
                 for index, saved in state["state"].items()
             },
         }

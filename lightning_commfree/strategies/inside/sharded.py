@@ -64,7 +64,7 @@ class DividedModel(Inside):
     def __init__(self, strategy: ReplicaStrategy, settings: Any) -> None:
         self._strategy, self._settings = strategy, settings
         self._undivided: set[nn.Parameter] = set()
-        self._was_on_meta = False  # it had no values when it was divided
+        self._was_on_meta = False  # the model had no values before it was sharded
 
     @property
     @abstractmethod
@@ -73,7 +73,7 @@ class DividedModel(Inside):
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """Whether a checkpoint has room in it only once it is divided: it is on `meta`."""
+        """Whether a checkpoint fits only into the sharded model: before, it is on `meta`."""
         module = self._strategy.lightning_module
         return self._was_on_meta or (module is not None and bool(on_meta(module)))
 
@@ -86,7 +86,7 @@ class DividedModel(Inside):
             refuse_callbacks(trainer, name, PARTS)
 
     def _start(self) -> int:
-        """Start all ranks from the same undivided model; return a seed that they have alike."""
+        """Start all ranks from the same full model; return a seed that they share."""
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}

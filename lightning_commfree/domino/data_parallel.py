@@ -1,4 +1,4 @@
-"""Replicas that the mean of their gradients keeps equal in every step: data parallelism.
+"""Data parallelism between tensor groups: average gradients in every step.
 
 Weights and optimizer state of ranks that share a model are put together in a checkpoint, whole.
 What is left to each rank is small: its random numbers, the place of its data, and in the middle of
@@ -28,9 +28,9 @@ import torch
 from torch import nn
 
 from lightning_commfree.comm.job import ReplicaChannels
-from lightning_commfree.comm.ledger import all_gather_bytes
+from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.domino.forecast import bytes_per_step
-from lightning_commfree.domino.gradients import GradientAverage
+from lightning_commfree.domino.gradients import AVERAGE_TAG, GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 
@@ -40,16 +40,16 @@ FLAGS_TAG, FLAGS_BYTES = "flags", 24  # of the three numbers that ranks exchange
 
 
 class GradientMean:
-    """All-reduce of gradients over the data axis, while backward goes on.
+    """Average gradients over the data axis during backward; `DominoTPStrategy`'s algorithm.
 
     Args:
-        sharded: the divided model.
+        sharded: the module with the sharded models.
         channels: between and within replicas.
-        settings: decide in which order random numbers are drawn.
+        settings: part of the fingerprint, since they decide the order of random numbers.
 
     Attributes:
-        average: of the gradients.
-        models: the divided ones.
+        average: launches and lands the all-reduces.
+        models: the sharded models.
     """
 
     name = "Domino"
@@ -69,7 +69,7 @@ class GradientMean:
             model.done = self.average.sublayer_is_done
 
     def land(self, module: nn.Module) -> None:
-        """Put the mean gradients into place."""
+        """Wait for the mean gradients and store them."""
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -92,16 +92,18 @@ class GradientMean:
     def bytes_per_step(
         self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool
     ) -> dict[str, float]:
-        """Return what a rank sends in a step by tag.
+        """Forecast the bytes that a rank sends in a step, by ledger tag.
 
         Args:
-            module: divided.
-            tokens: of a tensor group's batches.
-            mixed: dtype of autocast.
+            module: sharded.
+            tokens: of a tensor group's batches of a step.
+            mixed: dtype of autocast; None without.
             clips: whether gradients are clipped by their norm.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
-        sent = bytes_per_step(self.models, module.parameters(), tokens, replicas, mixed, clips)
+        sent = bytes_per_step(self.models, tokens, mixed, clips)
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        sent[AVERAGE_TAG] = ring_all_reduce_bytes(gradients, replicas)
         sent[FLAGS_TAG] = all_gather_bytes(FLAGS_BYTES, world)
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 

@@ -1,4 +1,4 @@
-"""A module with divided models inside: what a rank holds, whole states and parts of them."""
+"""A module with sharded models inside: held tensors, full states and shards of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(module: Around, steps: int = 2) -> torch.optim.Optimizer:
 
 
 def seen(channel: Any, kind: str) -> dict[str, Any]:
-    """What a rank finds in two steps, in whole states and in states put back as parts."""
+    """A rank's tensors, gathered states and shards of them over two steps."""
     module = Around(kind)
     before = {name: p.detach().clone() for name, p in module.state_dict().items()}
     sharded = ShardedModule.prepare(module, channel, DominoSettings())
@@ -72,7 +72,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
         "nothing": sharded.whole_state_dict(keep=False),
     }
 
-    # parts of the wholes are what the rank has
+    # shards of the full states equal the rank's own
     own = {name: value.clone() for name, value in module.state_dict().items()}
     parts = sharded.part_state_dict(whole)
     found["parts"] = all(torch.equal(parts[name], value) for name, value in own.items())
@@ -99,7 +99,7 @@ def found(
     return request.param, run_ranks(with_channel, SIZE, folder, seen, (request.param,))
 
 
-def test_what_a_rank_holds(found: Any) -> None:
+def test_held_tensors(found: Any) -> None:
     """Every parameter once, under its own name; sizes of parts and copies are those of the spec."""
     kind, ranks = found
     plain = dict(Around(kind).named_parameters())
@@ -118,7 +118,7 @@ def test_what_a_rank_holds(found: Any) -> None:
         assert rank["same batch"] == (0, 1)
 
 
-def test_whole_states_are_those_of_one_process(found: Any) -> None:
+def test_full_states_equal_one_process(found: Any) -> None:
     kind, ranks = found
     module = Around(kind)
     module.loss().backward()
@@ -142,8 +142,8 @@ def test_whole_states_are_those_of_one_process(found: Any) -> None:
         }
 
 
-def test_parts_of_whole_states_are_what_was_there(found: Any) -> None:
-    """And an optimizer's parts can be put together when the models are whole again."""
+def test_shards_of_full_states_equal_the_originals(found: Any) -> None:
+    """And an optimizer's shards can be gathered after the models are joined."""
     for rank in found[1]:
         assert rank["parts"]
         assert rank["optimizer's parts"]
@@ -157,6 +157,6 @@ def other_batches(channel: Any) -> str:
     return str(refusal.value)
 
 
-def test_other_batches_are_refused(tmp_path: Path) -> None:
+def test_different_batches_are_refused(tmp_path: Path) -> None:
     for text in run_ranks(with_channel, SIZE, tmp_path, other_batches):
         assert "their first batches differ: ranks [0, 1]" in text

@@ -110,8 +110,8 @@ class TensorParallel(DividedModel):
         seed = self._start()
         self.sharded = ShardedModule.prepare(module, within, self._settings, own_seed, seed)
         for model in self.sharded.models:
-            model.fell_back = cache(rank_zero_warn)  # of each text once
-            model.trial.chosen = rank_zero_info
+            model.on_fallback = cache(rank_zero_warn)  # of each text once
+            model.trial.on_choice = rank_zero_info
         module.to(strategy.root_device)
         if self._outside == REPLICA:
             self.sharded.mark_parts(self._argument)

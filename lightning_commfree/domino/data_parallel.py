@@ -1,12 +1,10 @@
 """Data parallelism between tensor groups: average gradients in every step.
 
-Weights and optimizer state of ranks that share a model are put together in a checkpoint, whole.
-What is left to each rank is small: its random numbers, the place of its data, and in the middle of
-an accumulation its parts of the gradients. Rank 0's lies in the checkpoint, the others' in files
-beside it.
+A checkpoint holds the full weights and optimizer state. Each rank's own state is small: its random
+numbers, its position in the data, and in the middle of an accumulation its shards of the gradients.
 
 =========================  ==========================  ============================================
-resumed on                 place in the data           random numbers
+resumed on                 position in the data        random numbers
 =========================  ==========================  ============================================
 the same ranks             as it was                   as they were: every later weight is equal
 other tensor groups, as    as it was                   those that a group shares as they were; a
@@ -14,8 +12,8 @@ many of them                                           rank's own, of attention'
 more or fewer groups       the epoch's first batches   new
 =========================  ==========================  ============================================
 
-Of each group the file of its first rank is needed for the second line; gradients of a
-half-accumulated step come back in the first only.
+The second line needs the file of each group's first rank; gradients of a half-accumulated step come
+back in the first line only.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 `prepare`                shard the models, before the optimizer is created
 `held`                   this rank's tensors, and whether each is whole, a part or a copy
 `mark_parts`             mark the sharded tensors themselves
-`whole_state_dict`       gather the module's full state, one tensor at a time
+`whole_state_dict`       gather the module's full state
 `part_state_dict`        take this rank's shards of a full state
 `own_state`              each rank's own state: random numbers and timings of splits
 `optimizer_parts`        the same of optimizers
@@ -22,7 +22,6 @@ and shards the states of optimizers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharding import ShardSpec, whole_tensor
 from lightning_commfree.model.fsdp import refuse_wrapped
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.shards import Divided, Wholes, mark_part, with_values
+from lightning_commfree.model.shards import mark_part
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:
@@ -182,25 +181,25 @@ class OptimizerParts:
         self._parts = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def whole_state_dict(
-        self, optimizer: Optimizer, channel: Channel, wholes: Wholes
+        self, optimizer: Optimizer, channel: Channel, keep: bool
     ) -> dict[str, Any]:
         """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
 
-        Collective, one tensor at a time.
+        Collective.
 
         Args:
             optimizer: of the fit.
             channel: to the tensor group.
-            wholes: puts tensors together. Where this rank does not keep them the result is empty.
+            keep: whether this rank wants the result; else it is empty.
         """
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
             for key, value in saved["state"].get(index, {}).items():
-                whole = self._whole(parameter, value, channel, wholes)
-                if wholes.keep:
+                whole = self._whole(parameter, value, channel, keep)
+                if keep:
                     result.setdefault(index, {})[key] = whole
-        return {**saved, "state": result} if wholes.keep else {}
+        return {**saved, "state": result} if keep else {}
 
     def part_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
@@ -216,8 +215,7 @@ class OptimizerParts:
         for index, parameter in enumerate(parameters_of(optimizer)):
             spec, _ = self._parts.get(parameter, (None, None))
             own = dict(state["state"].get(index, {}))
-            for key, saved in own.items():
-                own[key] = value = with_values(saved)
+            for key, value in own.items():
                 if spec is None or not isinstance(value, Tensor) or value.dim() <= spec.dim:
                     continue
                 if value.shape != parameter.shape:  # else it is this rank's already
@@ -226,21 +224,19 @@ class OptimizerParts:
                 parts[index] = own
         return {**state, "state": parts}
 
-    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, wholes: Wholes) -> Any:
+    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, keep: bool) -> Any:
         spec, part_shape = self._parts.get(parameter, (None, None))
         if not isinstance(value, Tensor):
             return value
         if spec is None or value.shape != part_shape:
-            return value.cpu() if wholes.keep else value
-        return put_together(value, spec, channel, wholes)
+            return value.cpu() if keep else value
+        return whole_on_host(value, spec, channel, keep)
 
 
-def put_together(part: Tensor, spec: ShardSpec, channel: Channel, wholes: Wholes) -> Tensor:
-    """Return the whole tensor of a part, as `wholes` puts it together; collective."""
-    shape = list(part.shape)
-    shape[spec.dim] = spec.size
-    gather = partial(whole_tensor, part, spec, channel, STATE_TAG)
-    return wholes(Divided(shape, part.dtype, gather))
+def whole_on_host(part: Tensor, spec: ShardSpec, channel: Channel, keep: bool) -> Tensor:
+    """Return the full tensor of a shard in host memory, an empty one without `keep`; collective."""
+    whole = whole_tensor(part, spec, channel, STATE_TAG)
+    return whole.cpu() if keep else whole.new_empty(0)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -358,13 +354,13 @@ class ShardedModule:
 
     # -- states
 
-    def whole_state_dict(self, wholes: Wholes) -> dict[str, Any]:
+    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's whole state, tensors of divided parameters in CPU memory.
 
-        Collective, one tensor at a time.
+        Collective.
 
         Args:
-            wholes: puts tensors together. Where this rank does not keep them the result is empty.
+            keep: whether this rank wants the result; else it is empty.
         """
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         known: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -374,19 +370,18 @@ class ShardedModule:
             if isinstance(value, Tensor) and value.data_ptr() in specs:
                 place = value.data_ptr()
                 if place not in known:
-                    known[place] = put_together(value, specs[place], self._channel, wholes)
+                    known[place] = whole_on_host(value, specs[place], self._channel, keep)
                 state[name] = known[place]
-        return state if wholes.keep else {}
+        return state if keep else {}
 
     def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a whole module's state."""
         own = self._module.state_dict(keep_vars=True)
         specs, rank = self.specs, self._channel.rank
-        parts = {}
-        for name, saved in state.items():
-            value = with_values(saved)
-            parts[name] = specs[own[name]].part(value, rank) if own.get(name) in specs else value
-        return parts
+        return {
+            name: specs[own[name]].part(value, rank) if own.get(name) in specs else value
+            for name, value in state.items()
+        }
 
     def own_state(self) -> dict[str, Any]:
         """Return what is each rank's own: random numbers, and what `auto_split` has measured."""
@@ -401,9 +396,9 @@ class ShardedModule:
             model.group.load_own_state(random)
             model.trial.load_state_dict(split)
 
-    def whole_optimizer_state(self, optimizer: Optimizer, wholes: Wholes) -> dict[str, Any]:
+    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
-        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, wholes)
+        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, keep)
 
     def part_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]

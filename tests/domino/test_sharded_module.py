@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.domino import DominoSettings, ShardedModule, check_batch
-from lightning_commfree.model.shards import Wholes
 from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
@@ -56,7 +55,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
     sharded.sum_shared_gradients()
     found["norm"] = sharded.gradient_norm(module.parameters())
     module.zero_grad()
-    whole = sharded.whole_state_dict(Wholes(keep=True))
+    whole = sharded.whole_state_dict(keep=True)
     found["untouched"] = {name: value.clone() for name, value in whole.items()}
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -65,13 +64,12 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
         module.loss().backward()
         sharded.sum_shared_gradients()
         optimizer.step()
-    wholes = Wholes(keep=True)
-    whole = sharded.whole_state_dict(wholes)
-    state = sharded.whole_optimizer_state(optimizer, wholes)
+    whole = sharded.whole_state_dict(keep=True)
+    state = sharded.whole_optimizer_state(optimizer, keep=True)
     found |= {
         "whole": whole,
         "state": state,
-        "nothing": sharded.whole_state_dict(Wholes(keep=False)),
+        "nothing": sharded.whole_state_dict(keep=False),
     }
 
     # shards of the full states equal the rank's own
@@ -86,7 +84,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
 
     sharded.join()
     found["joined"] = module.state_dict()
-    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, Wholes(keep=True))
+    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, keep=True)
     found["left"] = all(
         torch.equal(left["state"][i][key], state["state"][i][key]) for i in mine for key in mine[i]
     )

@@ -1,7 +1,7 @@
 """A replica whose ranks hold parts of one model: tensor parallelism, scheduled as Domino does.
 
 The model is divided before the optimizer is made, and whole again after the fit. In between
-checkpoints hold whole states, put together one tensor at a time.
+checkpoints hold full states.
 
 Between replicas is either a mean of gradients that knows Domino, or an algorithm that does not know
 it. That one asks a parameter whether it is a part (`comm.parts`); all others are equal on all ranks
@@ -211,7 +211,7 @@ class TensorParallel(DividedModel):
         if not self._strategy.ranks.come():  # after Ctrl-C
             return {}
         with self._strategy.ranks.reaching() as channels:
-            return self._left.whole_state_dict(optimizer, channels.within, self._wholes())
+            return self._left.whole_state_dict(optimizer, channels.within, self._keeps)
 
 
 def _may_change(module: pl.LightningModule) -> bool:

@@ -22,7 +22,6 @@ from commfree_planner.search import log_grid, needed_bandwidth
 
 GBIT_GRID = log_grid(1e-6, 1e6, 1201)  # 100 a decade: 2.3 % from one to the next
 _GIVEN_AS = {"step_seconds": "step_time", "latency_s": "latency"}  # to commands
-_EAGER = " Eager updates hide a whole cycle: plan them as overlap_steps=sync_every-1."
 
 
 @dataclass(frozen=True)
@@ -165,5 +164,4 @@ class Training:
                     f"`{_GIVEN_AS.get(name, name)}={value!r}` must be a"
                     f" {'whole ' if name in whole else ''}number, but it is a"
                     f" {type(value).__name__}."
-                    f"{_EAGER if value == 'eager' else ''}"
                 )

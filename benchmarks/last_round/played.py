@@ -42,7 +42,7 @@ class PlayedDiLoCo:
         modules: one of each replica, with the same weights now; in all of them at least three
             blocks of 256 values a fragment for each replica, or the library would gather what is
             averaged by shards here.
-        settings: as of `StreamingDiLoCo`; neither eager nor several ranks a replica.
+        settings: as of `StreamingDiLoCo`; one rank per replica.
     """
 
     def __init__(self, modules: Sequence[nn.Module], settings: DiLoCoSettings) -> None:

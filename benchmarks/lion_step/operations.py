@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.bits import pack_bits_part, packed_bits_size, unpack_bits_part
+from lightning_commfree.comm.bits import pack_bits_part, unpack_bits_part
 from lightning_commfree.lion import DistributedLion
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import Majority, PackedDelta, Shard
@@ -77,7 +77,7 @@ def vote_operations(numel: int, workers: tuple[int, ...], device: torch.device) 
     """
     values = torch.randn(numel, device=device)
     copied, deltas = torch.empty_like(values), torch.empty_like(values)
-    plane = torch.zeros(packed_bits_size(numel), dtype=torch.uint8, device=device)
+    plane = torch.zeros(8 * -(-numel // _WORD), dtype=torch.uint8, device=device)
     pack(values, plane)
     packed_delta = PackedDelta(torch.stack([plane, torch.zeros_like(plane)]), (2, 1), 1)
     table: Operations = {COPY: lambda: copied.copy_(values)}

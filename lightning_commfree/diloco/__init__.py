@@ -24,7 +24,7 @@ Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travel
 `fragment_exchange` (how the mean is formed), `transfers` (what is in flight), `streaming` (the
 algorithm), `replica` (its state and figures). Then what is rare: `last_round` and `evaluation` (the
 mean of the local copies), `refusals` and `nonfinite` (a replica with NaN), `late_parameters` (what
-is thawed or moved later), `eager` (the form that hides a whole cycle), `forecast` (sentences).
+is thawed or moved later), `forecast` (sentences).
 
 Departures from the paper:
 
@@ -40,7 +40,6 @@ Departures from the paper:
 from __future__ import annotations
 
 from lightning_commfree.diloco.codec import WIRE_FORMATS, WireFormat
-from lightning_commfree.diloco.eager import EagerDiLoCo
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -54,7 +53,6 @@ from lightning_commfree.diloco.streaming import StreamingDiLoCo, foretold
 __all__ = [
     "WIRE_FORMATS",
     "DiLoCoSettings",
-    "EagerDiLoCo",
     "Fragment",
     "OuterFragment",
     "OuterOptimizerFactory",

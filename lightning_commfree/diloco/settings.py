@@ -16,7 +16,6 @@ from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
 """Makes the outer optimizer of a list of fp32 parameters, or it and its scheduler."""
-EAGER = "eager"
 NONFINITE = ("raise", "abstain")
 
 
@@ -65,7 +64,7 @@ class DiLoCoSettings:
     sync_every: int
     num_fragments: int | None
     fragment_pattern: str
-    overlap_steps: int | str
+    overlap_steps: int
     mix: float
     wire_dtype: str
     outer_optimizer: OuterOptimizerFactory
@@ -75,11 +74,6 @@ class DiLoCoSettings:
     evaluate: str = "outer"
     check_drift_every: int = 1
     outer_device: str | None = None
-
-    @property
-    def eager(self) -> bool:
-        """Whether a whole cycle is hidden (arXiv:2502.12996)."""
-        return self.overlap_steps == EAGER
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -101,16 +95,14 @@ class DiLoCoSettings:
             "check_drift_every",
         )
 
-        others = (("num_fragments", None), ("overlap_steps", EAGER))
-
         for name in counts:
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole and (name, value) not in others:
+            if name == "num_fragments" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
                     f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int"
-                    f"{' or ' + repr(EAGER) if name == 'overlap_steps' else ''}."
+                    f" {type(value).__name__}. Give an int."
                 )
 
         if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
@@ -138,8 +130,7 @@ class DiLoCoSettings:
                 f" {', '.join(map(repr, PATTERNS))}."
             )
 
-        steps = 0 if self.eager else int(self.overlap_steps)
-        if not 0 <= steps < self.sync_every:
+        if not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(
                 f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
                 f" `sync_every={self.sync_every}`: a fragment has to land before it leaves again."

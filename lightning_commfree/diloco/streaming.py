@@ -35,9 +35,6 @@ Some go on:
     they launch as ever, and so does the replica that has ended: same fragments, same order. Then
     all land what is in flight, and hold the last round over all fragments.
 
-With eager updates a fragment lands a cycle later, and what it carries is no mean of local copies:
-the last round begins anew, and the first message costs its bytes.
-
 What a fit says of exchanges: how many will come, and which weights none has moved yet.
 
 One replica: its fragments, what it says of itself, and its state.
@@ -533,7 +530,7 @@ def forecast_exchanges(settings: DiLoCoSettings, schedule: Schedule, last_step: 
     advised = last_step // (_ENOUGH + 1)
     advice = (
         f"Take `sync_every={advised}`."
-        if advised > (0 if settings.eager else int(settings.overlap_steps))
+        if advised > settings.overlap_steps
         else "The fit is too short for more."
     )
     text = (
@@ -604,8 +601,7 @@ class Replica:
             OuterFragment(module, f, settings.outer_optimizer, replica, settings.outer_device)
             for f in fragments
         ]
-        overlap_steps = 0 if settings.eager else int(settings.overlap_steps)
-        self.schedule = Schedule(settings.sync_every, len(fragments), overlap_steps)
+        self.schedule = Schedule(settings.sync_every, len(fragments), settings.overlap_steps)
         self.optimizers: Sequence[Optimizer] = ()
 
         self._module, self._channel, self._replica = module, channel, replica

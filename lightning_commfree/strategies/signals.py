@@ -20,7 +20,7 @@ Who sends it sees one sentence: when all will have stopped, as far as that is kn
 Ctrl-C stops every rank where it is, each in another step, so that no checkpoint can be made of them
 any more (`stopped_by_hand`).
 
-The delay is at most a launch interval plus the overlap (of eager updates: a cycle), and before the
+The delay is at most a launch interval plus the overlap , and before the
 first launch, in the first cycle, a whole cycle plus the overlap. A scheduler's grace period must be
 longer than that.
 """

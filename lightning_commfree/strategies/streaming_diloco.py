@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from lightning_commfree.diloco import (
     DiLoCoSettings,
-    EagerDiLoCo,
     OuterOptimizerFactory,
     StreamingDiLoCo,
     default_outer_optimizer,
@@ -22,7 +21,7 @@ from lightning_commfree.diloco import (
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
-from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
+from lightning_commfree.strategies.checks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
 
 
@@ -54,9 +53,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         fragment_pattern: "strided" (block i to fragment i mod P), "sequential" (consecutive blocks)
             or "balanced" (tensors, equal bytes; for models without blocks).
         overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
-            in flight. At most 5 is advised. "eager" hides a whole cycle (arXiv:2502.12996): the
-            mean of the previous cycle, with this replica's own part brought up to date; the outer
-            weights then differ between replicas until `fit` ends, and rank 0's are saved.
+            in flight. At most 5 is advised.
         mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
             1 ignores them.
         wire_dtype: what travels; see `lightning_commfree.diloco.codec`.
@@ -78,7 +75,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         evaluate: what a validation, and the checkpoints written for it, hold. "outer": the outer
             weights, which until a fragment's first landing are the initial ones, and later up to
             `sync_every` steps old. "mean": the plain mean of the replicas' local weights, exchanged
-            for it (N/2 bytes in fp4; 4N with eager updates): early stopping and best checkpoints
+            for it (N/2 bytes in fp4): early stopping and best checkpoints
             then mean something in short runs. A checkpoint without a validation at its step takes
             an exchange of its own. Nothing is trained on it: the fit goes the same way.
         check_drift_every: cycles from one comparison of the replicas' global copies to the next,
@@ -108,7 +105,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         sync_every: int = 100,
         num_fragments: int | None = None,
         fragment_pattern: str = "strided",
-        overlap_steps: int | str = 1,
+        overlap_steps: int = 1,
         mix: float = 0.5,
         wire_dtype: str = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
@@ -171,14 +168,12 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
-        eager = EAGER if self.settings.eager else {}
-        refuse_callbacks(trainer, type(self).__name__, {**REPLICAS, **eager})
-        algorithm = EagerDiLoCo if self.settings.eager else StreamingDiLoCo
+        refuse_callbacks(trainer, type(self).__name__, REPLICAS)
         how = self.settings.num_fragments, self.settings.fragment_pattern
         fragments = split_into_fragments(self.module, *how)
         between, replica = self.channels.between, self.channels.within
         within = replica if replica.size > 1 else None
-        self._diloco = algorithm(self.module, fragments, self.settings, between, within)
+        self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, between, within)
         self._diloco.optimizers = self.optimizers
         return self._diloco
 

@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.lion_step import __main__ as lion
 from benchmarks.lion_step import operations as ops
-from lightning_commfree.comm.bits import packed_bits_size
 from lightning_commfree.lion.vote import PackedDelta
 
 CPU = torch.device("cpu")
@@ -19,7 +18,7 @@ def test_pack_vote_and_unpack_give_the_sign_of_the_sum() -> None:
     """Larger than a chunk, so that chunks are put together."""
     numel, workers = 2**17, 3
     values = torch.randn(workers, numel)
-    planes = torch.zeros(workers, packed_bits_size(numel), dtype=torch.uint8)
+    planes = torch.zeros(workers, numel // 8, dtype=torch.uint8)
     for row, plane in zip(values, planes, strict=True):
         ops.pack(row, plane)
     ballots = planes.view(torch.int64)

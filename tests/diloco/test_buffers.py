@@ -14,7 +14,6 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
     WIRE_FORMATS,
     DiLoCoSettings,
-    EagerDiLoCo,
     Fragment,
     OuterFragment,
     StreamingDiLoCo,
@@ -54,14 +53,13 @@ def mean_of_variances(size: int, step: int) -> Tensor:
     return mean / size
 
 
-def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> Any:
+def train(rank: int, size: int, wire_dtype: str) -> Any:
     module = Normed()
     changes = {"sync_every": H, "num_fragments": 1, "wire_dtype": wire_dtype}
-    settings = DiLoCoSettings(**{**DEFAULTS, **changes, "overlap_steps": overlap_steps})
-    algorithm = EagerDiLoCo if overlap_steps == "eager" else StreamingDiLoCo
+    settings = DiLoCoSettings(**{**DEFAULTS, **changes, "overlap_steps": 1})
     channel = world(rank, size)
     fragments = split_into_fragments(module, 1, "strided")
-    diloco = algorithm(module, fragments, settings, channel)
+    diloco = StreamingDiLoCo(module, fragments, settings, channel)
     seen = []
     for step in range(1, LAST + 1):
         with torch.no_grad():
@@ -87,7 +85,7 @@ def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> An
 def test_the_outer_statistics_are_the_replicas_mean(
     wire_dtype: str, size: int, way: type, tmp_path: Path
 ) -> None:
-    for rank, (got_way, seen) in enumerate(run_ranks(train, size, tmp_path, wire_dtype, 1)):
+    for rank, (got_way, seen) in enumerate(run_ranks(train, size, tmp_path, wire_dtype)):
         assert got_way is way
         for step, (outer, local) in enumerate(seen[:-1], 1):
             launched = (step - 1) // H * H  # what has landed left one step before
@@ -97,21 +95,6 @@ def test_the_outer_statistics_are_the_replicas_mean(
             landed_now = launched and step == launched + 1
             assert torch.equal(local, merged if landed_now else variances(rank, step))
         assert torch.equal(seen[-1][0], mean_of_variances(size, LAST))
-
-
-@pytest.mark.parametrize("wire_dtype", ["fp4", "fp32"])
-def test_eager_updates_take_the_mean_of_a_cycle_ago(wire_dtype: str, tmp_path: Path) -> None:
-    ranks = run_ranks(train, 2, tmp_path, wire_dtype, "eager")
-    for rank, (_, seen) in enumerate(ranks):
-        for step, (outer, local) in enumerate(seen[:-1], 1):
-            arrived = step // H * H - H
-            expected = mean_of_variances(2, arrived) if arrived > 0 else torch.ones(CHANNELS)
-            assert torch.equal(outer, expected), (rank, step)
-            arrives = arrived > 0 and step % H == 0
-            merged = torch.lerp(variances(rank, step), expected, 0.5)
-            assert torch.equal(local, merged if arrives else variances(rank, step)), (rank, step)
-        assert torch.equal(seen[-1][0], mean_of_variances(2, LAST))
-    assert torch.equal(ranks[0][1][-1][1], ranks[1][1][-1][1]), "the weights are equal too"
 
 
 @pytest.mark.parametrize("size", [2, 3])

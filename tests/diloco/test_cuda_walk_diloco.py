@@ -22,7 +22,6 @@ from lightning_commfree.comm.digest import digest, thorough_digest
 from lightning_commfree.diloco import (
     WIRE_FORMATS,
     DiLoCoSettings,
-    EagerDiLoCo,
     OuterFragment,
     StreamingDiLoCo,
     exchange,
@@ -149,9 +148,8 @@ class Training:
     def _start(self, **changes: Any) -> None:
         settings = DiLoCoSettings(**{**DEFAULTS, "sync_every": 2, "num_fragments": 3, **changes})
         fragments = split_into_fragments(self.module, 3, "strided")
-        kind = EagerDiLoCo if settings.eager else StreamingDiLoCo
         with self.walk.during("start"):
-            self.diloco = kind(self.module, fragments, settings, self.channel)
+            self.diloco = StreamingDiLoCo(self.module, fragments, settings, self.channel)
 
     def ways(self) -> set[type]:
         return {type(way) for way in self.diloco._transfers.exchanges}
@@ -193,11 +191,6 @@ def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyP
     training.module.blocks[1] = nn.Linear(WIDTH, WIDTH, bias=False)
     training.run()
     assert training.ways() == {GatheredFragmentExchange, ShardedFragmentExchange}
-
-
-def test_eager_updates_wait_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Training(monkeypatch, 2, CUDA).run(overlap_steps="eager", wire_dtype="fp4")
-    assert asked == on_device("after step") | on_device("finish")
 
 
 def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
     DiLoCoSettings,
-    EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
@@ -45,10 +44,6 @@ class Streaming(Remembering, StreamingDiLoCo):
     pass
 
 
-class Eager(Remembering, EagerDiLoCo):
-    pass
-
-
 def train(rank: int, size: int, ends: list[int], changes: dict[str, Any], width: int = 5) -> Any:
     """Train until `ends[rank]`, or until others have ended; return how it ended."""
     settings = DiLoCoSettings(**{**DEFAULTS, **changes})
@@ -58,8 +53,7 @@ def train(rank: int, size: int, ends: list[int], changes: dict[str, Any], width:
     inside = Channel.open(mesh.groups(DATA), rank, Ledger())
     module = Layers(width)
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    algorithm = Eager if settings.eager else Streaming
-    diloco = algorithm(module, fragments, settings, channel, inside)
+    diloco = Streaming(module, fragments, settings, channel, inside)
     replica = rank // settings.replica_size
     steps = 0
     while steps < ends[replica] and not diloco.parted:
@@ -114,10 +108,6 @@ CASES: list[tuple[dict[str, Any], list[int], int]] = [
     ({"sync_every": 6, "num_fragments": 3, "overlap_steps": 5}, [7, 11, 20], 13),
     ({"sync_every": 2, "num_fragments": 6}, [4, 20], 6),  # several leave after one step
     ({"sync_every": 2, "num_fragments": 6, "overlap_steps": 0}, [4, 20], 5),
-    ({"num_fragments": 2, "overlap_steps": "eager"}, [6, 20], 12),  # landed a cycle later
-    ({"num_fragments": 2, "overlap_steps": "eager"}, [1, 20], 8),
-    ({"sync_every": 2, "num_fragments": 6, "overlap_steps": "eager"}, [5, 20], 8),
-    ({"num_fragments": 2, "overlap_steps": "eager"}, [9, 11, 20], 14),
 ]
 
 
@@ -169,10 +159,9 @@ def test_a_replica_of_two_ranks_ends_as_one(tmp_path: Path) -> None:
         assert_equal_states(rank["after"], ranks[0]["after"])
 
 
-@pytest.mark.parametrize("overlap_steps", [1, "eager"])
-def test_all_end_between_two_launches(overlap_steps: int | str, tmp_path: Path) -> None:
+def test_all_end_between_two_launches(tmp_path: Path) -> None:
     """After different steps, so that nobody goes on; they are told all the same."""
-    changes = {"num_fragments": 1, "overlap_steps": overlap_steps}
+    changes = {"num_fragments": 1}
     ranks = run_ranks(train, 2, tmp_path, [5, 7], changes)
     assert [rank["steps"] for rank in ranks] == [5, 7]
     assert all(rank["parted"] and rank["step"] == 7 for rank in ranks)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.diloco import (
     DiLoCoSettings,
-    EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
@@ -31,8 +30,7 @@ STEPS = 15
 def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 2, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    algorithm = EagerDiLoCo if settings.eager else StreamingDiLoCo
-    return algorithm(module, fragments, settings, channel)
+    return StreamingDiLoCo(module, fragments, settings, channel)
 
 
 @dataclass
@@ -49,8 +47,6 @@ THAWED = ["embed.weight", "embed.bias"]
 CASES = [  # sync_every, overlap_steps, thawed before step
     *product((4,), (0, 1, 3), (1, 3, 4, 5, 6, 7, STEPS)),
     (6, 1, 9),
-    (5, "eager", 4),
-    (5, "eager", 8),
 ]
 
 
@@ -134,8 +130,6 @@ def test_what_is_thawed_equals_the_twin_after_every_step(size: int, tmp_path: Pa
             assert outcomes[i].names[2] == THAWED
             for name, tensor in ranks[0][i].local[-1].items():
                 assert torch.equal(outcomes[i].local[-1][name], tensor), "all end with the same"
-        if overlap == "eager":
-            continue
         expected = play(size, every, overlap, at, ranks[0][i].names[:2])
         for rank, outcomes in enumerate(ranks):
             assert_same(outcomes[i], rank, expected, (every, overlap, at))
@@ -151,7 +145,7 @@ def assert_same(got: Outcome, rank: int, expected: Any, case: Any) -> None:
 
 
 def thaw_and_resume(rank: int, size: int) -> list[tuple[Outcome, Outcome]]:
-    changes: list[dict[str, Any]] = [{}, {"overlap_steps": 3}, {"overlap_steps": "eager"}]
+    changes: list[dict[str, Any]] = [{}, {"overlap_steps": 3}]
     at = dict.fromkeys(range(size), 6)
     return [
         (thaw(rank, size, one, at), thaw(rank, size, one, at, resume_at))
@@ -174,10 +168,7 @@ def test_a_state_after_the_thaw_goes_on_exactly(tmp_path: Path) -> None:
 def thaw_apart(rank: int, size: int) -> list[list[Outcome]]:
     """Fragment 0 leaves after steps 4, 8 and 12, fragment 1 after 6, 10 and 14."""
     both = ({0: 5, 1: 8}, {0: 7, 1: 8})
-    return [
-        [thaw(rank, size, {"overlap_steps": overlap}, at) for at in both]
-        for overlap in (1, "eager")
-    ]
+    return [[thaw(rank, size, {"overlap_steps": overlap}, at) for at in both] for overlap in (1, 3)]
 
 
 def test_ranks_that_thaw_at_different_steps_are_told(tmp_path: Path) -> None:
@@ -290,7 +281,7 @@ def test_a_teacher_with_nan_does_not_count(tmp_path: Path) -> None:
         assert torch.equal(local[-1][name], healthy[-1][name])
 
 
-WAYS: list[dict[str, Any]] = [{}, {"overlap_steps": "eager"}, {"wire_dtype": "fp4"}]
+WAYS: list[dict[str, Any]] = [{}, {"wire_dtype": "fp4"}]
 
 
 def move_all(rank: int, size: int) -> Any:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.diloco import (
     DiLoCoSettings,
-    EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
@@ -42,8 +41,7 @@ Sick = Mapping[int, int]  # by replica: the step in which a gradient of its is N
 def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 3, "nonfinite": "abstain", **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    algorithm = EagerDiLoCo if settings.eager else StreamingDiLoCo
-    return algorithm(module, fragments, settings, channel)
+    return StreamingDiLoCo(module, fragments, settings, channel)
 
 
 def inner_step(
@@ -163,28 +161,10 @@ def test_by_default_all_stop_and_it_is_named(tmp_path: Path) -> None:
         assert all(bool(copy.isfinite().all()) for copy in outcome.outer[-1]), "landed nowhere"
 
 
-@pytest.mark.parametrize("changes", [{}, {"overlap_steps": "eager"}])
-def test_where_nobody_is_left_all_stop(changes: dict[str, Any], tmp_path: Path) -> None:
-    for outcome in run_ranks(train, 2, tmp_path, {0: 6, 1: 5}, changes):
+def test_where_nobody_is_left_all_stop(tmp_path: Path) -> None:
+    for outcome in run_ranks(train, 2, tmp_path, {0: 6, 1: 5}, {}):
         assert "replica 0 (rank 0), replica 1 (rank 1)" in outcome.error
         assert "No replica is left whose weights are finite" in outcome.error
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_eager_updates_go_on_without_it(size: int, tmp_path: Path) -> None:
-    """At the launch: a cycle later, when the others learn of it, it is whole again."""
-    ranks = run_ranks(train, size, tmp_path, {1: 6}, {"overlap_steps": "eager"})
-    for rank, outcome in enumerate(ranks):
-        assert not outcome.error
-        for step, (states, copies) in enumerate(zip(outcome.local, outcome.outer, strict=True), 1):
-            if (rank, step) != (1, 6):
-                assert all(bool(tensor.isfinite().all()) for tensor in states.values()), step
-            assert all(bool(copy.isfinite().all()) for copy in copies), step
-        assert outcome.abstentions == {0: 0, 1: 0, 2: 1}
-        for name, tensor in ranks[0].local[-1].items():
-            assert torch.equal(outcome.local[-1][name], tensor), "all end with the same"
-    assert "after inner step 6" in ranks[1].told[0]
-    assert len(ranks[1].told) == 1
 
 
 # What of it is a mean, by shards too, with buffers

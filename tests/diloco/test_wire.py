@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
+from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import (
     BLOCK,
@@ -26,6 +26,7 @@ from lightning_commfree.diloco.codec import (
 )
 from lightning_commfree.diloco.exchange import Header, MessageLayout
 from lightning_commfree.diloco.quantize import encode_e3m0
+from tests.planes import pack_nibbles, unpack_nibbles
 
 FORMATS: dict[str, WireFormat] = {
     **WIRE_FORMATS,  # the last two in compiled loops, as long as all is on a CPU

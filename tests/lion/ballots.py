@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.bits import pack_bits
 from lightning_commfree.lion.ballot import (
     Ballot,
     GatheredBallotExchange,
@@ -22,6 +21,7 @@ from lightning_commfree.lion.vote import Average, Majority, Rule
 from lightning_commfree.lion.worker import Member, cast_ballot
 from tests.lion import serial
 from tests.lion.threads import ThreadChannel, in_threads
+from tests.planes import pack_bits
 
 RULES: dict[str, type] = {"majority": Majority, "average": Average}
 

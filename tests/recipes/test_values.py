@@ -279,7 +279,7 @@ def test_what_is_told(words, expected) -> None:
         ("logger=[csv,tensorboard,wandb]", "strategy=ddp", "data=shards", "trainer=multinode"),
         ("experiment=gpt2_gpu", "+trainer.deterministic=warn", "++logger.wandb.tags=[a,b]"),
         ("trainer.devices='0,1'", "trainer.limit_val_batches=0.5", "optimizer.betas=[0.9,0.95]"),
-        ("strategy.overlap_steps=eager", "+strategy.timeout.hours=1"),
+        ("strategy.overlap_steps=3", "+strategy.timeout.hours=1"),
     ],
 )
 def test_what_the_files_and_the_docs_say_is_legal(choices) -> None:

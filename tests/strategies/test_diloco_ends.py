@@ -158,11 +158,6 @@ CASES: dict[str, tuple[dict[str, Any], list[int], str]] = {
         [6, 6, 6],
         WILL_1.format(6),
     ),
-    "eager": (
-        {"batches": {1: 5}, "max_epochs": 1, "settings": {"overlap_steps": "eager"}},
-        [10, 5, 10],
-        DATA_1,
-    ),
     "evaluated by the mean": (
         {"batches": {1: 5}, "val_check_interval": 5, "settings": {"evaluate": "mean"}},
         [17, 15, 17],  # after 5 and 10 steps all come to a validation, in different epochs

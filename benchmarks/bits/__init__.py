@@ -1,1 +1,0 @@
-"""How fast are codes packed and unpacked, against copying them?"""

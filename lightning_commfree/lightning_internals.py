@@ -123,6 +123,10 @@ TIMED = Feature(
     "the refusal of a time as `val_check_interval`, at which ranks may wait for each other",
     ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
 )
+EPOCHS = Feature(
+    "epochs of equally many batches on all ranks: give all of them equally many, or they hang",
+    ("fit_loop._combined_loader", "fit_loop._data_fetcher"),
+)
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
 FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feature))
 
@@ -336,3 +340,34 @@ def in_accumulation(trainer: pl.Trainer) -> bool:
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     stepped = batch.processed == batch.ready and not accumulates(trainer)
     return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)
+
+
+def limit_epochs(trainer: pl.Trainer, batches: int) -> None:
+    """Lower the batches of an epoch that Lightning has found in its training loaders."""
+    loop = trainer.fit_loop
+    loop.max_batches = batches
+    loader, fetcher = loop._combined_loader, loop._data_fetcher
+    assert loader is not None, "the loaders are set up"
+    if loader.limits is not None:
+        loader.limits = [min(limit, batches) for limit in loader.limits]
+    if fetcher is not None:
+        fetcher.length = batches  # of the iterator that is there; later ones follow the limits
+    every = trainer.val_check_interval
+    if isinstance(every, float) and trainer.val_check_batch not in (None, math.inf):
+        trainer.val_check_batch = max(1, int(batches * every))  # as `setup_data` computes it
+
+
+def is_last_batch(trainer: pl.Trainer) -> bool:
+    """Return whether the latest batch is the last one of this rank's data."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def end_epoch_after_this_batch(trainer: pl.Trainer) -> None:
+    """Let Lightning take the latest batch for the epoch's last one."""
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+
+
+def has_no_batch(trainer: pl.Trainer) -> bool:
+    """Return whether a loader without a length, of which a batch is read ahead, had none."""
+    fetched = getattr(data_fetcher(trainer), "batches", None)
+    return fetched is not None and not fetched

@@ -97,7 +97,7 @@ class Stopwatch(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.began = True
         if isinstance(trainer.strategy, StreamingDiLoCoStrategy):
-            running = trainer.strategy.now.between
+            running = trainer.strategy.algorithm
             running.finish()  # the replicas are equal: nothing moves
             running.step = self._sync_every - 1 - WARM_UP
             running.after_step = self._timed(running.after_step)
@@ -170,7 +170,7 @@ class Stopwatch(pl.Callback):
     def _formula_bytes(self, trainer: pl.Trainer) -> int | None:
         if not isinstance(trainer.strategy, DistributedLionStrategy):
             return None
-        return self._steps * int(trainer.strategy.now.between.voting.bytes_per_step)
+        return self._steps * int(trainer.strategy.algorithm.voting.bytes_per_step)
 
 
 def _ledger(strategy: Strategy) -> LedgerTotals | None:
@@ -180,7 +180,7 @@ def _ledger(strategy: Strategy) -> LedgerTotals | None:
 def _in_flight(strategy: Strategy) -> bool:
     if not isinstance(strategy, StreamingDiLoCoStrategy):
         return False
-    return bool(strategy.now.between.in_flight)
+    return bool(strategy.algorithm.in_flight)
 
 
 def _cpu_s_beside() -> float:

@@ -121,7 +121,7 @@ class Count(pl.Callback):
             "parameters": parameters,
             "gradients": [p.grad for p in parameters if p.grad is not None],
             "optimizer": [value for value in states if isinstance(value, Tensor)],
-            "outer": outer_state(trainer.strategy.now.between),
+            "outer": outer_state(trainer.strategy.algorithm),
         }
         self.found = {kind: held_bytes(tensors[kind]) for kind in KINDS}
         self.found["largest_unit"] = max(unit_bytes(pl_module))

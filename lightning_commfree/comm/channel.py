@@ -31,7 +31,6 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.liveness import ADDRESS_BYTES, PeerWatch, Unwatched
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
-from lightning_commfree.comm.meeting import Meeting
 from lightning_commfree.comm.sockets import Unshared
 
 T = TypeVar("T")
@@ -205,10 +204,6 @@ class Channel:
                 is where nobody is lost.
         """
         return self._watch.naming(tag, computing)
-
-    def meeting(self, unit: str = "step") -> Meeting:
-        """Return this rank's way to where all may meet; `unit` is what messages call a step."""
-        return Meeting(self._watch, unit)
 
     def close(self) -> None:
         """Give the process group back, after every `Pending` or in place of its result."""

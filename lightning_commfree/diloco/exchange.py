@@ -23,7 +23,7 @@ A *header* of three int64 goes ahead of the values:
 
 1. flags: the sender wants all to stop; its values hold NaN or Inf. Behind them a digest of what no
    fragment holds (`late_parameters`).
-2. its inner step, and after which one its training has ended;
+2. its inner step;
 3. a digest of its global copy (0: none).
 
 The second message of the exchange by shards says what its sender saw in all headers, and carries
@@ -55,24 +55,6 @@ from lightning_commfree.diloco.outer import REPLICA_TAG
 _HEADER_BYTES = 3 * 8
 _STOP, _NONFINITE = 1, 2  # bits of the first word
 _LATE_FROM = 8
-_NOTICE_FROM = 31  # bits of the second word: above the step, the code of a notice, plus one
-
-
-class EndNotice(NamedTuple):
-    """What a replica says when its training has ended."""
-
-    step: int  # after which
-    goes_on: bool  # it would have, without others that end
-
-    @property
-    def code(self) -> int:
-        """As one number, 0 or more."""
-        return 2 * self.step + self.goes_on
-
-    @staticmethod
-    def decode(code: int) -> EndNotice:
-        """Take apart what `code` put together."""
-        return EndNotice(code // 2, bool(code % 2))
 
 
 class Header(NamedTuple):
@@ -83,15 +65,13 @@ class Header(NamedTuple):
     digest: Tensor | int  # int64
     nonfinite: Tensor | bool = False  # the values hold NaN or Inf
     late_digest: Tensor | int = 0  # of what no fragment holds, and of what has joined; 40 bits
-    ended: EndNotice | None = None  # this replica's training has
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
-        """As it travels: flags and late digest, step and notice, digest."""
+        """As it travels: flags and late digest, step, digest."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
-        notice = 0 if self.ended is None else self.ended.code + 1
         first = flags + (self.late_digest << _LATE_FROM)
-        return first, self.step + (notice << _NOTICE_FROM), self.digest
+        return first, self.step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
         """Return the values and those tensors of the header that live beside them."""
@@ -107,7 +87,6 @@ class HeaderSummary(NamedTuple):
     steps_differ: bool
     late_differs: bool  # what no fragment holds, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
-    ended: tuple[int, ...]  # by replica, the code of its notice; -1: it trains on
 
 
 class MessageLayout:
@@ -225,27 +204,25 @@ def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
     """Put the headers of all replicas together; int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
-    steps, ended = _steps_and_notices(steps)
 
     drifted, differ, late_differs = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _LATE_FROM)
     )
 
-    return HeaderSummary(_any_stops(flags), drifted, differ, late_differs, _nonfinite(flags), ended)
+    return HeaderSummary(_any_stops(flags), drifted, differ, late_differs, _nonfinite(flags))
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     """Put together what replicas say of the headers that they have seen, in headers of their own.
 
     Their step stands for "drifted", their digest for "steps differ" and their late digest for "late
-    differs". What is not finite and the notice are each one's own.
+    differs". What is not finite is each one's own.
     """
     flags, drifted, differ = headers_M3.unbind(1)
-    drifted, ended = _steps_and_notices(drifted)
 
     said = bool(drifted.any()), bool(differ.any()), bool((flags >> _LATE_FROM).any())
 
-    return HeaderSummary(_any_stops(flags), *said, _nonfinite(flags), ended)
+    return HeaderSummary(_any_stops(flags), *said, _nonfinite(flags))
 
 
 def counted_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
@@ -265,12 +242,6 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
-def _steps_and_notices(words_M: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Take the second words of headers apart: the steps, and the codes of the notices."""
-    codes = (words_M >> _NOTICE_FROM) - 1
-    return words_M & ((1 << _NOTICE_FROM) - 1), tuple(codes.tolist())
-
-
 TAG = "outer_gradient"
 
 
@@ -283,7 +254,6 @@ class Arrival(NamedTuple):
     steps_differ: bool  # the messages are of different inner steps
     late_differs: bool  # what no fragment holds, or what has joined
     nonfinite: tuple[int, ...]  # replicas whose values hold NaN or Inf
-    ended: tuple[int, ...]  # by replica, the code of its notice; -1: it trains on
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, replica: Channel) -> Arrival:
@@ -299,8 +269,8 @@ class Arrival(NamedTuple):
         stop, drifted, differ, late_differs = (bool(flag) for flag in anywhere)
         gram = all_of_them[:, len(flags) :].sum(dim=0).view_as(self.gram)
 
-        own = self.nonfinite, self.ended  # of whole replicas
-        return Arrival(self.mean, stop, drifted, differ, late_differs, *own, gram)
+        # what is not finite is known of whole replicas already
+        return Arrival(self.mean, stop, drifted, differ, late_differs, self.nonfinite, gram)
 
     @property
     def norm(self) -> float:
@@ -336,9 +306,6 @@ class FragmentExchange(Protocol):
 
         The ledger counts it under `tag`.
         """
-
-    def ended(self, arrived: Tensor) -> tuple[int, ...]:
-        """Return `Arrival.ended` alone."""
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """Decode on `device` what arrived."""
@@ -414,10 +381,6 @@ class GatheredFragmentExchange:
             lambda: self._channel.all_gather(message(), tag).wait(), tag, message
         )
 
-    def ended(self, arrived: Tensor) -> tuple[int, ...]:
-        """See `FragmentExchange`."""
-        return summarize_headers(self._layout.headers(arrived)).ended
-
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `FragmentExchange`."""
         summary = summarize_headers(self._layout.headers(arrived))
@@ -468,10 +431,6 @@ class ShardedFragmentExchange:
         staged = self.staging.stage(write, header.on_device(values))
         return self._background.submit(self._carry(staged, tag), tag, staged)
 
-    def ended(self, arrived: Tensor) -> tuple[int, ...]:
-        """See `FragmentExchange`."""
-        return merge_summaries(self._down.headers(arrived)).ended
-
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
         """See `FragmentExchange`."""
         summary = merge_summaries(self._down.headers(arrived))
@@ -497,9 +456,7 @@ class ShardedFragmentExchange:
 
             own = self._channel.rank in summary.nonfinite
             differ, late = int(summary.steps_differ), int(summary.late_differs)
-            ended = summary.ended[self._channel.rank]
-            notice = None if ended < 0 else EndNotice.decode(ended)
-            seen = Header(summary.stop, int(summary.drifted), differ, own, late, notice)
+            seen = Header(summary.stop, int(summary.drifted), differ, own, late)
 
             exact = self._up.average_exact(counted)
             extra = pad(gram_KK.flatten(), (0, self._channel.size**2 - gram_KK.numel()))

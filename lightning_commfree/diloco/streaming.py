@@ -21,20 +21,6 @@ With `evaluate="mean"` a validation sees it in place of the outer weights, which
 the initial ones, or up to H steps old. Nothing is trained on it: global copies, outer optimizers,
 local copies and what is in flight stay as they are.
 
-The end of a fit is common to all replicas, whichever replica's training ends first.
-
-A replica that wants to end after step s, or must, says so in what it sends next. The schedule says
-what that is: every other replica sends the same fragment then. What it holds no longer changes, so
-it need not wait for the step at which that fragment is due.
-
-All have ended after the same step: the usual case, and every header says so.
-    The message was the first of the last round (`settle`), which goes on with the other fragments.
-    Nothing was sent for the agreement.
-Some go on:
-    They learn of it where that fragment lands with them, and end after that step too. Until then
-    they launch as ever, and so does the replica that has ended: same fragments, same order. Then
-    all land what is in flight, and hold the last round over all fragments.
-
 What a fit says of exchanges: how many will come, and which weights none has moved yet.
 
 One replica: its fragments, what it says of itself, and its state.
@@ -45,11 +31,10 @@ One replica: its fragments, what it says of itself, and its state.
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +47,6 @@ from lightning_commfree.diloco.codec import WIRE_FORMATS, WireFormat, warm_up
 from lightning_commfree.diloco.exchange import (
     TAG,
     Arrival,
-    EndNotice,
     FragmentExchange,
     Header,
     cheaper_fragment_exchanges,
@@ -180,7 +164,7 @@ class Transfers:
         self.flights[p] = FragmentInFlight(exchange, pending, time.perf_counter(), header.step)
         return nonfinite
 
-    def receive(self, p: int, step: int) -> tuple[Arrival, FragmentInFlight]:
+    def receive(self, p: int, step: int) -> Arrival:
         """Wait for a fragment that lands after inner step `step`; decode what all have sent.
 
         Raises:
@@ -207,7 +191,7 @@ class Transfers:
             flight.exchange.num_bytes,
             len(arrival.nonfinite) + before,
         )
-        return arrival, flight
+        return arrival
 
     def wait(self) -> None:
         """Take what is in flight off the wire; it still lands at its step."""
@@ -339,153 +323,6 @@ class Evaluation:
         names = mean.fragment.fragment.parameters
         refuse_landing(arrival, p, names, step, self._channel, self._settings)
         return mean.of(arrival.mean)
-
-
-class Ending(Protocol):
-    """What the last round asks of the algorithm.
-
-    Attributes:
-        step: inner steps done; where a replica ends earlier than others, at last theirs.
-        parted: set where the replicas' trainings end after different steps.
-        lands_first: what is due lands ahead of the launches of a step.
-    """
-
-    step: int
-    schedule: Schedule
-    means: list[LocalMean]
-    parted: bool
-    lands_first: bool
-
-    @property
-    def fragments(self) -> Sequence[OuterFragment]:
-        """All, also what joins while the round runs."""
-        ...
-
-    @property
-    def flights(self) -> dict[int, FragmentInFlight]:
-        """What is in flight, by fragment."""
-        ...
-
-    @property
-    def num_replicas(self) -> int:
-        """M, this one included."""
-        ...
-
-    @property
-    def lands_after(self) -> int:
-        """Steps from launch to landing."""
-        ...
-
-    @abstractmethod
-    def launch(self, p: int, stop: bool) -> Tensor:
-        """Launch a fragment, with the notice."""
-
-    @abstractmethod
-    def land_in_flight(self) -> list[bool]:
-        """Land what is in flight; return for each whether a replica wants to stop."""
-
-    @abstractmethod
-    def settle(self, p: int, stop: bool) -> bool:
-        """Exchange a fragment, with the notice, and take the mean; return as `land_in_flight`."""
-
-    @abstractmethod
-    def settle_arrived(self, p: int) -> bool:
-        """The same for a fragment that is in flight."""
-
-    @abstractmethod
-    def give_up(self, p: int) -> bool:
-        """Receive a fragment that is in flight and use nothing of it; return as `settle`."""
-
-
-class LastRound:
-    """Agrees on the step after which all replicas end, and holds the round that ends a fit.
-
-    Args:
-        algorithm: what is ended.
-
-    Attributes:
-        notice: what this replica says of its end, while the round runs.
-    """
-
-    def __init__(self, algorithm: Ending) -> None:
-        self._algorithm = algorithm
-        self.notice: EndNotice | None = None
-        self._common: int | None = None  # after which all do, once a notice has come
-
-    def note(self, launched: int, ended: Sequence[int]) -> None:
-        """Learn from what lands which replicas have ended.
-
-        Args:
-            launched: the step after which it was launched.
-            ended: as `Arrival.ended`.
-        """
-        if max(ended) >= 0 and min(ended) < 0:
-            if self._common is None:
-                self._common = launched + self._algorithm.lands_after
-            self._algorithm.parted = True
-
-    def hold(self, stop: bool, goes_on: bool) -> list[bool]:
-        """Land what is in flight, wait for the others, and settle all fragments.
-
-        Args:
-            stop: whether this replica wants the training to stop.
-            goes_on: it would have trained on, without others that end.
-
-        Returns:
-            For each landing whether a replica wanted to stop.
-        """
-        algorithm, settled = self._algorithm, list[int]()
-        if algorithm.num_replicas > 1:
-            self.notice = EndNotice(algorithm.step, goes_on)
-
-        stops = algorithm.land_in_flight()
-        if algorithm.num_replicas > 1:
-            if self._common is None:
-                stops += self._begin(stop, settled)
-            if self._common is not None:
-                stops += self._go_along(self._common, stop)
-
-        for p, _ in enumerate(algorithm.fragments):  # one may join meanwhile
-            if p not in settled:
-                stops.append(algorithm.settle(p, stop))
-        self.notice = self._common = None
-        return stops
-
-    def _begin(self, stop: bool, settled: list[int]) -> list[bool]:
-        """Send the fragment that is due next; if all have ended it is among the `settled`."""
-        algorithm = self._algorithm
-        algorithm.step = algorithm.schedule.next_launch(algorithm.step)
-        p = algorithm.schedule.launched_at(algorithm.step)[0]
-        algorithm.launch(p, stop)
-
-        flight = algorithm.flights[p]
-        ended = flight.exchange.ended(flight.pending.wait())
-        if min(ended) < 0:
-            self._common = flight.step + algorithm.lands_after
-            return []
-
-        algorithm.parted = len(set(ended)) > 1
-        # before errors and messages tell it
-        algorithm.step = max(EndNotice.decode(code).step for code in ended)
-        if algorithm.means[p].as_difference:
-            settled.append(p)
-            stop = algorithm.settle_arrived(p)
-        else:
-            stop = algorithm.give_up(p)
-        return [stop]
-
-    def _go_along(self, common: int, stop: bool) -> list[bool]:
-        """Launch with the others until the step `common`, after which all end; then land."""
-        algorithm = self._algorithm
-        begun = bool(algorithm.flights)  # this step; more may be due there
-        for step in range(algorithm.step + (not begun), common + (not algorithm.lands_first)):
-            algorithm.step = step
-            for p in algorithm.schedule.launched_at(step):
-                if p not in algorithm.flights:
-                    algorithm.launch(p, stop)
-
-        algorithm.step = common
-        return algorithm.land_in_flight()
 
 
 _ONE_FRAGMENT = (
@@ -796,23 +633,7 @@ class StreamingDiLoCo(Replica):
         optimizers: the inner ones; a replica that abstains resets their state.
         weight_swap: puts the outer weights into the module for a while.
         means: how the mean of the local copies is formed; `evaluation` shows it to a validation.
-        lands_first: what is due lands ahead of a step's launches, and not behind them.
-        parted: the replicas' trainings have ended after different steps, or some would have gone
-            on; the same on all, from the landing on at which they learn of it.
     """
-
-    lands_first = False
-
-    def __init__(
-        self,
-        module: nn.Module,
-        fragments: Sequence[Fragment],
-        settings: DiLoCoSettings,
-        channel: Channel,
-        replica: Channel | None = None,
-    ) -> None:
-        super().__init__(module, fragments, settings, channel, replica)
-        self._last_round, self.parted = LastRound(self), False
 
     # -- what whoever trains calls
 
@@ -850,25 +671,27 @@ class StreamingDiLoCo(Replica):
         return any(self._exchange(launches, stop))
 
     @torch.no_grad()
-    def finish(self, stop: bool = False, goes_on: bool = False) -> bool:
-        """Land what is in flight, then take the plain mean of the replicas' local weights.
+    def finish(self, stop: bool = False) -> bool:
+        """Land in-flight fragments, then take the plain mean of the replicas' local weights.
 
-        Global and local copies are that mean then, to the bit and on all replicas, averaged buffers
-        too; a second call moves nothing. One replica alone keeps its local weights. Where this
-        replica ends before others it waits for them (`last_round`).
+        All replicas call it after the same step. Global and local copies are that mean then, to the
+        bit and on all replicas, averaged buffers too; a second call moves nothing. One replica
+        alone keeps its local weights.
 
         The differences travel in the run's wire format: N/2 bytes in fp4. The outer momentum stays.
 
         Args:
             stop: as `after_step` takes it.
-            goes_on: this replica would have trained on, without others that end.
 
         Returns:
             Whether any replica wants to stop, as `after_step` does.
         """
         self._refuse_late()
         with self.weight_swap.local_weights():
-            return any(self._last_round.hold(stop, goes_on))
+            stops = self.land_in_flight()
+            for p, _ in enumerate(self.fragments):  # frozen weights that moved may join meanwhile
+                stops.append(self.settle(p, stop))
+            return any(stops)
 
     @property
     def stops_after(self) -> int:
@@ -907,15 +730,14 @@ class StreamingDiLoCo(Replica):
         return [self.land(p) for p in list(self._transfers.flights)]
 
     def settle(self, p: int, stop: bool) -> bool:
-        """Exchange a fragment of the last round and take the mean; return as `land` does."""
+        """Exchange a fragment of the last round and take the mean; return as `land` does.
+
+        It counts as an outer step of learning rate 1.
+        """
         with record_function(f"launch fragment #{p}"):
             mean = self.means[p]
             header = self._header(p, stop, self._digest(p) if mean.as_difference else 0)
             self._transfers.send(p, mean.exchange, mean.values(), header)
-        return self.settle_arrived(p)
-
-    def settle_arrived(self, p: int) -> bool:
-        """Take the mean of a fragment in flight; it is as an outer step of learning rate 1."""
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)  # `means` may be others then: something may have joined
             self.means[p].settle(arrival.mean if self.num_replicas > 1 else None)
@@ -923,10 +745,6 @@ class StreamingDiLoCo(Replica):
             if self._channel.rank in arrival.nonfinite:
                 self._restart_from_global(p, [p])
             return arrival.stop
-
-    def give_up(self, p: int) -> bool:
-        """Receive a fragment in flight and use nothing of it; return as `land` does."""
-        return self._receive(p).stop
 
     # -- inside
 
@@ -938,15 +756,13 @@ class StreamingDiLoCo(Replica):
         return [self.land(p) for p in self.schedule.landed_at(self.step) if p in flights]
 
     def _receive(self, p: int) -> Arrival:
-        arrival, flight = self._transfers.receive(p, self.step)
-        if max(arrival.ended) >= 0:
-            self._last_round.note(flight.step, arrival.ended)
+        arrival = self._transfers.receive(p, self.step)
         if arrival.late_differs:
             self._average_moved()
         return arrival
 
     def _header(self, p: int, stop: bool, digest: Tensor | int) -> Header:
-        header = Header(stop, self.step, digest, ended=self._last_round.notice)
+        header = Header(stop, self.step, digest)
         late = self._late_parameters
         if not (late.outside or late.joined):
             return header
@@ -974,6 +790,6 @@ class StreamingDiLoCo(Replica):
             p = self._join(Fragment((), tuple(moved)), self.step)
             self.fragments[p].global_copy.zero_()  # what it holds is this replica's own
             values = self.fragments[p].outer_gradient()
-            header = self._header(p, stop=False, digest=0)._replace(ended=None)
+            header = self._header(p, stop=False, digest=0)
             self._transfers.send(p, self._transfers.exchanges[p], values, header)
             self.land(p)

@@ -27,8 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_commfree.comm.in_step import NUM_BYTES
-from lightning_commfree.comm.in_step import TAG as IN_STEP_TAG
 from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import all_gather_bytes
 from lightning_commfree.domino.forecast import bytes_per_step
@@ -36,6 +34,8 @@ from lightning_commfree.domino.gradients import GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 from lightning_commfree.resume.rank_state import PLACE, Adopted, Saved
+
+FLAGS_TAG = "flags"  # of the two flags that ranks exchange before a step, a byte each
 
 
 class GradientMean:
@@ -54,7 +54,6 @@ class GradientMean:
     name = "Domino"
     replicas = False  # a rank holds a part of a model, which checkpoints put together
     free_at_resume: frozenset[str] = frozenset()
-    parted = False  # the ranks say it behind backward
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class GradientMean:
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Exchange nothing: the ranks have said behind backward whether they stop."""
+        """Exchange nothing: the ranks have said before the step whether they stop."""
         del stop
         return False
 
@@ -90,7 +89,7 @@ class GradientMean:
         return {}, 1
 
     def bytes_per_step(
-        self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool, batches: int
+        self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool
     ) -> dict[str, float]:
         """Return what a rank sends in a step by tag.
 
@@ -99,11 +98,10 @@ class GradientMean:
             tokens: of a tensor group's batches.
             mixed: dtype of autocast.
             clips: whether gradients are clipped by their norm.
-            batches: that are accumulated.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
         sent = bytes_per_step(self.models, module.parameters(), tokens, replicas, mixed, clips)
-        sent[IN_STEP_TAG] = batches * all_gather_bytes(NUM_BYTES, world)
+        sent[FLAGS_TAG] = all_gather_bytes(2, world)
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
     def fingerprint(self) -> dict[str, str]:

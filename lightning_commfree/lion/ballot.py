@@ -41,10 +41,9 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
-# Bits of a header's first word, below the number of zeros. A worker wants all to STOP; its own part
-# ENDS with this step: that bit times the reason, a number below `REASONS`, 0 where it goes on.
-STOP, _ABSTAINS, ENDS = 1, 2, 4
-REASONS = 4
+# Bits of a header's first word, below the number of zeros. A worker wants all to STOP; the STREAM
+# of unknown length that it trains on ENDS with this step.
+STOP, _ABSTAINS, STREAM_ENDS = 1, 2, 4
 _COUNT_FROM = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
@@ -63,7 +62,7 @@ class HeaderSummary(NamedTuple):
     """What all headers say together; the same on all workers."""
 
     stop: bool  # somebody wants all to stop
-    ends: tuple[bool, ...]  # by reason: somebody's part ends with this step by it; first: goes on
+    stream_ends: bool  # somebody's stream of unknown length ends with this step
     zeros: int  # the most votes of 0 of a worker that does not abstain
     abstaining: tuple[int, ...]  # workers
     faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
@@ -99,7 +98,7 @@ def write_header(
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: what this worker says for itself: `STOP`, `ENDS` times a reason, their sum, or 0.
+        flags: what this worker says for itself: `STOP`, `STREAM_ENDS`, their sum, or 0.
         zeros: int64, no dimension: how many of its votes are 0.
         abstains: bool, no dimension: it leaves the whole bucket to the others.
         digest: as `join_digests` makes it, int64; 0: not asked for.
@@ -119,12 +118,11 @@ def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
     marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
 
     abstaining = tuple(w for w, (flags, _) in enumerate(words) if flags & _ABSTAINS)
-    reasons = {flags // ENDS % REASONS for flags, _ in words}
     parameters_differ, hyperparameters_differ = differing([digest for _, digest in words])
 
     return HeaderSummary(
         stop=any(flags & STOP for flags, _ in words),
-        ends=tuple(reason in reasons for reason in range(REASONS)),
+        stream_ends=any(flags & STREAM_ENDS for flags, _ in words),
         zeros=max([flags >> _COUNT_FROM for flags, _ in words if not flags & _ABSTAINS] or [0]),
         abstaining=abstaining,
         faults=tuple((int(w), int(p)) for w, p in (marks & NONFINITE).nonzero()),
@@ -370,20 +368,20 @@ class NodeBallotExchange:
     ) -> tuple[HeaderSummary, bool, Tensor]:
         """Return what all ranks of the node have learnt, and their planes, a row for each rank."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
-        seen = [summary.stop, *differ, refused, *summary.ends]
+        seen = [summary.stop, summary.stream_ends, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
 
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
-        stop, parameters, hyperparameters, refused, *ends = (
+        stop, stream_ends, parameters, hyperparameters, refused = (
             flags[:, : len(seen)].bool().any(0).tolist()
         )
         within = differing(digests.contiguous().view(torch.int64).flatten().tolist())
         shared = summary._replace(
             stop=stop,
-            ends=tuple(ends),
+            stream_ends=stream_ends,
             parameters_differ=parameters or within[0],
             hyperparameters_differ=hyperparameters or within[1],
         )

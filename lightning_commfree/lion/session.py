@@ -76,7 +76,7 @@ class JoinedLion:
         overlaps: votes may start during backward, for nothing changes the gradients after it.
 
     Attributes:
-        parted: workers said different things of whether they end with the last step.
+        stream_ended: some worker's stream has ended with the last step; the same on all of them.
         voting: the votes as of now.
 
     Raises:
@@ -97,14 +97,14 @@ class JoinedLion:
         self._module, self._lion, self._settings = module, optimizer, settings
         self._channels, self._overlaps = channels, overlaps
         self._averaged = self._trainable()  # what is averaged within a node, by name
-        self.parted = False
+        self.stream_ended = False
         self.voting = self._join()
 
     # -- in a step
 
-    def wants(self, stop: Callable[[], bool], ends: Callable[[], int]) -> None:
-        """Ask, in every step, whether this worker wants to stop, and why it ends; see `Voting`."""
-        self.voting.stop, self.voting.ends = stop, ends
+    def say(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
+        """Send two flags with the votes of every step; see `Voting.stop` and `stream_ends`."""
+        self.voting.stop, self.voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -117,17 +117,17 @@ class JoinedLion:
             before = self.voting  # somebody has added parameters to the optimizer
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
-            self.wants(before.stop, before.ends)
+            self.say(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
             self._check_thawed()
         with self.voting.during_backward() if self._overlaps else nullcontext():
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether some worker wanted to stop, as it said in the step (`wants`)."""
+        """Return whether some worker wanted to stop, as it said in the step (`say`)."""
         del stop
         stop_agreed, self.voting.stop_agreed = self.voting.stop_agreed, False
-        self.parted, self.voting.parted = self.voting.parted, False
+        self.stream_ended, self.voting.stream_ended = self.voting.stream_ended, False
         return stop_agreed
 
     def figures(self) -> dict[str, float]:

@@ -35,9 +35,9 @@ from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
-    ENDS,
     NODE_TAG,
     STOP,
+    STREAM_ENDS,
     UP_TAG,
     Ballot,
     BallotExchange,
@@ -341,9 +341,8 @@ class Voting:
         step: steps that have been voted on.
         stop: asked at every launch: whether this worker wants all to stop.
         stop_agreed: whether some worker wanted to, at the last step; the same on all of them.
-        ends: asked at every launch: why this worker takes no part after the step, a number below
-            4; 0: it does.
-        parted: whether workers said different things of the last step; the same on all.
+        stream_ends: asked at every launch: whether this worker's stream ends with the step.
+        stream_ended: whether some worker's did, with the last step; the same on all of them.
         abstentions: buckets that some worker has left to the others because of NaN or Inf, each
             worker counted, since the beginning.
     """
@@ -366,8 +365,8 @@ class Voting:
         self.step = 0
         self.stop: Callable[[], bool] = lambda: False
         self.stop_agreed = False
-        self.ends: Callable[[], int] = lambda: 0
-        self.parted = False
+        self.stream_ends: Callable[[], bool] = lambda: False
+        self.stream_ended = False
         self.abstentions = 0
 
         self._members = members
@@ -470,11 +469,10 @@ class Voting:
 
         results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
         summaries = [result.summary for result in results]
-        ends = [any(reason) for reason in zip(*(one.ends for one in summaries), strict=True)]
         raises = self.settings.nonfinite == "raise"
         refused = any(summary.refuses(raises) for summary in summaries)
-        heard = self._heard([any(one.stop for one in summaries), refused, *ends])
-        self.stop_agreed, refused, self.parted = heard[0], heard[1], sum(heard[2:]) > 1
+        stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
+        self.stop_agreed, self.stream_ended, refused = self._heard([stop, ended, refused])
         if refused:
             here = raises, self.channel, self.node
             raise refusal(self.step + 1, self.buckets, results, self._members, *here)
@@ -507,7 +505,7 @@ class Voting:
 
     def _launch(self, index: int) -> None:
         members = self._members(self.buckets[index].parameters)
-        flags = STOP * self.stop() + ENDS * self.ends()
+        flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
         flight = self._votes[index].launch(members, self.step, flags, self._background)
         self._flights.append(flight)
 

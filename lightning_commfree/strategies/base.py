@@ -7,8 +7,8 @@ wrapper for gradients is gone, and so is the SIGTERM broadcast per batch. A fit 
    replicas is made (`begin`); a resumed fit gets its state back (`ExactResume`).
 2. Every optimizer step: Lightning's own, in `Between.stepping`; then `Between.after_step`, and the
    ledger's figures for the loggers.
-3. A validation, a checkpoint, a collective of Lightning's, an end: the fit's `Pace` sees to it that
-   all ranks are there and that the module holds what they agree on.
+3. A validation, a checkpoint, the end: all ranks come to it after the same step (`Stopping`), and
+   the fit's `FitSession` lets the module hold the weights on which they agree.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
-from lightning_commfree.strategies.fit_log import FitLog
+from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.launching import orderly
-from lightning_commfree.strategies.pace import Fit, OutsideOfFit, Pace
+from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.rarely import MeetRarely
-from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.stopping import Stopping, stopped_by_hand, warn_unsaved
 
 
 class ReplicaStrategy(DDPStrategy):
     """Replicas of a model, kept together by an algorithm.
 
     A subclass says what all ranks must have alike (`fingerprint`), makes the algorithm (`begin`)
-    and says how often its ranks meet (`pace`).
+    and says which `session_type` its fits have.
 
     Args:
         inside: what holds a replica together.
@@ -57,14 +56,14 @@ class ReplicaStrategy(DDPStrategy):
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
         group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
-        now: the moments of the fit that runs, with the algorithm `between` replicas.
-        patches: what stands before methods of Lightning's while the fit runs.
+        session: of the fit that runs, with the algorithm `between` replicas.
+        patches: functions that run around methods of Lightning's while the fit runs.
         liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
     """
 
     settings: Any
     liveness = True
-    pace: type[Pace[Any]] = MeetRarely
+    session_type: type[FitSession[Any]] = LocalWeightsSession
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
         # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
@@ -73,7 +72,7 @@ class ReplicaStrategy(DDPStrategy):
         self.inside, self.patches = inside, Patches()
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
-        self.now: Pace[Any] = OutsideOfFit()
+        self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
         self._starts_by = ddp_kwargs.get("start_method", "popen")
@@ -98,6 +97,11 @@ class ReplicaStrategy(DDPStrategy):
     def channels(self) -> ReplicaChannels:
         """To all ranks, between replicas, within one."""
         return self.ranks.channels
+
+    @property
+    def algorithm(self) -> Any:
+        """The algorithm between replicas, from `setup` to `teardown` of a fit."""
+        return self.session.between
 
     def traffic(self) -> Traffic:
         """Return what this rank will send; available from `on_fit_start` on."""
@@ -144,12 +148,14 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
+        stopping = Stopping(trainer, self.ranks, self.patches)
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        fit = Fit.begun(trainer, self, self.begin(trainer), numel)
-        self._log, self.now = fit.log, self.pace(fit)
-        self._resume.begin(trainer, fit.between, self.inside)  # they stand, and take states back
+        self.session = self.session_type(self, self.begin(trainer), stopping, numel)
+        self._log = self.session.log
+        # module, optimizers and algorithm are made, and take their states back
+        self._resume.begin(trainer, self.session.between, self.inside)
 
     @override
     def model_to_device(self) -> None:
@@ -165,20 +171,26 @@ class ReplicaStrategy(DDPStrategy):
         super().on_train_start()
         resumed = self._resume.go_on()  # what hooks drew until now does not count
         self.inside.train_begins()
-        self.now.begin(resumed)
+        self.session.begin(resumed)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.session.batch_begins()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.ledger.phase = STEPS
         if self.inside.same_batch:
             self.inside.check_first("train", (args, kwargs))
-        with self.now.training():
+        with self.session.training():
             return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """In the body gradients accumulate on this rank; Lightning's word for it."""
-        with self.now.accumulating(), self.inside.accumulating() or super().block_backward_sync():
+        no_sync = self.inside.accumulating() or super().block_backward_sync()
+        with self.session.accumulating(), no_sync:
             yield
 
     @override
@@ -190,28 +202,28 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self.now.after_backward(closure_loss)
+        self.session.after_backward(closure_loss)
         if self.inside.size > 1:
-            self.inside.after_backward(steps=not self.now.accumulates)
+            self.inside.after_backward(steps=not self.session.accumulates)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.now.stepping():
+        with self.session.step():
             return super().optimizer_step(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self.now.validation_begins()
+        self.session.validation_begins()
 
     @override
     def on_validation_end(self) -> None:
-        self.now.validation_ends()
+        self.session.validation_ends()
         super().on_validation_end()
 
     @override
     def on_train_end(self) -> None:
-        self.now.fit_ends()
+        self.session.fit_ends()
         self._resume.settle()  # all ranks are here for the last time
         super().on_train_end()
 
@@ -224,8 +236,8 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        fit, self.now = self.now, OutsideOfFit()
-        fit.end()
+        session, self.session = self.session, OutsideOfFit()
+        session.end()
         if self.lightning_module is not None and on_meta(self.lightning_module):
             # an error came first, whose text Lightning's move to the CPU would hide
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
@@ -249,7 +261,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over all ranks, but what a training step logs over this rank's replica only."""
-        if self.now.computing:
+        if self.session.computing:
             if self.inside.size == 1:
                 return tensor
             group = self.channels.within.group
@@ -258,7 +270,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         read = super().lightning_module_state_dict
-        return self.now.module_state(lambda: self.inside.whole_module(read))
+        return self.session.module_state(lambda: self.inside.whole_module(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -280,12 +292,12 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module) and self.now.may_save(checkpoint, filepath):
+        if not stopped_by_hand(self.lightning_module):
+            self.session.check_save()
             self._resume.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: FilePath) -> None:
-        self.now.removes(filepath)
         super().remove_checkpoint(filepath)
         self._resume.remove(filepath)
 

@@ -162,15 +162,10 @@ class Between(RankState, Protocol):
     It is made when model and optimizers stand and all ranks hold the same weights. Its methods run
     on all ranks after the same step, so that any of them may exchange something. What a checkpoint
     keeps of it `RankState` says.
-
-    Attributes:
-        parted: the ranks have said different things of whether their training ends with this step;
-            the same on all of them.
     """
 
     replicas: bool = True
     free_at_resume: frozenset[str] = frozenset()
-    parted: bool = False
 
     def stepping(self) -> AbstractContextManager[None]:
         """In the body an optimizer step is taken: forward, backward, clipping, update."""
@@ -218,7 +213,7 @@ class LocalUpdates(Between, Protocol):
     """An algorithm whose replicas train apart, on weights of their own, between its exchanges.
 
     Attributes:
-        step: steps after which all replicas stand; `finish` may raise it to those of others.
+        step: steps that all replicas have taken.
         weight_swap: the weights that they share.
         stops_after: the step after which all replicas know of a wish to stop that comes now; None:
             nobody can tell.
@@ -232,12 +227,11 @@ class LocalUpdates(Between, Protocol):
         """See above; it is read in a signal's handler."""
         return None
 
-    def finish(self, stop: bool, goes_on: bool) -> bool:
+    def finish(self, stop: bool) -> bool:
         """Make all replicas equal: the local weights are the shared ones then, on all of them.
 
         Args:
             stop: as `after_step` takes it.
-            goes_on: this replica would train on, if others did not end.
 
         Returns:
             As `after_step`.
@@ -263,14 +257,20 @@ class LocalUpdates(Between, Protocol):
 
 
 class EveryStep(Between, Protocol):
-    """An algorithm that exchanges in every optimizer step: all replicas hold the same weights."""
+    """An algorithm that exchanges in every optimizer step: all replicas hold the same weights.
 
-    def wants(self, stop: Callable[[], bool], ends: Callable[[], int]) -> None:
-        """Ask, in every step, whether this rank wants to stop, and why its training ends with it.
+    Attributes:
+        stream_ended: the stream of some rank has ended with the latest step; the same on all ranks.
+    """
+
+    stream_ended: bool = False
+
+    def say(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
+        """Send two flags of this rank with the exchange of every step.
 
         Args:
-            stop: whether it does.
-            ends: why, less than 4; 0: it does not.
+            stop: returns whether it wants all to stop; `after_step` returns whether some rank did.
+            stream_ends: returns whether its stream ends with this step.
         """
         ...
 

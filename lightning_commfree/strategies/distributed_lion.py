@@ -13,8 +13,8 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lion import JoinedLion, LionSettings, only_lion, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.every_step import MeetEveryStep
 from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen, name_of
+from lightning_commfree.strategies.lockstep import LockstepSession
 
 
 class DistributedLionStrategy(ReplicaStrategy):
@@ -72,7 +72,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=strategy, devices=8, num_nodes=4)
     """
 
-    pace = MeetEveryStep
+    session_type = LockstepSession
 
     def __init__(
         self,

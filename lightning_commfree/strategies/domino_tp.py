@@ -2,18 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import DominoSettings, GradientMean
+from lightning_commfree.domino import (
+    DominoSettings,
+    GradientMean,
+    looks_finite,
+    refuse_nonfinite,
+)
+from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
-from lightning_commfree.strategies.every_batch import MeetEveryBatch
+from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.inside.domino import TensorParallel
+
+
+class DominoSession(FitSession[GradientMean]):
+    """A fit whose ranks share a model, and so need each other in every batch.
+
+    Before each step they exchange two flags: this rank's gradient is not finite; it wants to stop.
+    """
+
+    _stops = False  # some rank wants to, after the step that runs
+
+    @override
+    def batch_begins(self) -> None:
+        self._stopping.share_last_batch(self._world)
+
+    @contextmanager
+    @override
+    def accumulating(self) -> Iterator[None]:
+        self.between.average.active = False  # gradients stay here
+        try:
+            with super().accumulating():
+                yield
+        finally:
+            self.between.average.active = True
+
+    @override
+    def after_backward(self, loss: Tensor) -> None:
+        """Put the mean of all replicas' gradients into place, if an optimizer step follows.
+
+        Raises:
+            RuntimeError: a gradient is not finite; on all ranks.
+        """
+        if self.accumulates:
+            return
+        module, world = self._strategy.module, self._world
+        flags = not looks_finite(module.parameters()), self._stopping.wanted
+        gathered = world.all_gather(torch.tensor(flags, dtype=torch.uint8), FLAGS_TAG).wait()
+        nonfinite, self._stops = gathered.bool().any(0).tolist()
+        if nonfinite:
+            step, size = self._trainer.global_step + 1, self._channels.within.size
+            refuse_nonfinite(world, module, loss, step, size)
+        self.between.land(module)
+
+    @override
+    def after_step(self) -> None:
+        if self._stops:
+            self._stopping.agree_in_step()
 
 
 class DominoTPStrategy(ReplicaStrategy):
@@ -35,7 +90,7 @@ class DominoTPStrategy(ReplicaStrategy):
     on other ones from the same weights and optimizer state, and a message says what begins anew.
 
     NaN or Inf in a gradient ends the fit on all ranks before the step, and the error names where.
-    Uneven data, `trainer.should_stop` on one rank and SIGTERM end it on all after the same step.
+    `trainer.should_stop` on one rank and SIGTERM end it on all after the same step.
 
     A model of those classes may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
@@ -72,9 +127,8 @@ class DominoTPStrategy(ReplicaStrategy):
         trainer = Trainer(strategy=DominoTPStrategy(tensor_parallel_size=8), devices=8, num_nodes=4)
     """
 
-    pace = MeetEveryBatch
+    session_type = DominoSession
     inside: TensorParallel
-    now: Any  # a `MeetEveryBatch` in a fit
 
     def __init__(
         self,
@@ -105,8 +159,8 @@ class DominoTPStrategy(ReplicaStrategy):
         trainer = self.module.trainer
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-        how = tokens_per_step, mixed, clips, trainer.accumulate_grad_batches
-        sent = self.now.between.bytes_per_step(self.module, *how)
+        how = tokens_per_step, mixed, clips
+        sent = self.algorithm.bytes_per_step(self.module, *how)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
     # -- the life of a fit
@@ -115,9 +169,3 @@ class DominoTPStrategy(ReplicaStrategy):
     def begin(self, trainer: pl.Trainer) -> GradientMean:
         sharded = present(self.inside.sharded, "no model has been divided")
         return GradientMean(sharded, self.channels, self.settings)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.now.first_batch()
-        super().on_train_batch_start(batch, batch_idx)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +12,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree.comm.job import Member, Network, ReplicaChannels, default_backend
-from lightning_commfree.strategies.signals import stopped_by_hand
+from lightning_commfree.comm.stream_ends import StreamEnds
+from lightning_commfree.strategies.stopping import stopped_by_hand
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -66,8 +68,7 @@ class Ranks(Network):
 
     def come(self) -> bool:
         """Return whether the others come to the collective that this rank has come to."""
-        strategy = self._strategy
-        return not stopped_by_hand(strategy.lightning_module) and strategy.now.meets()
+        return not stopped_by_hand(self._strategy.lightning_module)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Return what a collective of Lightning's returns; its first argument if no others come.
@@ -85,13 +86,26 @@ class Ranks(Network):
         sent: T = self._strategy.broadcast(value, src)
         return sent
 
+    def all_values(self, mine: int) -> list[int]:
+        """Return a number of each rank, by rank; collective.
+
+        It takes Lightning's process group, so it may run while a background thread exchanges
+        something on a channel.
+        """
+        values = torch.zeros(self.size, dtype=torch.int64, device=self._strategy.root_device)
+        values[self.rank] = mine
+        with self.naming_lost("reduce"):
+            total = DDPStrategy.reduce(self._strategy, values, reduce_op="sum")
+        return [int(value) for value in total.tolist()]
+
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank; collective."""
-        flags = torch.zeros(self.size, device=self._strategy.root_device)
-        flags[self.rank] = float(mine)
-        with self.naming_lost("reduce"):
-            total = DDPStrategy.reduce(self._strategy, flags, reduce_op="sum")
-        return [bool(flag) for flag in total.tolist()]
+        return [bool(value) for value in self.all_values(int(mine))]
+
+    def stream_ends(self) -> StreamEnds:
+        """Return this rank's view of where the streams of all ranks end; collective."""
+        fit = f"{self.all_values(time.time_ns())[0]:x}"  # no other fit of the job has that name
+        return StreamEnds(self.rank, self.size, fit, self._timeout)
 
     def _member(self) -> Member:
         """Return what this process is among the others; it gets its rank."""

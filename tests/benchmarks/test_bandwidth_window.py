@@ -47,7 +47,7 @@ def measured(
         between()
         passed.append(trainer.global_step)
         if isinstance(strategy, StreamingDiLoCoStrategy):
-            assert strategy.now.between.in_flight == []
+            assert strategy.algorithm.in_flight == []
 
     stopwatch = window.Stopwatch("row", STEPS, STEPS, pass_on)
     steps = window.WARM_UP + STEPS + 1

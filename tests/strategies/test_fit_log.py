@@ -13,7 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import STEPS, Ledger, Traffic
 from lightning_commfree.lightning_internals import Patches
-from lightning_commfree.strategies.fit_log import FitLog
+from lightning_commfree.strategies.fit_session import FitLog
 from tests.strategies.models import Tiny, loader
 from tests.world import run_ranks
 

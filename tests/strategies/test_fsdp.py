@@ -302,7 +302,7 @@ class Drifting(Uneven):
     def on_train_batch_start(self, batch: Any, i: int) -> None:
         if i == 4 and self.global_rank == 3:
             with torch.no_grad():
-                self.trainer.strategy.now.between.fragments[1].global_copy[0] += 1e-3
+                self.trainer.strategy.algorithm.fragments[1].global_copy[0] += 1e-3
 
 
 class Broken(Uneven):

@@ -46,7 +46,7 @@ class Logging(Tiny):
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen["rank"] = float(self.trainer.callback_metrics["rank"])
         if isinstance(self.trainer.strategy, StreamingDiLoCoStrategy):
-            landings = self.trainer.strategy.now.between.landings
+            landings = self.trainer.strategy.algorithm.landings
             self.landings = {p: (one.gradient_norm, one.cosine) for p, one in landings.items()}
 
 
@@ -56,7 +56,7 @@ class Drifting(Logging):
     def on_train_batch_start(self, batch: Any, i: int) -> None:
         if i == 4 and self.global_rank == 3:
             with torch.no_grad():
-                self.trainer.strategy.now.between.fragments[1].global_copy[0] += 1e-6
+                self.trainer.strategy.algorithm.fragments[1].global_copy[0] += 1e-6
 
 
 def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> Any:

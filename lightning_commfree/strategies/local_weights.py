@@ -1,0 +1,236 @@
+"""Fits whose ranks train apart, on weights of their own, and rarely exchange them.
+
+- A validation and a checkpoint hold the shared weights; the local ones come back after it.
+- Before the last validation and checkpoint of a fit the algorithm makes all ranks equal (`finish`).
+  Where a callback decides to stop only after a checkpoint of the same step was written, that file
+  holds the shared weights of its moment.
+- Lightning's `WeightAveraging` averages the shared weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_commfree.comm.ledger import END
+from lightning_commfree.model.replication import common_start
+from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
+from lightning_commfree.resume.rank_files import copied
+from lightning_commfree.strategies.contracts import LocalUpdates
+from lightning_commfree.strategies.fit_session import FitSession
+from lightning_commfree.strategies.stopping import stopped_by_hand
+
+if TYPE_CHECKING:
+    from lightning_commfree.strategies.base import ReplicaStrategy
+
+
+class LocalWeightsSession(FitSession[LocalUpdates]):
+    """Shows, saves and ends with the weights that the ranks share."""
+
+    trains_apart = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._swap = self.between.weight_swap
+        self._finished_at: int | None = None  # the step after which the algorithm has finished
+        self._trains = self._unready_said = False
+        self._put_averages_in = average_shared_weights(self._strategy, self._swap)
+        self._settle_around_saves()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the algorithm has finished after its latest step."""
+        return self._finished_at == self.between.step
+
+    # -- the hooks of a fit
+
+    @override
+    def begin(self, resumed: bool) -> None:
+        differ = any(self._strategy.ranks.all_flags(not self._swap.is_local()))
+        if differ and not resumed:
+            # a hook has written to the weights, maybe on one rank only: as under DDP, all ranks
+            # train, and share, what rank 0 has now
+            between = self._channels.between
+            common_start(self._world, self._strategy.module, {}, between)
+            self._swap.take_local()
+        if resumed and not differ:
+            # it may have been saved when a fit had ended: to finish again would move nothing
+            self._finished_at = self.between.step
+        self._trains = True
+        super().begin(resumed)
+
+    @override
+    def after_step(self) -> None:
+        if self._stopping.no_step_follows(in_step=True):
+            self._finish()
+
+    @override
+    def stops_after(self) -> int | None:
+        return self.between.stops_after
+
+    @override
+    def validation_begins(self) -> None:
+        super().validation_begins()
+        if self._trains and self._stopping.no_step_follows():
+            self._finish()
+        if not self._trainer.sanity_checking:
+            self._say_unready("validation")
+        if self.finished and not self._swap.is_local(buffers=False):
+            raise RuntimeError(
+                f"Parameters were written to after the last step of the fit. {ADVICE}"
+            )
+        self._swap.put_in(self._shown())
+
+    @override
+    def validation_ends(self) -> None:
+        self._swap.put_back()
+        super().validation_ends()
+
+    @override
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        with self._settled() as stays:
+            state = read()
+            # what is frozen stays what it is: it may be large
+            return state if stays else copied(state, only=self._swap.in_module)
+
+    @override
+    def check_save(self) -> None:
+        self.between.refuse_to_save(self._world)
+        self._say_unready("checkpoint")
+
+    @override
+    def fit_ends(self) -> None:
+        self._finish()
+        self._put_averages_in()
+
+    @override
+    def end(self) -> None:
+        self._swap.put_back(check=False)  # an exception may have come in the middle of a validation
+        interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if self._finished_at is None and not interrupted:
+            self._swap.put_in()  # a resumed fit had nothing left to train
+        super().end()
+
+    # -- inside
+
+    def _finish(self) -> None:
+        """Make all ranks equal, once after the last step."""
+        if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
+            return
+        if self._stopping.stream_ends:
+            self._stopping.check_streams_end()
+        with self._world.ledger.during(END):
+            if self.between.finish(self._stopping.wanted):
+                self._stopping.agree_in_step()
+        self._finished_at = self.between.step
+
+    @contextmanager
+    def _settled(self) -> Iterator[bool]:
+        """In the body the module holds the shared weights, and nothing is on the wire.
+
+        It is given whether these weights stay in the module after it.
+        """
+        if stopped_by_hand(self._strategy.module):
+            yield True
+            return
+        if self._trains and not self._saves_under_scores:
+            if self._stopping.no_step_follows():
+                self._finish()
+            if self.finished:
+                self.between.follow_hooks()
+        self.between.wait_in_flight()
+        stays = self._swap.is_in
+        with self._swap.outer_weights(self._shown()):
+            yield stays
+
+    @property
+    def _saves_under_scores(self) -> bool:
+        """Whether a `ModelCheckpoint` saves files under the value of a metric.
+
+        The weights that had the score must be saved before `finish` changes them.
+        """
+        savers = self._trainer.checkpoint_callbacks
+        return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
+
+    def _settle_around_saves(self) -> None:
+        """Let hooks that add to a checkpoint see the weights that it holds.
+
+        `Trainer.save_checkpoint` calls them before the strategy. A divided model (`inside`) patches
+        the same method before this session is made, so its part runs inside this one's.
+        """
+        save = self._trainer.save_checkpoint
+
+        def save_settled(*args: Any, **kwargs: Any) -> None:
+            self._stopping.agree_here()
+            with self._settled():
+                save(*args, **kwargs)
+
+        self._strategy.patches.put(self._trainer, "save_checkpoint", save_settled)
+
+    def _shown(self) -> Sequence[Tensor] | None:
+        """Return what the module shows in place of the shared weights; None: these."""
+        if self.finished or self._trainer.sanity_checking or self._swap.is_in:
+            return None
+        return self.between.shown()
+
+    def _say_unready(self, what: str) -> None:
+        text = None if self._unready_said else self.between.unready(what)
+        if text is not None:
+            self._unready_said = True
+            rank_zero_warn(text)
+
+
+_AVERAGING = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.6 and later
+_UPDATES = ("on_train_batch_end", "on_train_epoch_end")
+
+
+def average_shared_weights(strategy: ReplicaStrategy, swap: WeightSwap) -> Callable[[], None]:
+    """Let Lightning's `WeightAveraging` and its kind average the shared weights.
+
+    The local weights are each rank's own, so an average of them is too. Here such a callback is
+    updated as often as under DDP, with the shared weights of that moment. Everything else stays as
+    it is: it puts its average into the module for a validation and at the end of a fit, and into a
+    checkpoint, from which it continues.
+
+    Args:
+        strategy: whose fit begins.
+        swap: has the shared weights.
+
+    Returns:
+        Puts the averages into the module; call it after `finish`, which must see the module's own
+        weights.
+    """
+    trainer, patches, ends = strategy.module.trainer, strategy.patches, []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if _AVERAGING is None or not isinstance(callback, _AVERAGING):
+            continue
+        for name in _UPDATES:
+            patches.put(callback, name, partial(_update, getattr(callback, name), swap))
+        ends.append(callback.on_train_end)
+        patches.put(callback, "on_train_end", lambda *_: None)
+
+    def put_in() -> None:
+        for end in ends:
+            end(trainer, strategy.module)
+
+    return put_in
+
+
+def _update(
+    hook: Callable[..., None],
+    swap: WeightSwap,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *args: Any,
+) -> None:
+    hook(trainer, OuterView(module, swap), *args)

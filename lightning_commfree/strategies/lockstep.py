@@ -1,0 +1,47 @@
+"""Fits whose ranks exchange something in every optimizer step, and hold the same weights after it.
+
+What they exchange has two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
+stream of unknown length ends with this step (`Stopping.stream_ends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_commfree.strategies.contracts import EveryStep
+from lightning_commfree.strategies.fit_session import FitSession
+from lightning_commfree.strategies.stopping import stopped_by_hand
+
+
+class LockstepSession(FitSession[EveryStep]):
+    """Lets a step's exchange carry the flags, and averages buffers where they are looked at."""
+
+    @override
+    def begin(self, resumed: bool) -> None:
+        stopping = self._stopping
+        self.between.follow_parameters()
+        self.between.say(lambda: stopping.wanted, lambda: stopping.stream_ends)
+        super().begin(resumed)
+
+    @override
+    def after_step(self) -> None:
+        if self.between.stream_ended:
+            self._stopping.end_epoch()
+
+    @override
+    def validation_begins(self) -> None:
+        super().validation_begins()
+        self.between.average_buffers()
+
+    @override
+    def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if not stopped_by_hand(self._strategy.module):
+            self.between.average_buffers()
+        return read()
+
+    @override
+    def fit_ends(self) -> None:
+        self.between.average_buffers()

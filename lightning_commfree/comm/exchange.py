@@ -15,8 +15,9 @@ Gathering is cheaper for two members and for small messages, two phases from thr
 that goes `up`, reduces and goes `down` works on both routes: down a gather nothing travels, because
 every member has reduced the only shard itself.
 
-What a message holds and how it is reduced is the algorithm's: Streaming DiLoCo averages values that
-a codec has rounded, Distributed Lion counts votes. `MessageLayout` places the sections of a message.
+What a message holds and how it is reduced is up to the algorithm: Streaming DiLoCo averages values
+that a codec has rounded, Distributed Lion counts votes. `MessageLayout` places the sections of a
+message.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Departures from the paper:
 
 from __future__ import annotations
 
-from lightning_commfree.diloco.codec import WIRE_FORMATS, WireFormat
+from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -48,18 +48,17 @@ from lightning_commfree.diloco.settings import (
     OuterOptimizerFactory,
     default_outer_optimizer,
 )
-from lightning_commfree.diloco.streaming import StreamingDiLoCo, foretold
+from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
 __all__ = [
-    "WIRE_FORMATS",
+    "CODECS",
+    "Codec",
     "DiLoCoSettings",
     "Fragment",
     "OuterFragment",
     "OuterOptimizerFactory",
     "Schedule",
     "StreamingDiLoCo",
-    "WireFormat",
     "default_outer_optimizer",
-    "foretold",
     "split_into_fragments",
 ]

@@ -1,4 +1,4 @@
-"""What the user decides about Streaming DiLoCo, checked when it is said."""
+"""The settings of Streaming DiLoCo, validated when they are made."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_commfree.diloco.codec import WIRE_FORMATS
+from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
-"""Makes the outer optimizer of a list of fp32 parameters, or it and its scheduler."""
+"""Takes fp32 parameters; returns the outer optimizer, or a tuple of it and its scheduler."""
 NONFINITE = ("raise", "abstain")
 
 
 def cuts_whole(module: nn.Module, settings: DiLoCoSettings) -> bool:
-    """Return whether the model is one fragment for want of blocks, and not by the user's wish."""
+    """Return whether the model becomes one fragment because no blocks were found in it."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)
 
@@ -33,7 +33,7 @@ def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
 def make_outer_optimizer(
     factory: OuterOptimizerFactory, parameters: list[nn.Parameter]
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """Return the outer optimizer, and the scheduler of its learning rate if there is one.
+    """Return the outer optimizer, and the scheduler of its learning rate or None.
 
     Raises:
         TypeError: the factory did not return a torch optimizer.
@@ -54,11 +54,11 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """The knobs of the algorithm; `StreamingDiLoCoStrategy` says what each is for.
+    """The settings of the algorithm; `StreamingDiLoCoStrategy` documents each.
 
     Raises:
-        ValueError: a value outside its range.
-        TypeError: a value of another kind, or an `outer_optimizer` that cannot be called.
+        ValueError: a value is outside its range.
+        TypeError: a value has another type, or `outer_optimizer` cannot be called.
     """
 
     sync_every: int
@@ -66,10 +66,10 @@ class DiLoCoSettings:
     fragment_pattern: str
     overlap_steps: int
     mix: float
-    wire_dtype: str
+    wire_dtype: str | Codec
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
-    inside: Any = "ddp"  # a name, or Domino's settings, which this wing does not know
+    inside: Any = "ddp"  # a name, or a value of Domino's settings, which this package cannot import
     nonfinite: str = "raise"
     evaluate: str = "outer"
     check_drift_every: int = 1
@@ -82,9 +82,15 @@ class DiLoCoSettings:
         self._check_replicas()
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, as text; a factory has no comparable value."""
+        """Return the settings that must be equal on all ranks, as text.
+
+        The outer optimizer's factory is left out: functions cannot be compared.
+        """
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
-        return {name: repr(getattr(self, name)) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        if not isinstance(self.wire_dtype, str):  # the object's own text may show an address
+            values["wire_dtype"] = self.wire_dtype.name
+        return {name: repr(value) for name, value in values.items()}
 
     def _check_kinds(self) -> None:
         counts = (
@@ -144,10 +150,12 @@ class DiLoCoSettings:
                 " a landing: 0 takes the global ones, 1 ignores them."
             )
 
-        if self.wire_dtype not in tuple(WIRE_FORMATS):  # a tuple compares what cannot be hashed
+        # a tuple: it also compares what cannot be hashed
+        if self.wire_dtype not in tuple(CODECS) and not isinstance(self.wire_dtype, Codec):
             raise ValueError(
                 f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
-                f" {', '.join(map(repr, WIRE_FORMATS))}."
+                f" {', '.join(map(repr, CODECS))}, or pass a codec of your own"
+                " (`lightning_commfree.diloco.codec.Codec`)."
             )
 
         if not callable(self.outer_optimizer):

@@ -252,8 +252,8 @@ class LocalUpdates(Between, Protocol):
     def refuse_to_save(self, world: Channel) -> None:
         """Raise, on all ranks alike, where a checkpoint would hold useless weights."""
 
-    def follow_hooks(self) -> None:
-        """Take over, after `finish`, what hooks have made of tensors that nobody trains."""
+    def average_moved(self) -> None:
+        """Average frozen weights that hooks have moved apart, before a validation; collective."""
 
 
 class EveryStep(Between, Protocol):

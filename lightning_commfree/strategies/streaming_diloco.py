@@ -10,12 +10,13 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
+    Codec,
     DiLoCoSettings,
     OuterOptimizerFactory,
     StreamingDiLoCo,
     default_outer_optimizer,
-    foretold,
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
@@ -56,7 +57,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             in flight. At most 5 is advised.
         mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
             1 ignores them.
-        wire_dtype: what travels; see `lightning_commfree.diloco.codec`.
+        wire_dtype: how outer gradients are rounded for the wire: a name, or a codec of your own;
+            see `lightning_commfree.diloco.codec`.
         outer_optimizer: factory, from a list of fp32 parameters to a `torch.optim.Optimizer`; None
             for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
             and a learning-rate scheduler, stepped with every landing of its fragment. With
@@ -107,7 +109,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         fragment_pattern: str = "strided",
         overlap_steps: int = 1,
         mix: float = 0.5,
-        wire_dtype: str = "fp4",
+        wire_dtype: str | Codec = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
         inside: str | FSDPSettings | DominoSettings = "ddp",
@@ -171,9 +173,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         refuse_callbacks(trainer, type(self).__name__, REPLICAS)
         how = self.settings.num_fragments, self.settings.fragment_pattern
         fragments = split_into_fragments(self.module, *how)
-        between, replica = self.channels.between, self.channels.within
-        within = replica if replica.size > 1 else None
-        self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, between, within)
+        replicas, within = FixedMembership(self.channels.between), self.channels.within
+        self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
         self._diloco.optimizers = self.optimizers
         return self._diloco
 
@@ -182,7 +183,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         super().on_train_start()
         if self._diloco is not None:
             steps = steps_to_come(self.module.trainer)
-            for text, warns in foretold(self._diloco, self.module, steps):
+            for text, warns in self._diloco.startup_messages(steps):
                 rank_zero_warn(text) if warns else rank_zero_info(text)
 
     @override

@@ -25,12 +25,12 @@ from benchmarks.quality.grid import Run, Size, cells, seeds_of
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import decode
+from lightning_commfree.diloco.codec import decode_all
 from recipes.training.evaluation import token_loss
 from recipes.training.pretraining import build_data, build_module
 from tests.world import run_ranks
@@ -106,13 +106,13 @@ def outer_steps(diloco: StreamingDiLoCo, settings: DiLoCoSettings, size: int) ->
     """Return what an outer step would make of the global copies, and put everything back."""
     assert diloco.in_flight == []
     state = deepcopy(diloco.state_dict())  # its tensors are the fragments' own
-    wire = WIRE_FORMATS[settings.wire_dtype]
+    wire = CODECS[settings.wire_dtype]
     weights = {}
     for fragment in diloco.fragments:
         gradient = fragment.outer_gradient()
         payload = torch.empty(wire.num_bytes(len(gradient)), dtype=torch.uint8)
         wire.encode(gradient, payload)
-        decoded = decode(wire, payload, gradient)
+        decoded = decode_all(wire, payload, gradient)
         dist.all_reduce(decoded)
         fragment.outer_step(decoded / size)
         fragment.merge(mix=0.0)

@@ -13,7 +13,7 @@ from benchmarks.sync_cost import job as sync_job
 from benchmarks.sync_cost.job import MemoryJob, SyncJob
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger, all_gather_bytes
-from lightning_commfree.diloco import WIRE_FORMATS
+from lightning_commfree.diloco import CODECS
 
 NUMEL, MEMORY_NUMEL = 200_000, 2**22
 MOST_AROUND_THE_VALUES = 100  # bytes of a header and of what fills a message up to 8
@@ -40,7 +40,7 @@ def test_ledger_forecast_and_interface_agree(page: str) -> None:
     """For two replicas: each sends its payload and a header."""
     sent, per_parameter, foretold, crossed, ratio, *_ = row_of(page, 2)
     assert sent == foretold
-    payload = WIRE_FORMATS["fp4"].num_bytes(NUMEL)
+    payload = CODECS["fp4"].num_bytes(NUMEL)
     around = int(sent) - all_gather_bytes(payload, 2)
     assert 0 < around <= MOST_AROUND_THE_VALUES
     assert float(per_parameter) == pytest.approx(int(sent) / NUMEL, abs=1e-4)

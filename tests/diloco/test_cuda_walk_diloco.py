@@ -19,20 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest, thorough_digest
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
     OuterFragment,
     StreamingDiLoCo,
     exchange,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import BLOCK, decode, warm_up
+from lightning_commfree.diloco.codec import BLOCK, decode_all, warm_up
 from lightning_commfree.diloco.exchange import (
-    EndNotice,
-    GatheredFragmentExchange,
     HeaderSummary,
-    ShardedFragmentExchange,
 )
 from lightning_commfree.diloco.nonfinite import is_nonfinite
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
@@ -72,8 +70,8 @@ SHARDS = {Question("thread", "diloco/exchange.py headers", "copy down")}
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {
     Question("start", "diloco/outer.py _moved", "copy down"),
-    Question("after step", "diloco/outer.py whole", "copy up"),
-    Question("finish", "diloco/outer.py whole", "copy up"),
+    Question("after step", "diloco/outer.py unflatten", "copy up"),
+    Question("finish", "diloco/outer.py unflatten", "copy up"),
     Question("finish", "diloco/outer.py take_local", "copy down"),
 }
 
@@ -113,12 +111,11 @@ class Training:
     ) -> None:
         self.walk, self.module, self.size = CudaWalk(ANSWERS), Net(dtype), size
         self.channel: Any = InstantChannel(size, device=channel)
-        self.ended = (-1,) * size
         self.diloco: StreamingDiLoCo
 
         def said(headers: Tensor) -> HeaderSummary:
             assert headers.device == CPU
-            return HeaderSummary(False, False, False, False, nonfinite, self.ended)
+            return HeaderSummary(False, False, False, False, nonfinite)
 
         for name in ("summarize_headers", "merge_summaries"):
             patch.setattr(exchange, name, said)
@@ -140,7 +137,6 @@ class Training:
                 with self.walk.during("after step"):
                     self.diloco.after_step()
 
-            self.ended = (EndNotice(STEPS, goes_on=False).code,) * self.size
             with self.walk.during("finish"):
                 self.diloco.finish()
         return self.walk.asked()
@@ -149,15 +145,17 @@ class Training:
         settings = DiLoCoSettings(**{**DEFAULTS, "sync_every": 2, "num_fragments": 3, **changes})
         fragments = split_into_fragments(self.module, 3, "strided")
         with self.walk.during("start"):
-            self.diloco = StreamingDiLoCo(self.module, fragments, settings, self.channel)
+            self.diloco = StreamingDiLoCo(
+                self.module, fragments, settings, FixedMembership(self.channel)
+            )
 
-    def ways(self) -> set[type]:
-        return {type(way) for way in self.diloco._transfers.exchanges}
+    def two_phase(self) -> set[bool]:
+        return {exchange.route.two_phase for exchange in self.diloco._exchanges}
 
 
 @pytest.mark.parametrize("channel", [CUDA, CPU], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire_dtype", list(CODECS))
 def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
     monkeypatch: pytest.MonkeyPatch, wire_dtype: str, size: int, channel: torch.device
 ) -> None:
@@ -169,7 +167,7 @@ def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
     assert asked == here("after step") | here("finish") | shards
 
     assert set(training.diloco.landings) == {0, 1, 2}
-    assert (ShardedFragmentExchange in training.ways()) == (size == 3)
+    assert (True in training.two_phase()) == (size == 3)
     assert all(is_walked(p) for p in training.module.parameters())
     assert all(is_walked(f.global_copy) for f in training.diloco.fragments)
 
@@ -190,7 +188,7 @@ def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyP
     training = Training(monkeypatch, 3, CUDA)
     training.module.blocks[1] = nn.Linear(WIDTH, WIDTH, bias=False)
     training.run()
-    assert training.ways() == {GatheredFragmentExchange, ShardedFragmentExchange}
+    assert training.two_phase() == {False, True}
 
 
 def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +218,14 @@ def test_who_abstains_looks_for_what_is_not_finite(
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK, 5 * BLOCK + 3])
-@pytest.mark.parametrize("name", list(WIRE_FORMATS))
+@pytest.mark.parametrize("name", list(CODECS))
 def test_codes_are_made_and_read_on_the_device(name: str, numel: int) -> None:
-    wire = WIRE_FORMATS[name]
+    wire = CODECS[name]
     with CudaWalk() as walk:
         warm_up(wire, CUDA)
         payload = torch.empty(wire.num_bytes(numel), dtype=torch.uint8, device=CUDA)
         wire.encode(torch.empty(numel, device=CUDA), payload)
-        assert is_walked(decode(wire, payload, torch.empty(numel, device=CUDA)))
+        assert is_walked(decode_all(wire, payload, torch.empty(numel, device=CUDA)))
     assert walk.questions == []
 
 

@@ -12,8 +12,9 @@ import torch
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
@@ -87,7 +88,7 @@ def test_a_fit_ends_with_the_plain_mean_of_the_local_weights(
         assert moved > 2 * coarse, "the replicas were apart"
 
 
-@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire_dtype", list(CODECS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_replica_alone_ends_with_its_local_weights(wire_dtype: str, dtype: torch.dtype) -> None:
     before, once, twice, _ = finish_twice(0, 1, {"wire_dtype": wire_dtype}, dtype)
@@ -144,7 +145,7 @@ def finish_in_pairs(rank: int, size: int, replica_size: int) -> Any:
     module.register_buffer("mean", torch.zeros(3))
     settings = DiLoCoSettings(**{**DEFAULTS, "replica_size": replica_size})
     fragments = split_into_fragments(module, None, "strided")
-    diloco = StreamingDiLoCo(module, fragments, settings, between, inside)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(between), inside)
     optimizer = ADAMW(module.parameters())
     for step in range(1, 4):
         backward(module, rank // replica_size, step)

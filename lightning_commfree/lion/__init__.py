@@ -33,14 +33,14 @@ Departures from the paper:
 from __future__ import annotations
 
 from lightning_commfree.lion.optimizer import DistributedLion
-from lightning_commfree.lion.session import JoinedLion, only_lion, refuse_without_momenta
+from lightning_commfree.lion.session import VotingSession, only_lion, refuse_without_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
 
 __all__ = [
     "DistributedLion",
-    "JoinedLion",
+    "VotingSession",
     "LionSettings",
     "Voting",
     "mean_momenta",

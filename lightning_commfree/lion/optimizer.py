@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import (
@@ -98,14 +99,14 @@ class DistributedLion(Optimizer):
             self.param_groups.pop()
             raise
 
-        joined = self.voting is not None and self.voting.channel.size > 1
+        joined = self.voting is not None and self.voting.view.size > 1
         self.leave()
         self._join_again = joined
 
     def join(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        channel: Channel,
+        view: View,
         settings: LionSettings,
         node: Channel | None = None,
         others: Channel | None = None,
@@ -115,11 +116,11 @@ class DistributedLion(Optimizer):
         Args:
             parameters: all of this optimizer's, with names, in order of use in forward; the same
                 on all workers, and with the same values.
-            channel: to the other workers: CPU tensors.
+            view: the workers; their channel carries CPU tensors.
             settings: of the vote, the same on all workers.
-            node: to the ranks that form one worker with this one; their gradients are equal.
-            others: to the ranks that form one worker with this one and hold the other parts of its
-                parameters (`comm.parts`); each votes on its own.
+            node: channel between the ranks that form one worker; their gradients are equal.
+            others: channel between the ranks that form one worker and hold the other shards of its
+                parameters; each votes on its own.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
@@ -127,7 +128,7 @@ class DistributedLion(Optimizer):
         self.leave()
         self._views = {p: nn.Parameter(own_part(p)) for _, p in parameters if is_part(p)}
         named = [(name, self._views.get(p, p)) for name, p in parameters]
-        self.voting = Voting(named, self._members, channel, settings, node, others)
+        self.voting = Voting(named, self._members, view, settings, node, others)
         return self.voting
 
     @property
@@ -198,7 +199,7 @@ class DistributedLion(Optimizer):
     def _vote(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:
             # somebody has written to `param_groups`, or to the lists in them
-            if self.voting.channel.size > 1:
+            if self.voting.view.size > 1:
                 self._join_again = True
             else:
                 self.leave()
@@ -212,7 +213,8 @@ class DistributedLion(Optimizer):
         if self.voting is None:
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
-            return self.join(named, Channel([0], 0, Ledger()), LionSettings(check_drift_every=0))
+            alone = View.of(Channel([0], 0, Ledger()))
+            return self.join(named, alone, LionSettings(check_drift_every=0))
         return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.job import ReplicaChannels
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
@@ -63,7 +64,7 @@ BUFFERS_TAG = "buffers"
 _WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momenta
 
 
-class JoinedLion:
+class VotingSession:
     """A `DistributedLion` that votes with the other workers, and joins them again where it must.
 
     Collective over all ranks.
@@ -96,6 +97,7 @@ class JoinedLion:
     ) -> None:
         self._module, self._lion, self._settings = module, optimizer, settings
         self._channels, self._overlaps = channels, overlaps
+        self._view = View.of(channels.between)
         self._averaged = self._trainable()  # what is averaged within a node, by name
         self.stream_ended = False
         self.voting = self._join()
@@ -170,8 +172,8 @@ class JoinedLion:
         if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold other parts
         place = self._channels.within.rank if divided else 0
-        workers, between = saved.entry["ranks"] // size, self._channels.between
-        wanted = [between.rank] if between.rank < workers else range(workers)
+        workers, view = saved.entry["ranks"] // size, self._view
+        wanted = [view.place] if view.place < workers else range(workers)
 
         parts = saved.load_all(worker * size + place for worker in wanted)
         if not parts:
@@ -181,7 +183,7 @@ class JoinedLion:
             own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]
 
         said = "every worker takes up the momentum that it had"
-        if between.size > workers:
+        if view.size > workers:
             said += f", workers from {workers} on the mean of all"
         return Adopted(own, said)
 
@@ -197,7 +199,7 @@ class JoinedLion:
         node, others = (None, within) if divided else (within, None)
         if self._settings.node_size == 1:
             node = None
-        return self._lion.join(named, self._channels.between, self._settings, node, others)
+        return self._lion.join(named, self._view, self._settings, node, others)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}

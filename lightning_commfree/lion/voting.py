@@ -33,6 +33,7 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,
@@ -40,7 +41,7 @@ from lightning_commfree.lion.ballot import (
     STREAM_ENDS,
     UP_TAG,
     Ballot,
-    BallotExchange,
+    BucketExchange,
     NodeBallotExchange,
     VoteResult,
     cheaper_ballot_exchange,
@@ -84,16 +85,16 @@ class BucketVote:
 
     Args:
         bucket: what is voted on.
-        channel: to the other workers: CPU tensors.
+        view: the workers; their channel carries CPU tensors.
         settings: of the vote.
-        node: to the ranks that form one worker with this one; None for a worker of one rank.
+        node: channel between the ranks that form one worker; None for a worker of one rank.
 
     Attributes:
         latest: the vote of the last step; None before the first.
     """
 
     def __init__(
-        self, bucket: Bucket, channel: Channel, settings: LionSettings, node: Channel | None
+        self, bucket: Bucket, view: View, settings: LionSettings, node: Channel | None
     ) -> None:
         self.bucket = bucket
         self.latest: CastVote | None = None
@@ -101,7 +102,7 @@ class BucketVote:
         pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
 
-        self._channel, self._settings, self._node = channel, settings, node
+        self._view, self._settings, self._node = view, settings, node
         self._step = 0
         self._rule = self._make_rule()
         self._exchange = self._make_exchange()
@@ -135,7 +136,7 @@ class BucketVote:
             ballot = Ballot(host[:head], *host[head:].view(2, -1))
 
             task = partial(self._carry, ballot, wait_for_host)
-            alone = self._channel.size == 1 and self._node is None  # nothing is sent
+            alone = self._view.size == 1 and self._node is None  # nothing is sent
             pending = Pending(task) if alone else background.submit(task, WAIT_TAG, wait_for_host)
             return BallotInFlight(ballot, pending, self._gradients())
 
@@ -165,7 +166,7 @@ class BucketVote:
         """Step the bucket's parameters by the result, and this worker's momenta."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
-        abstained = self._channel.rank in summary.abstaining
+        abstained = self._view.place in summary.abstaining
 
         with record_function(f"apply vote #{self.bucket.index}"):
             on_device = delta.to(self.bucket.parameters[0].device)
@@ -176,8 +177,7 @@ class BucketVote:
 
     def _carry(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
         wait_for_host()
-        refuse = self._settings.nonfinite == "raise"
-        return self._exchange.run(ballot, self._rule, len(self.bucket.parameters), refuse)
+        return self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
@@ -188,15 +188,15 @@ class BucketVote:
             return Average()
         return Majority(self._draw if self._settings.ties == "random" else None)
 
-    def _make_exchange(self) -> BallotExchange:
+    def _make_exchange(self) -> BucketExchange:
         count = len(self.bucket.parameters)
-        make = partial(cheaper_ballot_exchange, self._channel, parameters=count, rule=self._rule)
+        make = partial(cheaper_ballot_exchange, self._view, parameters=count, rule=self._rule)
         if self._node is None:
             return make(plane_bytes=self.bucket.plane_bytes, valid=self._valid)
 
         part = self._valid.view(self._node.size, -1)[self._node.rank]
         inner = make(plane_bytes=part.numel(), valid=part)
-        return NodeBallotExchange(inner, self._node, self._channel.size)
+        return NodeBallotExchange(inner, self._node, self._rule, self._view.size)
 
     def _draw(self, shard: int, words: int) -> Tensor:
         """Return random words that depend on nothing but their place and the step.
@@ -222,10 +222,10 @@ def refusal(
     results: Sequence[VoteResult],
     members: Callable[[Sequence[nn.Parameter]], list[Member]],
     faults: bool,
-    channel: Channel,
+    view: View,
     node: Channel | None,
 ) -> RuntimeError:
-    """Return the error for a step that may not be taken.
+    """Return the error for a step that must not be taken.
 
     Args:
         step: its number.
@@ -233,8 +233,8 @@ def refusal(
         results: of the votes on them.
         members: as `Voting` takes it.
         faults: NaN or Inf refuses a step.
-        channel: to the other workers.
-        node: to the ranks that form one worker with this one.
+        view: the workers.
+        node: channel between the ranks that form one worker.
     """
     for bucket, (summary, _) in zip(buckets, results, strict=True):
         names = bucket.names
@@ -259,7 +259,7 @@ def refusal(
             worker, i = summary.faults[0]
             more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
             return RuntimeError(
-                f"The gradient of {names[i]!r} on {_ranks_of(worker, channel, node)} holds NaN or"
+                f"The gradient of {names[i]!r} on {_ranks_of(worker, view, node)} holds NaN or"
                 f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
                 " the learning rate or look at that rank's batch; `nonfinite='abstain'` would"
                 " leave such a worker out of the vote."
@@ -271,8 +271,8 @@ def refusal(
     )
 
 
-def _ranks_of(worker: int, channel: Channel, node: Channel | None) -> str:
-    rank = channel.ranks[worker]
+def _ranks_of(worker: int, view: View, node: Channel | None) -> str:
+    rank = view.channel.ranks[worker]
     if node is None:
         return f"rank {rank}"
     first = rank - node.rank
@@ -330,11 +330,11 @@ class Voting:
     Args:
         parameters: names and parameters, in order of use in forward; the same on all workers.
         members: gives parameters with their state and group, as they are now.
-        channel: to the other workers: CPU tensors.
+        view: the workers; their channel carries CPU tensors.
         settings: of the vote.
-        node: to the ranks that form one worker with this one; None for a worker of one rank.
-        others: to the ranks of this worker that vote on other parts of its parameters. They end
-            with the same step and change nothing where one of them may not.
+        node: channel between the ranks that form one worker; None for a worker of one rank.
+        others: channel between the ranks of this worker that vote on other shards of its
+            parameters. They stop after the same step, and change nothing if one of them must not.
         bucket_numel: see `split_into_buckets`.
 
     Attributes:
@@ -351,15 +351,15 @@ class Voting:
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
         members: Callable[[Sequence[nn.Parameter]], list[Member]],
-        channel: Channel,
+        view: View,
         settings: LionSettings,
         node: Channel | None = None,
         others: Channel | None = None,
         bucket_numel: int | None = None,
     ) -> None:
-        self.settings, self.channel, self.node = settings, channel, node
+        self.settings, self.view, self.node = settings, view, node
         self._others = others
-        shards = channel.size * (node.size if node else 1)
+        shards = view.size * (node.size if node else 1)
         self.buckets = split_into_buckets(parameters, shards, bucket_numel)
 
         self.step = 0
@@ -370,8 +370,8 @@ class Voting:
         self.abstentions = 0
 
         self._members = members
-        self._background = Background(channel.ledger)
-        self._votes = [BucketVote(bucket, channel, settings, node) for bucket in self.buckets]
+        self._background = Background(view.channel.ledger)
+        self._votes = [BucketVote(bucket, view, settings, node) for bucket in self.buckets]
         self._flights: list[BallotInFlight] = []
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
@@ -403,7 +403,7 @@ class Voting:
 
         if self.settings.momentum_sync_every:
             members = (self._members(bucket.parameters) for bucket in self.buckets)
-            sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.channel, self.node) for m in members)
+            sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.view, self.node) for m in members)
         return sent, every
 
     def shares(self) -> dict[str, float]:
@@ -474,7 +474,7 @@ class Voting:
         stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
         self.stop_agreed, self.stream_ended, refused = self._heard([stop, ended, refused])
         if refused:
-            here = raises, self.channel, self.node
+            here = raises, self.view, self.node
             raise refusal(self.step + 1, self.buckets, results, self._members, *here)
 
         for vote, flight, result in zip(self._votes, flights, results, strict=True):
@@ -485,7 +485,7 @@ class Voting:
         every = self.settings.momentum_sync_every
         if every and self.step % every == 0:
             for bucket in self.buckets:
-                average_momenta(self._members(bucket.parameters), self.channel, self.node)
+                average_momenta(self._members(bucket.parameters), self.view, self.node)
 
     def close(self) -> None:
         """Let parameters and thread go."""
@@ -510,7 +510,7 @@ class Voting:
         self._flights.append(flight)
 
     def _sent(self) -> Counter[str]:
-        sent = self.channel.ledger.bytes_by_tag
+        sent = self.view.channel.ledger.bytes_by_tag
         return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
 
     def _heard(self, flags: list[bool]) -> list[bool]:

@@ -26,7 +26,8 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.comm.exchange import Route
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
@@ -277,27 +278,25 @@ def _chunk_size(values: Tensor) -> int:
 TAG = "momentum"
 
 
-def average_momenta(
-    members: Sequence[Member], channel: Channel, node: Channel | None = None
-) -> None:
+def average_momenta(members: Sequence[Member], view: View, node: Channel | None = None) -> None:
     """Replace the momenta of some parameters by their mean over the workers; blocks.
 
-    Every worker averages one shard, in the order of the workers, and sends it to all: as many bytes
-    as a ring all-reduce, and the same bits on all workers.
+    Always in two phases: every worker averages one shard, in the order of the workers, and sends it
+    to all. That is as many bytes as a ring all-reduce, and the same bits on all workers.
 
     Args:
         members: the parameters; the same on all workers.
-        channel: to the other workers: CPU tensors.
-        node: to the ranks that form one worker with this one and share its momenta; each averages
+        view: the workers; their channel carries CPU tensors.
+        node: channel between the ranks that form one worker and share its momenta; each averages
             its part.
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
-    values = torch.cat([momentum.to(channel.device) for momentum in momenta])
+    values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
 
     parts, mine = (node.size, node.rank) if node else (1, 0)
-    shards = channel.size * parts
-    padded = pad(values, (0, -values.numel() % shards)).view(parts, channel.size, -1)
-    mean = _mean(padded[mine], channel)
+    shards = view.size * parts
+    padded = pad(values, (0, -values.numel() % shards)).view(parts, view.size, -1)
+    mean = _mean(padded[mine], view)
     if node is not None:
         mean = node.all_gather(mean.to(node.device), TAG).wait()
 
@@ -307,14 +306,14 @@ def average_momenta(
         momentum.copy_(new)
 
 
-def momentum_bytes(members: Sequence[Member], channel: Channel, node: Channel | None = None) -> int:
+def momentum_bytes(members: Sequence[Member], view: View, node: Channel | None = None) -> int:
     """Return the bytes that this rank sends to other workers in `average_momenta`."""
     parts = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)
     widest = max(member.state["momentum"].element_size() for member in members)
-    shard_bytes = -(-numel // (channel.size * parts)) * widest
-    up_bytes = all_to_all_bytes(channel.size * shard_bytes, channel.size)
-    return up_bytes + all_gather_bytes(shard_bytes, channel.size)
+    shard_bytes = -(-numel // (view.size * parts)) * widest
+    route = Route(view, two_phase=True)
+    return route.bytes_up(shard_bytes) + route.bytes_down(shard_bytes)
 
 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -361,10 +360,11 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
         )
 
 
-def _mean(values_WS: Tensor, channel: Channel) -> Tensor:
+def _mean(values_WS: Tensor, view: View) -> Tensor:
     """Return the mean of all workers' values, shape (W * S,)."""
-    rows = channel.all_to_all(values_WS, TAG).wait()
+    route = Route(view, two_phase=True)
+    rows = route.up(values_WS, TAG).wait()
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
-    return channel.all_gather(total / channel.size, TAG).wait().flatten()
+    return route.down(total / view.size, TAG).wait().flatten()

@@ -225,7 +225,7 @@ def not_asked_yet() -> Iterator[None]:
         (
             ModuleNotFoundError("No module named 'numba'", name="numba"),
             "INFO",
-            "numba is not installed (pip install 'lightning-commfree[numba]'): int8 and fp4 take",
+            "numba is not installed (pip install 'lightning-commfree[numba]'): int8 and fp4 use",
         ),
         (
             ImportError("Numba needs NumPy 2.3 or less."),

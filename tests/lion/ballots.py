@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.exchange import Route
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     Ballot,
-    GatheredBallotExchange,
+    BallotExchange,
     HeaderSummary,
-    ShardedBallotExchange,
     VoteResult,
     header_bytes,
 )
@@ -63,13 +64,10 @@ def ballot_of(
     return Ballot(raw[:cut], *raw[cut:].view(2, -1))
 
 
-def exchange_of(
-    way: str, channel: Any, bucket: Bucket, rule: Rule
-) -> GatheredBallotExchange | ShardedBallotExchange:
-    place = (channel, bucket.plane_bytes, len(bucket.parameters), valid_of(bucket))
-    return (
-        GatheredBallotExchange(*place) if way == "gather" else ShardedBallotExchange(*place, rule)
-    )
+def exchange_of(way: str, channel: Any, bucket: Bucket, rule: Rule) -> BallotExchange:
+    route = Route(View.of(channel), two_phase=way == "shards")
+    bucket_of = bucket.plane_bytes, len(bucket.parameters), valid_of(bucket)
+    return BallotExchange(route, *bucket_of, rule)
 
 
 def play(
@@ -89,7 +87,7 @@ def play(
         digest = 0 if digests is None else digests[rank]
         ballot = ballot_of(bucket, gradients[rank], rank in stops, digest)
         exchange = exchange_of(way, channel, bucket, rule)
-        result = exchange.run(ballot, rule, len(bucket.parameters), refuse_faults)
+        result = exchange.run(ballot, refuse_faults)
         return Outcome(result.summary, read(result, bucket.numel), dict(channel.sent))
 
     return in_threads(len(gradients), worker)

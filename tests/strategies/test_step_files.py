@@ -17,6 +17,7 @@ import torch
 
 import lightning_commfree
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.view import View
 from lightning_commfree.diloco import default_outer_optimizer
 from lightning_commfree.lion import LionSettings
 from tests.diloco import training
@@ -85,7 +86,7 @@ def lion_steps(rank: int, size: int) -> Iterator[Callable[[], None]]:
     module = training.Net()
     optimizer = DistributedLion(module.parameters())
     named, channel = list(module.named_parameters()), training.world(rank, size)
-    voting = optimizer.join(named, channel, LionSettings())
+    voting = optimizer.join(named, View.of(channel), LionSettings())
 
     def step() -> None:
         with voting.during_backward():

@@ -17,7 +17,7 @@ class LocalSGD(LocalUpdates):
     name = "Local SGD"
 
     def __init__(self, module, channel, every):
-        self.step, self.parted = 0, False
+        self.step = 0
         self._shared, self._channel, self._every = SharedCopy(module), channel, every
         self.weight_swap = WeightSwap([self._shared])
 
@@ -25,25 +25,23 @@ class LocalSGD(LocalUpdates):
         self.step += 1
         return self.step % self._every == 0 and self._average(stop)
 
-    def finish(self, stop, goes_on):
+    def finish(self, stop):
         with self.weight_swap.local_weights():
-            return self._average(stop, ends=True)
+            return self._average(stop)
 
     @torch.no_grad()
-    def _average(self, stop, ends=False):
+    def _average(self, stop):
         local = self._shared.local
-        words = torch.tensor([float(stop), float(ends)])
-        sums = torch.cat([*(tensor.reshape(-1) for tensor in local), words])
+        sums = torch.cat([*(tensor.reshape(-1) for tensor in local), torch.tensor([float(stop)])])
         sums = self._channel.all_reduce(sums, "average").wait()
-        *means, wants, ended = sums.split([*(tensor.numel() for tensor in local), 1, 1])
-        assert ended in (0, self._channel.size), "replicas have equally many batches here"
+        *means, wishes = sums.split([*(tensor.numel() for tensor in local), 1])
         for tensor, mean in zip(local, means, strict=True):
             tensor.copy_((mean / self._channel.size).view_as(tensor))
         self._shared.take_local()
-        return bool(wants)
+        return bool(wishes)  # whether some replica wants all to stop
 
     def cycle(self):  # bytes that a rank sends in so many steps, by tag
-        size = sum(tensor.numel() for tensor in self._shared.local) + 2
+        size = sum(tensor.numel() for tensor in self._shared.local) + 1
         return {"average": 8 * size * (self._channel.size - 1) / self._channel.size}, self._every
 
     def state_dict(self):

@@ -1,18 +1,36 @@
-"""The door: every private name of Lightning that we use, and what is lost without it.
+"""Every private name of Lightning that this package uses, and what is lost without it.
 
-A later release may rename what it does not promise. `probe` looks, when a fit begins, which names
-this Lightning lacks, and one warning says what is lost. Only that is lost: importing never fails,
-a fresh fit and a resume at an epoch's border work without any of them.
+A later release may rename what is not public. When a fit begins, `probe` looks for names that the
+installed Lightning lacks, and one warning says what is disabled. Nothing else is: importing never
+fails, and a fresh fit and a resume at the end of an epoch work without any of these names.
 
-Functions that stand before the methods of single objects for a while.
+For some things Lightning has no hook; there a function runs around a method of one object, while a
+fit runs (`Patches`). Where two functions are put around the same method, the later one is outside:
 
-Where Lightning's fit loop stands, read from what it counts.
+=============================== ===================================================================
+method                          functions, from the inside to the outside
+=============================== ===================================================================
+trainer.save_checkpoint         a sharded model writes tensor by tensor or into a folder
+                                (`inside.sharded`); agree to stop, then show the shared weights
+                                (`local_weights`)
+fit_loop.setup_data             equally many batches on all ranks (`stopping`)
+epoch_loop.on_run_start         note random numbers (`resume.data_position`); hold wishes to stop,
+                                and check the first batch (`stopping`)
+epoch_loop.on_advance_end       hold wishes to stop ahead of a validation (`stopping`)
+fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
+strategy.process_dataloader     note random numbers (`resume.data_position`)
+three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
+logger_connector.log_metrics    figures of communication in the loggers' rows (`add_to_rows`)
+callbacks of `WeightAveraging`  average the shared weights (`local_weights`)
+precision.clip_grad_by_norm     clip by the norm of the whole gradient (`inside.domino`)
+=============================== ===================================================================
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -25,9 +43,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
 class Patches:
-    """Functions that stand before the methods of single objects, from `put` to `remove`.
+    """Functions in place of methods of single objects, from `put` to `remove`.
 
-    They must be put in the process that trains: what is patched does not pickle.
+    They must be put in the process that trains: a patched object does not pickle.
     """
 
     def __init__(self) -> None:
@@ -43,7 +61,7 @@ class Patches:
         """Give the objects their own methods back."""
         for owner, name, before in reversed(self._put):
             vars(owner).pop(name, None)
-            if before is not None:  # one that stood there already
+            if before is not None:  # another function had been put there
                 setattr(owner, name, before)
         self._put = []
 
@@ -53,23 +71,23 @@ _CALL = "lightning.pytorch.trainer.call"
 
 
 class Feature(NamedTuple):
-    """What some private names are for.
+    """A use of some private names.
 
     Attributes:
-        lost: what there is not where one of them is missing.
-        names: attributes from the Trainer on, or from a module on: "module:name". One that is only
-            written has a value behind it that its owner must understand: "name=value".
+        lost: what is disabled where one of them is missing.
+        names: attributes, starting from the Trainer, or from a module: "module:name". "name=value"
+            is only written: its owner must understand the value.
     """
 
     lost: str
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
-        """Return the names that are not there; without a Trainer where all are a module's."""
+        """Return the missing names; the Trainer may be None where all start from a module."""
         return [name for name in self.names if not _is_there(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
-        """Return whether all of them are there."""
+        """Return whether no name is missing."""
         return not self.missing(trainer)
 
 
@@ -132,13 +150,14 @@ FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feat
 
 
 def probe(trainer: pl.Trainer) -> None:
-    """Warn once if this Lightning lacks names, and say what is lost; when a fit begins."""
+    """Warn once if this Lightning lacks names, and say what is disabled; when a fit begins."""
     lacks = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
     if lacks:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
         rank_zero_warn(
-            f"Lightning {lightning.__version__} is another one inside than `lightning_commfree`"
-            f" knows. The fit goes on, without: {lost}. A later `lightning_commfree` may know it."
+            "lightning_commfree does not support some internals of Lightning"
+            f" {lightning.__version__}. Disabled for this fit: {lost}. A later version of"
+            " lightning_commfree may support them."
         )
 
 
@@ -159,7 +178,7 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
     return understood
 
 
-# In place of Lightning's methods, while a fit runs
+# -- functions in place of Lightning's methods, while a fit runs
 
 
 def handle_signals(
@@ -181,7 +200,7 @@ def tell_sigterm(trainer: pl.Trainer) -> None:
 def add_to_rows(
     trainer: pl.Trainer, patches: Patches, more: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> None:
-    """Let the loggers' rows of metrics hold what `more` returns for a row, and nothing else."""
+    """Add the result of `more` to the loggers' rows of metrics, and to nothing else."""
     if not ROWS.works(trainer):
         return
     connector = trainer._logger_connector
@@ -200,13 +219,13 @@ _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", 
 
 
 class _Left(NamedTuple):
-    """What a rank that has left puts in place of a result."""
+    """What a rank that ended without a result puts in its place."""
 
     by_sigterm: bool
 
 
 class OrderlyLauncher(_Launcher):  # type: ignore[misc]
-    """Lightning's, which starts ranks in processes; it ends with `SystemExit` where they did so."""
+    """Lightning's launcher of processes; it ends with `SystemExit` where the ranks did so."""
 
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
@@ -215,7 +234,7 @@ class OrderlyLauncher(_Launcher):  # type: ignore[misc]
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except SystemExit as end:
             by_sigterm = isinstance(end, SIGTERMException)
-            if trainer is not None and by_sigterm:  # all ranks are here
+            if trainer is not None and by_sigterm:  # all ranks end after the same step
                 import_module(_CALL)._interrupt(trainer, end)
                 trainer._teardown()
             if process_idx == 0 and not end.code:  # else the launching process sees the code
@@ -227,11 +246,51 @@ class OrderlyLauncher(_Launcher):  # type: ignore[misc]
         if not isinstance(worker_output, _Left):
             super()._recover_results_in_main_process(worker_output, trainer)
             return
-        # they have run on the ranks; here the model is untrained, and they must not save it
+        # `on_exception` has run on the ranks; here the model is untrained: do not save it
         patches: Patches = cast(Any, trainer.strategy).patches
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             patches.put(callback, "on_exception", lambda *_: None)
         raise SIGTERMException if worker_output.by_sigterm else SystemExit
+
+
+def orderly(
+    launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
+) -> Any:
+    """Return a launcher whose ranks leave in order, in place of Lightning's.
+
+    1. SIGTERM comes to a forked or spawned rank. All ranks stop after the same step and end by
+       `SIGTERMException`, which leaves a process with exit code 0.
+    2. Lightning's launcher finds that all have ended well and waits for the result of the first one
+       for ever. No `on_exception` hook has run: Lightning calls them where it launches.
+
+    Here the ranks run the hooks, which save what they save; the first rank says that it leaves
+    without a result; and the launching process ends as the ranks did (`OrderlyLauncher`).
+
+    Args:
+        launcher: Lightning's; None: the ranks have been started by others.
+        strategy: whose ranks start. It pickles, as a module that has its Trainer does.
+        start_method: "popen", "fork", "spawn" or "forkserver".
+        check: called in the launching process first: what cannot be trained is refused at once, and
+            once.
+    """
+    if launcher is None or not LAUNCH.works(None):
+        return launcher
+    if start_method != "popen":
+        launcher = OrderlyLauncher(strategy, start_method)
+    launcher.launch = partial(_check_and_launch, check, launcher.launch)
+    return launcher
+
+
+def _check_and_launch(
+    check: Callable[[pl.Trainer | None], None],
+    launch: Callable[..., Any],
+    function: Any,
+    *args: Any,
+    trainer: pl.Trainer | None = None,
+    **kwargs: Any,
+) -> Any:
+    check(trainer)
+    return launch(function, *args, trainer=trainer, **kwargs)
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
@@ -243,15 +302,15 @@ def data_fetcher(trainer: pl.Trainer) -> Any:
 
 
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
-    """Let the loops begin behind a batch of an epoch."""
+    """Let the loops begin after a batch of an epoch."""
     loop = trainer.fit_loop
-    loop.restarting = True  # Lightning has set it, but where it has taken the epoch for over
+    loop.restarting = True  # Lightning sets it, except where it takes the epoch for finished
     loop._restart_stage = "restarted_mid_epoch"
     loop.epoch_loop._restart_stage = "restarted_on_last"
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Let the validation run that the latest batch was to bring; return whether one was."""
+    """Run the validation that was due after the latest batch; return whether one was."""
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:
@@ -266,7 +325,7 @@ def count_step(trainer: pl.Trainer) -> None:
 
 
 def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Return the states of loaders that Lightning would load, and let it not do so."""
+    """Return the states of loaders that Lightning would load, and keep it from doing so."""
     states: list[dict[str, Any]] = []
     if LOADERS.works(trainer):
         states = trainer.fit_loop._combined_loader_states_to_load
@@ -275,13 +334,13 @@ def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
 
 
 def reloaded_at(trainer: pl.Trainer, epoch: int) -> None:
-    """Let the training loaders count as made anew at this epoch."""
+    """Let the training loaders count as reloaded at this epoch."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
 def is_compiled(module: pl.LightningModule) -> bool:
-    """Return whether `torch.compile` has made it."""
+    """Return whether `torch.compile` has compiled it."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
@@ -294,13 +353,15 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
     """Let DDP average gradients within a process group, None: in the world.
 
     Raises:
-        RuntimeError: nobody can tell DDP.
+        RuntimeError: this Lightning has no way to tell DDP.
     """
     try:
         strategy._ddp_kwargs["process_group"] = group
     except AttributeError as error:
         if group is not None:
-            raise RuntimeError(f"This Lightning has not {GROUPS.lost}.") from error
+            raise RuntimeError(
+                f"This version of Lightning does not support {GROUPS.lost}."
+            ) from error
 
 
 def data_used_up(trainer: pl.Trainer) -> bool:
@@ -322,13 +383,13 @@ def may_stop_early(trainer: pl.Trainer, in_step: bool = False) -> bool:
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Return whether the latest batch that was read brings no optimizer step."""
+    """Return whether no optimizer step follows the latest batch that was read."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return ready % trainer.accumulate_grad_batches != 0 and not data_used_up(trainer)
 
 
 def steps_to_come(trainer: pl.Trainer) -> int | None:
-    """Return how many optimizer steps its fit still takes; None where nobody knows."""
+    """Return how many optimizer steps the fit still takes; None if that is unknown."""
     total = trainer.estimated_stepping_batches
     if not math.isfinite(total) or total < 0:
         return None
@@ -363,11 +424,11 @@ def is_last_batch(trainer: pl.Trainer) -> bool:
 
 
 def end_epoch_after_this_batch(trainer: pl.Trainer) -> None:
-    """Let Lightning take the latest batch for the epoch's last one."""
+    """Make the latest batch the epoch's last one."""
     trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
 
 def has_no_batch(trainer: pl.Trainer) -> bool:
-    """Return whether a loader without a length, of which a batch is read ahead, had none."""
+    """Return whether a loader without a length, from which Lightning reads ahead, had no batch."""
     fetched = getattr(data_fetcher(trainer), "batches", None)
     return fetched is not None and not fetched

@@ -103,7 +103,10 @@ class StreamEnds:
             raise
 
     def close(self) -> None:
-        """End the thread; whoever waits for this rank learns that it has left."""
+        """End the thread; a rank that waits for this one learns that it has left."""
+        if self._error:
+            # this rank may host the store: first let the threads of all others read the error
+            time.sleep(2 * PERIOD_S)
         self._closing.set()
         self._thread.join()
         self._position = (2**62, 0, True)

@@ -35,7 +35,7 @@ from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 from lightning_commfree.resume.rank_state import PLACE, Adopted, Saved
 
-FLAGS_TAG = "flags"  # of the two flags that ranks exchange before a step, a byte each
+FLAGS_TAG, FLAGS_BYTES = "flags", 24  # of the three numbers that ranks exchange before a step
 
 
 class GradientMean:
@@ -101,7 +101,7 @@ class GradientMean:
         """
         replicas, world = self._channels.between.size, self._channels.world.size
         sent = bytes_per_step(self.models, module.parameters(), tokens, replicas, mixed, clips)
-        sent[FLAGS_TAG] = all_gather_bytes(2, world)
+        sent[FLAGS_TAG] = all_gather_bytes(FLAGS_BYTES, world)
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
     def fingerprint(self) -> dict[str, str]:

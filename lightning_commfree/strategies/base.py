@@ -1,14 +1,14 @@
-"""The base of all strategies: it drives what is inside a replica and between replicas.
+"""Base of all strategies: the hooks in which Lightning calls them.
 
-Launchers, samplers, `torch.compile` guard and device handling stay Lightning's `DDPStrategy`. Its
-wrapper for gradients is gone, and so is the SIGTERM broadcast per batch. A fit goes like this:
+Launchers, samplers, the `torch.compile` guard and device handling are those of Lightning's
+`DDPStrategy`. Its gradient wrapper is not used, nor its SIGTERM broadcast per batch. In a fit:
 
-1. `setup`: all ranks see that they mean the same and take rank 0's weights; the algorithm between
-   replicas is made (`begin`); a resumed fit gets its state back (`ExactResume`).
-2. Every optimizer step: Lightning's own, in `Between.stepping`; then `Between.after_step`, and the
-   ledger's figures for the loggers.
-3. A validation, a checkpoint, the end: all ranks come to it after the same step (`Stopping`), and
-   the fit's `FitSession` lets the module hold the weights on which they agree.
+1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
+   algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
+2. Every optimizer step is Lightning's own, inside `FitSession.step`, where the algorithm exchanges
+   what is due.
+3. At a validation, a checkpoint and the end, all ranks have taken equally many steps (`Stopping`),
+   and the session lets the module hold the weights on which they agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_commfree.comm.job import PATIENCE, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group
+from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
@@ -37,28 +37,28 @@ from lightning_commfree.resume.files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
-from lightning_commfree.strategies.launching import orderly
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
-from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.stopping import Stopping, stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.ranks import Layout, Ranks
+from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.stopping import Stopping
 
 
 class ReplicaStrategy(DDPStrategy):
     """Replicas of a model, kept together by an algorithm.
 
-    A subclass says what all ranks must have alike (`fingerprint`), makes the algorithm (`begin`)
-    and says which `session_type` its fits have.
+    A subclass returns the settings that must be equal on all ranks (`fingerprint`), makes the
+    algorithm (`begin`) and names the `session_type` of its fits.
 
     Args:
-        inside: what holds a replica together.
-        **ddp_kwargs: what `DDPStrategy` takes, without its settings of gradient synchronization.
+        inside: how the ranks of a replica hold one model.
+        **ddp_kwargs: arguments of `DDPStrategy`, without those of gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
         group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
-        session: of the fit that runs, with the algorithm `between` replicas.
-        patches: functions that run around methods of Lightning's while the fit runs.
-        liveness: whether ranks find out who is gone, see `comm.liveness`; to be set before `fit`.
+        session: the fit that runs.
+        patches: functions that run around methods of Lightning while the fit runs.
+        liveness: whether ranks detect that one of them died (`comm.liveness`); set it before `fit`.
     """
 
     settings: Any
@@ -74,7 +74,7 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE))
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._layout)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -86,7 +86,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Make the algorithm; model and optimizers stand, all ranks hold the same weights."""
+        """Make the algorithm; model and optimizers are set up, all ranks hold the same weights."""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -95,7 +95,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @property
     def channels(self) -> ReplicaChannels:
-        """To all ranks, between replicas, within one."""
+        """The channels to all ranks, between replicas and within this one."""
         return self.ranks.channels
 
     @property
@@ -111,18 +111,24 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
         return {} if self._log is None else self._log.figures()
 
+    def _layout(self) -> Layout:
+        ledgers = self.ledger, self.group_ledger
+        return Layout(self.inside.mesh(self.world_size), ledgers, self.liveness)
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         size = self.inside.size if self.inside.same_batch else 1
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
-    # -- the life of a fit, in the order in which the Trainer calls it
+    # -- the hooks of a fit, in the order in which the Trainer calls them
 
     @property
     @override
     def launcher(self) -> Any:
-        self._orderly = self._orderly or orderly(super().launcher, self, self._starts_by)
+        if self._orderly is None:
+            check = self.inside.check_before_launch
+            self._orderly = orderly(super().launcher, self, self._starts_by, check)
         return self._orderly
 
     @property
@@ -152,7 +158,10 @@ class ReplicaStrategy(DDPStrategy):
         with needing_one_optimizer(type(self).__name__):
             super().setup(trainer)
         self.inside.begin(self.optimizers)
-        self.session = self.session_type(self, self.begin(trainer), stopping, numel)
+        between = self.begin(trainer)
+        self.session = self.session_type(
+            trainer, self.ranks, between, stopping, self.patches, numel
+        )
         self._log = self.session.log
         # module, optimizers and algorithm are made, and take their states back
         self._resume.begin(trainer, self.session.between, self.inside)
@@ -169,7 +178,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        resumed = self._resume.go_on()  # what hooks drew until now does not count
+        resumed = self._resume.go_on()  # after the hooks, whose random draws do not count
         self.inside.train_begins()
         self.session.begin(resumed)
 
@@ -188,7 +197,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """In the body gradients accumulate on this rank; Lightning's word for it."""
+        """Accumulate gradients on this rank in the body; the name is Lightning's."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield
@@ -224,12 +233,12 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
-        self._resume.settle()  # all ranks are here for the last time
+        self._resume.settle()  # the last moment at which all ranks are at the same place
         super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # in the process that has forked the ranks too, where there is no world yet
+        # also in the process that has forked the ranks, where there is no process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved()
         super().on_exception(exception)
@@ -239,7 +248,8 @@ class ReplicaStrategy(DDPStrategy):
         session, self.session = self.session, OutsideOfFit()
         session.end()
         if self.lightning_module is not None and on_meta(self.lightning_module):
-            # an error came first, whose text Lightning's move to the CPU would hide
+            # an error ended the fit before the model had values; moving it to the CPU, as Lightning
+            # does, would raise another one and hide the first
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()
@@ -248,7 +258,7 @@ class ReplicaStrategy(DDPStrategy):
         set_ddp_group(self, None)
         self.ranks.leave()
 
-    # -- Lightning's collectives: all ranks come to them, and an error names a rank that is gone
+    # -- Lightning's collectives; an error names a rank that died
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -260,7 +270,10 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over all ranks, but what a training step logs over this rank's replica only."""
+        """Reduce over all ranks; in a training step, over the ranks of this replica only.
+
+        A metric logged per step with `sync_dist=True` would be a round trip over the slow link.
+        """
         if self.session.computing:
             if self.inside.size == 1:
                 return tensor

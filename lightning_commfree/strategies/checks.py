@@ -1,7 +1,4 @@
-"""What a strategy refuses: arguments, settings, callbacks and moments that it cannot work with.
-
-What becomes of gradients between backward and step.
-"""
+"""Arguments, settings and callbacks that a strategy refuses, or must know about."""
 
 from __future__ import annotations
 
@@ -64,13 +61,17 @@ _DDP_KWARGS = (
     "timeout",
     "start_method",
 )
-# what Lightning or the strategy passes to DDP itself
+# Lightning or the strategy passes these to DDP
 _NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "kwargs"}
 
-# by name: the first came with Lightning 2.6
+# by name, because Lightning before 2.6 has no `WeightAveraging`
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _OF_PARTS = "it copies the whole model before the ranks have divided it"
 REPLICAS = {
+    "LearningRateFinder": (
+        "its trial steps would be counted and exchanged as steps of the fit. Run it, or"
+        " `Tuner.lr_find`, under the strategy `ddp`, and give this fit the learning rate it finds"
+    ),
     "StochasticWeightAveraging": (
         "it averages the local weights of each replica, and would leave different ones on every"
         " rank. From Lightning 2.6 on `WeightAveraging` and `EMAWeightAveraging` average the outer"
@@ -91,7 +92,7 @@ PARTS = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Look at the Trainer's callbacks, `Tuner`'s own included.
+    """Refuse some of the Trainer's callbacks, including those that `Tuner` adds.
 
     Args:
         trainer: has them.
@@ -113,7 +114,7 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
 
 
 def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse what ranks cannot train together.
+    """Refuse settings with which ranks cannot train together.
 
     1. A validation that begins when each rank's own clock says so: Lightning does not let the ranks
        agree on it, and one validates while the others train on.
@@ -122,7 +123,7 @@ def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModul
     Args:
         strategy: its name.
         trainer: in its fit.
-        module: that shall be trained.
+        module: to be trained.
 
     Raises:
         ValueError: the Trainer has a time for `val_check_interval`, or optimization is manual.
@@ -143,7 +144,7 @@ def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModul
 
 
 def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
-    """Refuse a compiled LightningModule, whose model shall be divided.
+    """Refuse a compiled LightningModule where the model is to be sharded.
 
     Raises:
         ValueError: it is compiled.
@@ -158,7 +159,7 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
 
 @contextmanager
 def needing_one_optimizer(strategy: str) -> Iterator[None]:
-    """In the body Lightning sets up the optimizers.
+    """Let Lightning set up the optimizers in the body.
 
     Raises:
         ValueError: there are several. Lightning's advice, manual optimization, would be refused
@@ -177,7 +178,7 @@ def needing_one_optimizer(strategy: str) -> Iterator[None]:
 
 
 def refuse_fp16(strategy: str, precision: Precision) -> None:
-    """Refuse gradient scaling where each rank would scale its own part.
+    """Refuse gradient scaling where each rank would scale its own shard.
 
     Raises:
         ValueError: the Trainer's precision is fp16.
@@ -194,14 +195,14 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Refuse what nobody knows, and without DDP in the groups what means nothing then.
+    """Refuse unknown arguments, and those of DDP where DDP is not used.
 
-    LightningCLI gives every argument of DDP's that a configuration leaves out, with its default:
-    such a one says nothing and is left out here too.
+    LightningCLI passes every argument of DDP that a configuration leaves out, with its default
+    value: those are left out here too.
 
     Args:
-        strategy: its class, which knows its own arguments.
-        ddp_kwargs: what it got besides its own arguments.
+        strategy: its class, which has arguments of its own.
+        ddp_kwargs: its further arguments.
         with_ddp: DDP synchronizes gradients within groups of ranks, and takes its arguments.
 
     Returns:
@@ -240,10 +241,10 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def present(found: T | None, without: str) -> T:
-    """Return what is there; say why it is not otherwise.
+    """Return `found`; raise if it is None.
 
     Raises:
-        RuntimeError: it is not there.
+        RuntimeError: it is None; `without` is the message.
     """
     if found is None:
         raise RuntimeError(without)

@@ -1,8 +1,8 @@
-"""The two axes of a strategy: what holds a replica together, and what holds replicas together.
+"""The two parts of a strategy: how ranks share a model, and how replicas are kept together.
 
-*Inside* a replica one model is held and computed by one rank or by several. *Between* replicas an
-algorithm exchanges what keeps them one training. `ReplicaStrategy` drives one of each through the
-Trainer's hooks: a new strategy is a new algorithm between, or a new way inside, and some wiring.
+*Inside* a replica, one or several ranks hold and compute one model. *Between* replicas, an
+algorithm exchanges values that keep them one training. `ReplicaStrategy` calls one of each in the
+Trainer's hooks: a new strategy is a new algorithm, or a new layout inside, and some wiring.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Inside(Protocol):
         uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
         divides: they hold parts of one model; `prepare` moves what a rank holds to its device.
         same_batch: the ranks of a replica must see the same batch.
-        restores_after_setup: a checkpoint's weights have room in the module after `prepare` only.
+        restores_after_setup: the module can take a checkpoint's weights only after `prepare`.
     """
 
     size: int
@@ -47,11 +47,11 @@ class Inside(Protocol):
         return
 
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        """Refuse what cannot be trained so, before anything is made."""
+        """Refuse settings and modules that this layout cannot train, before anything is made."""
         ...
 
     def prepare(self, strategy: Any) -> None:
-        """Start all ranks from the same weights, and prepare the model for what holds it.
+        """Start all ranks from the same weights, and prepare the model for this layout.
 
         Collective; the optimizer is made after it.
 
@@ -69,35 +69,35 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Look at the optimizers, which stand now.
+        """Check the optimizers, which have just been made.
 
         Raises:
-            ValueError: they cannot train what `prepare` has made.
+            ValueError: they cannot train the parameters that `prepare` has made.
         """
         del optimizers
 
     def accumulating(self) -> AbstractContextManager[None] | None:
-        """Keep gradients to this rank in the body: no step follows; None: as Lightning does."""
+        """Keep gradients on this rank in the body: no step follows; None: as Lightning does."""
         return None
 
     def train_begins(self) -> None:
-        """Training begins; what a resumed fit goes on with is in place."""
+        """Called when training begins; the state of a resumed fit has been restored."""
         return
 
     def check_first(self, verb: str, batch: Any) -> None:
-        """See that what must be the same batch is, where something is done for the first time.
+        """Check that the ranks of a replica have the same first batch.
 
         Args:
-            verb: what is done with it.
-            batch: tensors in whatever.
+            verb: "train" or "validate".
+            batch: of this rank; tensors in any nesting.
 
         Raises:
-            ValueError: it is not; on all ranks of the replica.
+            ValueError: their batches differ; on all ranks of the replica.
         """
         del verb, batch
 
     def after_backward(self, steps: bool) -> None:
-        """Make the gradients of a batch the replica's; collective within it.
+        """Combine the gradients of a batch within the replica; collective within it.
 
         Args:
             steps: an optimizer step follows, else they accumulate.
@@ -105,7 +105,7 @@ class Inside(Protocol):
         del steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what of this rank an exact resume needs besides weights and optimizers."""
+        """Return what an exact resume of this rank needs besides weights and optimizers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,14 +113,14 @@ class Inside(Protocol):
         del state
 
     def release(self) -> None:
-        """Let go of the model; the fit is over, or has failed."""
+        """Release the model; the fit is over, or has failed."""
         return
 
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        """Set the module up outside of a fit, as Lightning does (`setup`) or in its place."""
+        """Set up the module outside of a fit, by Lightning's `setup` or in place of it."""
         setup(trainer)
 
-    # -- states: what a checkpoint holds is whole
+    # -- states; a checkpoint holds whole ones
 
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the whole module's state, on rank 0 at least; collective within a replica.
@@ -159,16 +159,16 @@ class Inside(Protocol):
 class Between(RankState, Protocol):
     """An algorithm between replicas, for the length of a fit.
 
-    It is made when model and optimizers stand and all ranks hold the same weights. Its methods run
-    on all ranks after the same step, so that any of them may exchange something. What a checkpoint
-    keeps of it `RankState` says.
+    It is made when model and optimizers are set up and all ranks hold the same weights. Its methods
+    run on all ranks after the same step, so that any of them may exchange something. `RankState`
+    has the methods for checkpoints.
     """
 
     replicas: bool = True
     free_at_resume: frozenset[str] = frozenset()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """In the body an optimizer step is taken: forward, backward, clipping, update."""
+        """Take an optimizer step in the body: forward, backward, clipping, update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
@@ -206,17 +206,17 @@ class Between(RankState, Protocol):
         return None
 
     def close(self) -> None:
-        """Let go of what is open; the fit is over, or has failed."""
+        """Release resources; the fit is over, or has failed."""
 
 
 class LocalUpdates(Between, Protocol):
-    """An algorithm whose replicas train apart, on weights of their own, between its exchanges.
+    """An algorithm whose replicas train apart, each on its own weights, between exchanges.
 
     Attributes:
         step: steps that all replicas have taken.
         weight_swap: the weights that they share.
         stops_after: the step after which all replicas know of a wish to stop that comes now; None:
-            nobody can tell.
+            it cannot be known.
     """
 
     step: int
@@ -224,11 +224,11 @@ class LocalUpdates(Between, Protocol):
 
     @property
     def stops_after(self) -> int | None:
-        """See above; it is read in a signal's handler."""
+        """See above; it is read in a signal handler."""
         return None
 
     def finish(self, stop: bool) -> bool:
-        """Make all replicas equal: the local weights are the shared ones then, on all of them.
+        """Make all replicas equal: afterwards the local weights are the shared ones on all of them.
 
         Args:
             stop: as `after_step` takes it.
@@ -239,18 +239,18 @@ class LocalUpdates(Between, Protocol):
         ...
 
     def wait_in_flight(self) -> None:
-        """Wait for what is on its way; it counts when it is due."""
+        """Wait for exchanges in flight; their results are used when they are due."""
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return what a validation sees in place of the shared weights; None: these."""
+        """Return the weights that a validation sees; None: the shared ones."""
         return None
 
     def unready(self, what: str) -> str | None:
-        """Return why `what`, a validation or checkpoint, makes little of the shared weights."""
+        """Return why the shared weights are not useful yet for a "validation" or "checkpoint"."""
         return None
 
     def refuse_to_save(self, world: Channel) -> None:
-        """Raise, on all ranks alike, where a checkpoint would hold useless weights."""
+        """Raise, on all ranks, if a checkpoint would hold useless weights."""
 
     def average_moved(self) -> None:
         """Average frozen weights that hooks have moved apart, before a validation; collective."""
@@ -275,7 +275,7 @@ class EveryStep(Between, Protocol):
         ...
 
     def follow_parameters(self) -> None:
-        """Go on from what hooks have made of the weights, before the first step."""
+        """Accept what hooks have written to the weights before the first step."""
 
     def average_buffers(self) -> None:
-        """Let all replicas hold the mean of their buffers, for a validation or checkpoint."""
+        """Set the buffers of all replicas to their mean, for a validation or checkpoint."""

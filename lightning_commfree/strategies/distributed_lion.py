@@ -107,7 +107,7 @@ class DistributedLionStrategy(ReplicaStrategy):
         self.overlap = overlap
         self._overlaps = False  # in the latest fit
 
-    # -- the life of a fit
+    # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> VotingSession:

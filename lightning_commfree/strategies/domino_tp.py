@@ -28,7 +28,8 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 class DominoSession(FitSession[GradientMean]):
     """A fit whose ranks share a model, and so need each other in every batch.
 
-    Before each step they exchange two flags: this rank's gradient is not finite; it wants to stop.
+    Before each step they exchange three numbers: in which batch this rank is, whether its gradient
+    is not finite, and whether it wants to stop.
     """
 
     _stops = False  # some rank wants to, after the step that runs
@@ -52,15 +53,23 @@ class DominoSession(FitSession[GradientMean]):
         """Put the mean of all replicas' gradients into place, if an optimizer step follows.
 
         Raises:
-            RuntimeError: a gradient is not finite; on all ranks.
+            RuntimeError: on all ranks: a gradient is not finite, or the ranks are in different
+                batches.
         """
         if self.accumulates:
             return
-        module, world = self._strategy.module, self._world
-        flags = not looks_finite(module.parameters()), self._stopping.wanted
-        gathered = world.all_gather(torch.tensor(flags, dtype=torch.uint8), FLAGS_TAG).wait()
-        nonfinite, self._stops = gathered.bool().any(0).tolist()
-        if nonfinite:
+        module, world = self._module, self._world
+        batch = self._trainer.fit_loop.total_batch_idx
+        mine = torch.tensor([batch, not looks_finite(module.parameters()), self._stopping.wanted])
+        batches, nonfinite, stops = world.all_gather(mine, FLAGS_TAG).wait().unbind(1)
+        if len(set(batches.tolist())) > 1:
+            found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
+            raise RuntimeError(
+                f"The ranks of this fit are in different batches: {', '.join(found)}. Skip a batch"
+                " on all ranks or on none, in `training_step` and in callbacks."
+            )
+        self._stops = bool(stops.any())
+        if nonfinite.any():
             step, size = self._trainer.global_step + 1, self._channels.within.size
             refuse_nonfinite(world, module, loss, step, size)
         self.between.land(module)
@@ -90,7 +99,7 @@ class DominoTPStrategy(ReplicaStrategy):
     on other ones from the same weights and optimizer state, and a message says what begins anew.
 
     NaN or Inf in a gradient ends the fit on all ranks before the step, and the error names where.
-    `trainer.should_stop` on one rank and SIGTERM end it on all after the same step.
+    `trainer.should_stop` on one rank and SIGTERM stop all ranks after the same step.
 
     A model of those classes may be on the `meta` device when `fit` begins (built in
     `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
@@ -139,7 +148,7 @@ class DominoTPStrategy(ReplicaStrategy):
     ) -> None:
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
-        self.group_ledger = self.ledger  # what is sent within a replica counts alike
+        self.group_ledger = self.ledger  # bytes within a tensor group count like all others
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -163,7 +172,7 @@ class DominoTPStrategy(ReplicaStrategy):
         sent = self.algorithm.bytes_per_step(self.module, *how)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
-    # -- the life of a fit
+    # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:

@@ -1,15 +1,16 @@
-"""What a strategy has from `setup` to `teardown` of one fit, and what it does in the fit's hooks.
+"""State and hooks of one fit, from a strategy's `setup` to its `teardown`.
 
-`FitSession` is for an algorithm that needs nothing but its turn after an optimizer step. Sessions
-of other algorithms derive from it: `local_weights` (ranks that train apart), `lockstep` (ranks that
-exchange something in every step) and `domino_tp` (ranks that share a model).
+`FitSession` has the parts that all strategies share. Three classes derive from it, one for each way
+in which ranks need each other: `local_weights` (they train apart), `lockstep` (they exchange
+something in every optimizer step) and `domino_tp` (they share a model, and need each other in every
+batch).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -20,21 +21,21 @@ from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.contracts import Between
+from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
-
-if TYPE_CHECKING:
-    from lightning_commfree.strategies.base import ReplicaStrategy
 
 B = TypeVar("B", bound=Between)
 
 
 class FitSession(Generic[B]):
-    """One fit of a strategy; its methods run in the order in which they stand here.
+    """One fit of a strategy; Lightning reaches its methods in the order in which they are here.
 
     Args:
-        strategy: whose fit begins.
-        between: its algorithm.
+        trainer: of the fit.
+        ranks: all of them.
+        between: the algorithm.
         stopping: when the fit stops.
+        patches: get what runs around Lightning's methods.
         numel: numbers that the whole model trains.
 
     Raises:
@@ -51,21 +52,25 @@ class FitSession(Generic[B]):
     computing = accumulates = False
 
     def __init__(
-        self, strategy: ReplicaStrategy, between: B, stopping: Stopping, numel: int
+        self,
+        trainer: pl.Trainer,
+        ranks: Ranks,
+        between: B,
+        stopping: Stopping,
+        patches: Patches,
+        numel: int,
     ) -> None:
         self.between: B = between
-        self._strategy, self._stopping = strategy, stopping
-        self._trainer, self._channels = strategy.module.trainer, strategy.channels
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._ranks, self._channels, self._stopping = ranks, ranks.channels, stopping
         check_agreement(self._world, between.fingerprint())
 
-        traffic = Traffic.of(numel, strategy.world_size, *between.cycle())
-        self.log = FitLog(
-            self._trainer, strategy.ledger, traffic, between.figures, strategy.patches
-        )
+        traffic = Traffic.of(numel, ranks.size, *between.cycle())
+        self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
 
     def begin(self, resumed: bool) -> None:
-        """Train from the next batch on; hooks may have written to the weights.
+        """Begin to train with the next batch; hooks may have written to the weights.
 
         Args:
             resumed: the algorithm has its own state back.
@@ -74,12 +79,12 @@ class FitSession(Generic[B]):
         self._stopping.begin(self.trains_apart)
 
     def batch_begins(self) -> None:
-        """A batch is here and has not been trained yet."""
+        """Called with a new batch, before it is trained."""
         self._stopping.share_last_batch(self._channels.within)
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """In the body a training step is computed."""
+        """Compute a training step in the body."""
         self.computing = True
         try:
             yield
@@ -88,7 +93,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """In the body no optimizer step follows a training step."""
+        """Compute a training step in the body that no optimizer step follows."""
         self.accumulates = True
         try:
             yield
@@ -96,7 +101,7 @@ class FitSession(Generic[B]):
             self.accumulates = False
 
     def after_backward(self, loss: Tensor) -> None:
-        """The gradients of a batch with this loss are there."""
+        """Called when the gradients of a batch, with this loss, are computed."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -105,11 +110,12 @@ class FitSession(Generic[B]):
         The one place that says what a step is: for everything behind it, algorithms and stopping,
         steps are how often this has run.
         """
-        with self._stopping.explaining():
+        streams, world = self._ranks.streams, self._world
+        with nullcontext() if streams is None else streams.explaining():
             # the ranks of a replica exchange gradients in the body
             within = self._channels.within.size > 1
-            named = self._world.naming_lost("gradients", computing=True)
-            with self.between.stepping(), named if within else nullcontext():
+            named = world.naming_lost("gradients", computing=True) if within else nullcontext()
+            with self.between.stepping(), named:
                 yield
             if self.between.after_step(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -118,7 +124,7 @@ class FitSession(Generic[B]):
         self.log.after_step()
 
     def after_step(self) -> None:
-        """All ranks have taken a step, and know whether they stop after it."""
+        """Called when all ranks have taken a step and know whether they stop after it."""
 
     def stops_after(self) -> int | None:
         """Return the step after which all ranks know, at the latest, of a SIGTERM that comes now.
@@ -129,29 +135,28 @@ class FitSession(Generic[B]):
         return self._trainer.global_step + 2
 
     def validation_begins(self) -> None:
-        """Lightning's hooks have run."""
+        """Called after Lightning's `on_validation_start` hooks."""
         ledger = self._world.ledger
         self._phase_before, ledger.phase = ledger.phase, VALIDATION
 
     def validation_ends(self) -> None:
-        """Lightning's hooks have run."""
+        """Called after Lightning's `on_validation_end` hooks."""
         self._world.ledger.phase = self._phase_before
         if not self._trainer.sanity_checking:
             self._stopping.agree_here()
 
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `read` finds in the module while that holds what a checkpoint shall hold."""
+        """Return the result of `read` while the module holds the weights for a checkpoint."""
         return read()
 
     def check_save(self) -> None:
         """Refuse a checkpoint that would be useless; on all ranks."""
 
     def fit_ends(self) -> None:
-        """No step follows."""
+        """Called when no step follows."""
 
     def end(self) -> None:
-        """Give back what the algorithm holds; after a failed fit too."""
-        self._stopping.end()
+        """Release the resources of the algorithm; after a failed fit too."""
         self.log.close()
         self.between.close()
 
@@ -161,10 +166,10 @@ class FitSession(Generic[B]):
 
 
 class OutsideOfFit(FitSession[Any]):
-    """No fit runs: Lightning does what it does."""
+    """Stands in for a session while no fit runs: Lightning does everything by itself."""
 
     def __init__(self) -> None:
-        """There is nothing to keep together."""
+        """Hold nothing."""
 
     @override
     def batch_begins(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
@@ -23,15 +23,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import END
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.model.replication import common_start
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
 from lightning_commfree.resume.rank_files import copied
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
-from lightning_commfree.strategies.stopping import stopped_by_hand
-
-if TYPE_CHECKING:
-    from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.signals import stopped_by_hand
+from lightning_commfree.strategies.stopping import Stopping
 
 
 class LocalWeightsSession(FitSession[LocalUpdates]):
@@ -39,13 +39,21 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     trains_apart = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._swap = self.between.weight_swap
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        ranks: Ranks,
+        between: LocalUpdates,
+        stopping: Stopping,
+        patches: Patches,
+        numel: int,
+    ) -> None:
+        super().__init__(trainer, ranks, between, stopping, patches, numel)
+        self._swap = between.weight_swap
         self._finished_at: int | None = None  # the step after which the algorithm has finished
         self._trains = self._unready_said = False
-        self._put_averages_in = average_shared_weights(self._strategy, self._swap)
-        self._settle_around_saves()
+        self._put_averages_in = average_shared_weights(trainer, patches, self._swap)
+        self._settle_around_saves(patches)
 
     @property
     def finished(self) -> bool:
@@ -56,12 +64,11 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @override
     def begin(self, resumed: bool) -> None:
-        differ = any(self._strategy.ranks.all_flags(not self._swap.is_local()))
+        differ = any(self._ranks.all_flags(not self._swap.is_local()))
         if differ and not resumed:
             # a hook has written to the weights, maybe on one rank only: as under DDP, all ranks
             # train, and share, what rank 0 has now
-            between = self._channels.between
-            common_start(self._world, self._strategy.module, {}, between)
+            common_start(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
             # it may have been saved when a fit had ended: to finish again would move nothing
@@ -72,6 +79,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     @override
     def after_step(self) -> None:
         if self._stopping.no_step_follows(in_step=True):
+            self._stopping.share_stream_end()
             self._finish()
 
     @override
@@ -91,7 +99,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             )
         if self._trains and not self.finished:
             self.between.average_moved()
-        self._swap.put_in(self._shown())
+        with self._ranks.explaining():
+            self._swap.put_in(self._shown())
 
     @override
     def validation_ends(self) -> None:
@@ -129,8 +138,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Make all ranks equal, once after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
-        if self._stopping.stream_ends:
-            self._stopping.check_streams_end()
+        self._stopping.check_streams_end()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -142,14 +150,16 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
         It is given whether these weights stay in the module after it.
         """
-        if stopped_by_hand(self._strategy.module):
+        if stopped_by_hand(self._module):
             yield True
             return
         if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():
             self._finish()
-        self.between.wait_in_flight()
+        with self._ranks.explaining():
+            self.between.wait_in_flight()
+            shown = self._shown()
         stays = self._swap.is_in
-        with self._swap.outer_weights(self._shown()):
+        with self._swap.outer_weights(shown):
             yield stays
 
     @property
@@ -161,7 +171,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         savers = self._trainer.checkpoint_callbacks
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
-    def _settle_around_saves(self) -> None:
+    def _settle_around_saves(self, patches: Patches) -> None:
         """Let hooks that add to a checkpoint see the weights that it holds.
 
         `Trainer.save_checkpoint` calls them before the strategy. A divided model (`inside`) patches
@@ -174,7 +184,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             with self._settled():
                 save(*args, **kwargs)
 
-        self._strategy.patches.put(self._trainer, "save_checkpoint", save_settled)
+        patches.put(self._trainer, "save_checkpoint", save_settled)
 
     def _shown(self) -> Sequence[Tensor] | None:
         """Return what the module shows in place of the shared weights; None: these."""
@@ -193,7 +203,9 @@ _AVERAGING = getattr(callbacks, "WeightAveraging", None)  # Lightning 2.6 and la
 _UPDATES = ("on_train_batch_end", "on_train_epoch_end")
 
 
-def average_shared_weights(strategy: ReplicaStrategy, swap: WeightSwap) -> Callable[[], None]:
+def average_shared_weights(
+    trainer: pl.Trainer, patches: Patches, swap: WeightSwap
+) -> Callable[[], None]:
     """Let Lightning's `WeightAveraging` and its kind average the shared weights.
 
     The local weights are each rank's own, so an average of them is too. Here such a callback is
@@ -202,14 +214,15 @@ def average_shared_weights(strategy: ReplicaStrategy, swap: WeightSwap) -> Calla
     checkpoint, from which it continues.
 
     Args:
-        strategy: whose fit begins.
+        trainer: of the fit.
+        patches: get what runs in place of the callbacks' methods.
         swap: has the shared weights.
 
     Returns:
         Puts the averages into the module; call it after `finish`, which must see the module's own
         weights.
     """
-    trainer, patches, ends = strategy.module.trainer, strategy.patches, []
+    ends = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if _AVERAGING is None or not isinstance(callback, _AVERAGING):
             continue
@@ -220,7 +233,7 @@ def average_shared_weights(strategy: ReplicaStrategy, swap: WeightSwap) -> Calla
 
     def put_in() -> None:
         for end in ends:
-            end(trainer, strategy.module)
+            end(trainer, trainer.lightning_module)
 
     return put_in
 

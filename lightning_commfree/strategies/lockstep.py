@@ -1,6 +1,6 @@
 """Fits whose ranks exchange something in every optimizer step, and hold the same weights after it.
 
-What they exchange has two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
+The exchange carries two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
 stream of unknown length ends with this step (`Stopping.stream_ends`).
 """
 
@@ -13,11 +13,11 @@ from typing_extensions import override
 
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
-from lightning_commfree.strategies.stopping import stopped_by_hand
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 
 class LockstepSession(FitSession[EveryStep]):
-    """Lets a step's exchange carry the flags, and averages buffers where they are looked at."""
+    """Sends the flags with the exchange of a step; averages buffers before anything reads them."""
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -38,7 +38,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not stopped_by_hand(self._strategy.module):
+        if not stopped_by_hand(self._module):
             self.between.average_buffers()
         return read()
 

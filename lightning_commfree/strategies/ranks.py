@@ -1,53 +1,66 @@
-"""All ranks of a job: how this one joins them, and what they tell each other, in a fit or not."""
+"""All ranks of a job: how this process joins them, and small exchanges between all of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
 
-from lightning_commfree.comm.job import Member, Network, ReplicaChannels, default_backend
+from lightning_commfree.comm.job import Member, Mesh, Network, ReplicaChannels, default_backend
+from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.stream_ends import StreamEnds
-from lightning_commfree.strategies.stopping import stopped_by_hand
-
-if TYPE_CHECKING:
-    from lightning_commfree.strategies.base import ReplicaStrategy
+from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
 
 
+class Layout(NamedTuple):
+    """How a strategy's channels are opened."""
+
+    mesh: Mesh
+    ledgers: tuple[Ledger, Ledger]  # of what is sent to other replicas, and within one
+    liveness: bool  # ranks find out which one is lost
+
+
 class Ranks(Network):
-    """All ranks of a strategy's job, and this process's way to them.
+    """The ranks of a strategy's job, in a fit or outside of one.
 
     Args:
         strategy: of this rank.
         timeout: of an exchange.
+        layout: returns how the channels are opened.
+
+    Attributes:
+        streams: where the streams of the ranks end, in a fit whose ranks train apart on streams.
     """
 
-    def __init__(self, strategy: ReplicaStrategy, timeout: timedelta) -> None:
+    def __init__(
+        self, strategy: DDPStrategy, timeout: timedelta, layout: Callable[[], Layout]
+    ) -> None:
         super().__init__()
-        self._strategy, self._timeout = strategy, timeout
+        self._strategy, self._timeout, self._layout = strategy, timeout, layout
+        self.streams: StreamEnds | None = None
 
     def join(self, lightnings: Callable[[], None]) -> None:
-        """Join the job, in which Lightning opens its process group, and open the channels."""
+        """Let Lightning (`lightnings`) open its process group, and open the channels."""
         with self.joining(self._member()):
             lightnings()
         self._reach()
 
     def _reach(self) -> None:
         """Open the channels, until `leave`; collective."""
-        strategy = self._strategy
-        mesh, ledgers = strategy.inside.mesh(self.size), (strategy.ledger, strategy.group_ledger)
-        self.open(mesh, self._member(), ledgers, strategy.liveness)
+        layout = self._layout()
+        self.open(layout.mesh, self._member(), layout.ledgers, layout.liveness)
 
     @contextmanager
     def reaching(self) -> Iterator[ReplicaChannels]:
-        """In the body the channels are open, in a fit or not; collective."""
+        """Keep the channels open in the body, in a fit or outside of one; collective."""
         opens = not self.is_open
         self._reach()
         try:
@@ -58,23 +71,23 @@ class Ranks(Network):
 
     @property
     def rank(self) -> int:
-        """This one's."""
+        """This process's rank."""
         return self._strategy.global_rank
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self._strategy.world_size
 
     def come(self) -> bool:
-        """Return whether the others come to the collective that this rank has come to."""
+        """Return whether the other ranks take part in a collective: not after Ctrl-C."""
         return not stopped_by_hand(self._strategy.lightning_module)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return what a collective of Lightning's returns; its first argument if no others come.
+        """Run a collective of Lightning; return its first argument if the others do not take part.
 
         Raises:
-            RuntimeError: a rank is gone; it is named.
+            RuntimeError: a rank died; it is named.
         """
         if not self.come():
             return args[0] if args else None  # type: ignore[return-value]
@@ -102,13 +115,30 @@ class Ranks(Network):
         """Return the flags of all ranks, by rank; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
 
-    def stream_ends(self) -> StreamEnds:
-        """Return this rank's view of where the streams of all ranks end; collective."""
+    def watch_streams(self) -> None:
+        """Compare where the streams of all ranks end, until `leave`; collective."""
         fit = f"{self.all_values(time.time_ns())[0]:x}"  # no other fit of the job has that name
-        return StreamEnds(self.rank, self.size, fit, self._timeout)
+        self.streams = StreamEnds(self.rank, self.size, fit, self._timeout)
+
+    @override
+    @contextmanager
+    def naming_lost(self, what: str) -> Iterator[None]:
+        with self.explaining(), super().naming_lost(what):
+            yield
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """In the body an exchange may fail because streams have ended after different steps."""
+        return nullcontext() if self.streams is None else self.streams.explaining()
+
+    @override
+    def leave(self) -> None:
+        if self.streams is not None:
+            self.streams.close()
+            self.streams = None
+        super().leave()
 
     def _member(self) -> Member:
-        """Return what this process is among the others; it gets its rank."""
+        """Return this process's place in the job; Lightning sets its rank here."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment

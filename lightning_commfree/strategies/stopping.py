@@ -8,18 +8,7 @@ the others are.
 *Wishes travel*: SIGTERM, or `trainer.should_stop` on one rank, is a wish to stop. It travels as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
 (`agree_in_step`). Where all ranks are at the same place anyway, after a validation, at the end of
-an epoch and before a checkpoint, they agree at once (`agree_here`). For SIGTERM:
-
-1. Step 101: rank 1 receives SIGTERM and notes it. Nobody else knows; everybody trains.
-2. Step 125: a fragment leaves; rank 1's header has the flag.
-3. Step 126: the fragment lands on all ranks. All tell their Trainer that SIGTERM was received;
-   Lightning raises `SIGTERMException` after this step, runs the `on_exception` hooks, which save
-   what they would save, and tears down.
-
-Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch instead: a round trip
-per batch on a slow link. The delay here is at most a launch interval plus the overlap, and in the
-first cycle, before the first launch, a whole cycle plus the overlap. A scheduler's grace period
-must be longer than that.
+an epoch and before a checkpoint, they agree at once (`agree_here`).
 
 *Streams* have no length, so their ranks cannot agree on one in advance:
 
@@ -31,42 +20,29 @@ must be longer than that.
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import signal
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.stream_ends import StreamEnds
 from lightning_commfree.lightning_internals import (
     Patches,
     data_used_up,
     end_epoch_after_this_batch,
-    handle_signals,
     has_no_batch,
     is_last_batch,
     limit_epochs,
     may_stop_early,
-    tell_sigterm,
 )
-
-if TYPE_CHECKING:
-    from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand
 
 TAG = "last_batch"
 _SHOWN = 20  # ranks in a message
-log = logging.getLogger(__name__)
 
 
 class Stopping:
@@ -90,7 +66,6 @@ class Stopping:
         self._wish = self._agreed = self._trains = False
         self._unsized = self._uneven_said = False
         self._step = 0
-        self._streams: StreamEnds | None = None
         self.sigterm = DeferredSigterm(trainer, patches)
         if self._several:
             self._follow_loops(patches)
@@ -105,7 +80,7 @@ class Stopping:
         """
         self._trains, self._step = True, self._trainer.global_step
         if trains_apart and self._unsized and self._several:
-            self._streams = self._ranks.stream_ends()
+            self._ranks.watch_streams()
 
     def step_done(self) -> None:
         """Count an optimizer step; in it.
@@ -114,15 +89,8 @@ class Stopping:
             StreamEndsError: the stream of some rank has ended in an earlier step.
         """
         self._step += 1
-        if self._streams is not None:
-            self._streams.advance(self._epoch, self._step)
-
-    def end(self) -> None:
-        """The fit is over, or has failed."""
-        self._trains = False
-        if self._streams is not None:
-            self._streams.close()
-            self._streams = None
+        if self._ranks.streams is not None:
+            self._ranks.streams.advance(self._epoch, self._step)
 
     # -- wishes
 
@@ -154,6 +122,8 @@ class Stopping:
             in_step: it runs, and the Trainer has not counted it yet.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
+        if self._leaves_now:
+            return False
         if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
             return True
         # a `should_stop` of this rank alone is a wish that the others do not know yet
@@ -199,17 +169,23 @@ class Stopping:
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
     def check_streams_end(self) -> None:
-        """Check, where this rank's stream has ended, that those of all ranks that train apart have.
+        """Check, where the epoch ends on this rank, that it does so on all ranks that train apart.
 
         Raises:
             StreamEndsError: some have ended after other steps.
         """
-        if self._streams is not None and not self._trainer.received_sigterm:
-            self._streams.end(self._epoch, self._step)
+        if self._ranks.streams is not None:
+            self._ranks.streams.end(self._epoch, self._step)
 
-    def explaining(self) -> AbstractContextManager[None]:
-        """In the body an exchange may fail because streams have ended after different steps."""
-        return nullcontext() if self._streams is None else self._streams.explaining()
+    def share_stream_end(self) -> None:
+        """Let the epoch end on all ranks that train apart if it does on some; in the last step.
+
+        With `max_steps` the last step may be the end of some streams, after which Lightning
+        validates.
+        """
+        if self._ranks.streams is not None:
+            self.check_streams_end()
+            self.end_epoch()
 
     # -- inside
 
@@ -235,6 +211,8 @@ class Stopping:
             self._hold()  # else Lightning would end the epoch on this rank alone
 
         def end_batch_together(*args: Any) -> None:
+            if self._leaves_now:
+                raise SIGTERMException
             if self.stream_ends:
                 self.check_streams_end()  # a validation follows, to which all ranks must come
             self._hold()  # else Lightning would validate on this rank alone
@@ -252,6 +230,14 @@ class Stopping:
         patches.put(fit.epoch_loop, "on_run_start", start_together)
         patches.put(fit.epoch_loop, "on_advance_end", end_batch_together)
         patches.put(fit, "on_advance_end", end_epoch_together)
+
+    @property
+    def _leaves_now(self) -> bool:
+        """Whether all ranks leave by SIGTERM after this step, where streams may end with it.
+
+        Lightning would first validate where a stream ends, which may be on some ranks only.
+        """
+        return self._ranks.streams is not None and self._trainer.received_sigterm
 
     @property
     def _epoch(self) -> int:
@@ -339,110 +325,3 @@ def _named(ranks: list[int]) -> str:
     """Return ranks for the beginning of a sentence: "Rank 1", "Ranks 1, 2"."""
     names = ", ".join(map(str, ranks[:_SHOWN])) + (" and others" if len(ranks) > _SHOWN else "")
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}"
-
-
-# -- SIGTERM and Ctrl-C
-
-
-def stopped_by_hand(module: pl.LightningModule | None) -> bool:
-    """Return whether a callback saves because of Ctrl-C, which stopped each rank where it was.
-
-    What a rank waits for then may never be sent, and its values are of another step than those of
-    the others.
-
-    Args:
-        module: of the Trainer; after a launch, in the launching process, it has none.
-    """
-    if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-        return False
-    try:
-        trainer = module.trainer
-    except RuntimeError:
-        return False
-    return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
-
-
-def warn_unsaved() -> None:
-    """Say that Ctrl-C leaves no checkpoint."""
-    rank_zero_warn(
-        "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different steps."
-        " Earlier checkpoints are as they were. To stop with one, send SIGTERM, which all ranks"
-        " follow after the same step."
-    )
-
-
-class DeferredSigterm:
-    """SIGTERM on this rank, in place of Lightning's own agreement.
-
-    SLURM's signal to requeue, on which Lightning would save from wherever each rank happens to be,
-    in the middle of a step and of collectives, is handled like SIGTERM.
-
-    It is made in the process that trains, before Lightning registers its signal handlers: in
-    `Strategy.setup`. A single rank has nobody to ask and keeps Lightning's methods.
-
-    Args:
-        trainer: of the fit.
-        patches: get what runs in place of Lightning's methods.
-
-    Attributes:
-        requested: this rank has received SIGTERM.
-        stops_after: returns the step after which all ranks will know of one that comes now; None:
-            it cannot be known.
-    """
-
-    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
-        self.requested = self._has_said = False
-        self.stops_after: Callable[[], int | None] = lambda: None
-        self._trainer = trainer
-        if trainer.world_size > 1:
-            handle_signals(trainer, patches, self._on_sigterm, self._on_requeue)
-
-    def agree(self) -> None:
-        """Tell the Trainer that SIGTERM was received; call it on all ranks after the same step."""
-        if self._trainer.is_global_zero and not self._has_said:
-            self._say("Another rank was asked to stop: all ranks stop together, after this step.")
-        tell_sigterm(self._trainer)
-
-    def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SLURM's signal ahead of a time limit, on which Lightning would save at once."""
-        if self._trainer.local_rank == 0 and not self.requested:
-            _write_now(
-                f"\nSignal {signum} is taken for SIGTERM, and callbacks save what they save on"
-                " exceptions (`OnExceptionCheckpoint`). Lightning would have saved at once, in the"
-                " middle of a step, and requeued the job: its script has to do that."
-            )
-        self._on_sigterm(signal.SIGTERM, frame)
-
-    def _on_sigterm(self, signum: int, _: FrameType | None) -> None:
-        if self.requested:
-            return
-        self.requested = True
-        log.info("[rank %d] Received SIGTERM.", self._trainer.global_rank)
-        # once a machine; and a rank that leaves by an error ends the others of its machine so
-        if self._trainer.local_rank == 0 and sys.exc_info()[1] is None:
-            self._say(f"Asked to stop: all ranks stop together, {self._when()}.")
-        launcher = self._trainer.strategy.launcher
-        if launcher is not None:  # as Lightning does: for processes that this one launched
-            launcher.kill(signum)
-
-    def _when(self) -> str:
-        done, last = self._trainer.global_step, self.stops_after()
-        if last is None:
-            return f"after their next exchange ({done} steps are done)"
-        if self._trainer.max_steps != -1:
-            last = min(last, self._trainer.max_steps)
-        return f"after step {last} at the latest ({done} are done)"
-
-    def _say(self, text: str) -> None:
-        self._has_said = True
-        _write_now(f"\n{text}\n")
-
-
-def _write_now(text: str) -> None:
-    """Write in a signal handler: not by `print`, which the signal may have interrupted."""
-    try:
-        file = sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # in a notebook, whose output is no file
-        file = 2
-    with suppress(OSError):  # the terminal was closed
-        os.write(file, text.encode())

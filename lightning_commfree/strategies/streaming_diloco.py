@@ -27,7 +27,7 @@ from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
-    """Replicas train apart and exchange outer gradients while they go on computing.
+    """Replicas train apart and exchange outer gradients while they continue to compute.
 
     Every replica takes its own optimizer steps on its own share of the data. After every
     `sync_every` of them a fragment of the model is launched: the difference between the parameters
@@ -41,7 +41,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     inside a replica. A metric that `training_step` logs per step with `sync_dist=True` stays the
     replica's own; per epoch it means all ranks.
 
-    What is frozen sends nothing. Parameters that a callback thaws between two steps
+    Frozen parameters are never sent. Parameters that a callback thaws between two steps
     (`BackboneFinetuning`) become a fragment of their own, and so do frozen ones that hooks move
     apart on the replicas (the teacher of BYOL or DINO), which are averaged; the forecast
     `traffic()` does not know of them.
@@ -142,8 +142,8 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def fragments(self) -> list[list[str]]:
         """The parameter names of every fragment, fragment 0 first; from `on_fit_start` on.
 
-        What joins while a fit runs stands behind the others: thawed parameters, and, without names
-        here, frozen ones that hooks move.
+        Fragments that join while a fit runs come after the others: thawed parameters, and, without
+        names here, frozen ones that hooks move.
         """
         if self._diloco is not None:
             self._fragments = [list(outer.names[0]) for outer in self._diloco.fragments]
@@ -153,9 +153,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     def outer_weights(self) -> Iterator[None]:
         """Let the LightningModule hold the outer weights in the body, the local ones after it.
 
-        Validation and checkpoints do this by themselves; a callback that looks at the model in
-        between may use it: on all ranks with `replica_size` above 1, whose ranks hold a part each.
-        Outside of a fit the module holds what it holds.
+        Validation and checkpoints do this by themselves. A callback that looks at the model in
+        between may use it; on all ranks with `replica_size` above 1, whose ranks hold a shard each.
+        Outside of a fit nothing changes.
 
         Raises:
             RuntimeError: the body has written to parameters.
@@ -166,7 +166,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             with self._diloco.weight_swap.outer_weights():
                 yield
 
-    # -- the life of a fit
+    # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:

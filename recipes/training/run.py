@@ -179,7 +179,7 @@ def _check_length(max_steps: int) -> None:
 def _quiet() -> None:
     """Leave out what Lightning says in every run and what this recipe has decided on purpose."""
     # the last: every rank's word on a signal, of which `StopOnSignal` tells once
-    names = ("lightning.pytorch", "lightning.fabric", "lightning_commfree.strategies.stopping")
+    names = ("lightning.pytorch", "lightning.fabric", "lightning_commfree.strategies.signals")
     for name in names:
         logging.getLogger(name).setLevel(logging.WARNING)
     # that ranks are ended when one has left, which an error or a stop has said already

@@ -94,7 +94,7 @@ def test_forecast_equals_ledger(ranks: list[dict[str, Any]], case: str) -> None:
         foretold, sent = found[case]
         assert foretold == sent
     tags = set(ranks[0][case][0])
-    assert "in_step" in tags
+    assert "flags" in tags
     assert ("tensor_norm" in tags) == ("clipped" in case)
     assert ("tensor_shared" in tags) == ("shared" in case)
     assert ("data_gradient" in tags) == (CASES[case][1] < SIZE)

@@ -197,7 +197,7 @@ def look_early(rank: int, size: int, folder: Path) -> list[list[str]]:
             callbacks=[ModelCheckpoint(folder, every_n_train_steps=every, save_top_k=-1)],
         )
         with pytest.MonkeyPatch.context() as patch:
-            place = "lightning_commfree.strategies.rarely.rank_zero_warn"
+            place = "lightning_commfree.strategies.local_weights.rank_zero_warn"
             patch.setattr(place, said.append)
             trainer.fit(Tiny(), loader(40), loader(8))
         texts.append(said)

@@ -1,0 +1,220 @@
+"""Streams of unknown length whose ranks end after different steps: the epoch ends on all ranks with
+the first one's data, or, where ranks train apart, all raise an error that names the rank."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_commfree import (
+    DistributedLion,
+    DistributedLionStrategy,
+    DominoTPStrategy,
+    StreamingDiLoCoStrategy,
+)
+from tests.mortal import End, run_mortals
+from tests.strategies import causal_lm
+from tests.strategies.models import Tiny, dataset, quiet_trainer
+
+LONG, SHORT = 8, 5  # batches of an epoch
+TIMEOUT = timedelta(seconds=60)
+SECONDS = 20  # within which an error comes; the timeout of an exchange is three times that
+
+
+class Stream(IterableDataset[Any]):
+    """Rows of no known number."""
+
+    def __init__(self, rows: Any, batches: int) -> None:
+        self.rows, self.batches = rows, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(2 * self.batches):
+            yield self.rows[i]
+
+
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=1e-3)
+
+
+class TextVoter(causal_lm.CausalLM):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=1e-3)
+
+
+def strategy(kind: str, size: int, inside: str) -> Any:
+    if kind == "diloco":
+        settings: dict[str, Any] = {"sync_every": 4, "num_fragments": 2, "wire_dtype": "fp32"}
+        return StreamingDiLoCoStrategy(
+            **settings, replica_size=size, inside=inside, timeout=TIMEOUT
+        )
+    if kind == "lion":
+        return DistributedLionStrategy(node_size=size, inside=inside, timeout=TIMEOUT)
+    return DominoTPStrategy(size, "batch", timeout=TIMEOUT)
+
+
+def fit(
+    rank: int, world: int, kind: str, size: int, inside: str, batches: dict[int, int], **on: Any
+) -> dict[str, Any]:
+    text = inside == "domino"
+    rows = causal_lm.words(2 * LONG) if text else dataset(2 * LONG)
+    if text:
+        module: Any = TextVoter() if kind == "lion" else causal_lm.CausalLM()
+    else:
+        module = Voter() if kind == "lion" else Tiny()
+    trainer = quiet_trainer(
+        strategy=strategy(kind, size, inside),
+        devices=world,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 3, **on},
+    )
+    error, start = "", time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            data = DataLoader(Stream(rows, batches.get(rank, LONG)), batch_size=2)
+            trainer.fit(module, data, DataLoader(rows, batch_size=4))
+        except RuntimeError as raised:
+            error = str(raised)
+    weights = [p.detach().flatten() for p in module.parameters()] if inside != "fsdp" else []
+    return {
+        "steps": trainer.global_step,
+        "error": error,
+        "seconds": time.monotonic() - start,
+        "said": [str(w.message) for w in caught if "the epoch ends there" in str(w.message)],
+        "weights": torch.cat([torch.zeros(1), *weights]),
+    }
+
+
+# strategy, ranks of a replica, inside, batches by rank, what else the Trainer gets
+Case = tuple[str, int, str, dict[int, int], dict[str, Any]]
+PAIR: dict[str, tuple[Case, int]] = {
+    "lion": (("lion", 1, "ddp", {1: SHORT}, {}), 3 * SHORT),
+    "lion, accumulating": (
+        ("lion", 1, "ddp", {1: SHORT}, {"accumulate_grad_batches": 2}),
+        3 * 3,  # two of two batches and one of the last
+    ),
+    "domino": (("domino", 1, "domino", {1: SHORT}, {}), 3 * SHORT),
+    "domino, one group": (("domino", 2, "domino", {1: SHORT}, {}), 3 * SHORT),
+    "domino, accumulating": (
+        ("domino", 2, "domino", {1: SHORT}, {"accumulate_grad_batches": 2}),
+        3 * 3,
+    ),
+    "diloco, one replica": (("diloco", 2, "ddp", {1: SHORT}, {}), 3 * SHORT),
+    "diloco, even": (("diloco", 1, "ddp", {}, {}), 3 * LONG),
+    "diloco, max_steps": (("diloco", 1, "ddp", {1: SHORT}, {"max_steps": 5}), SHORT),
+    "diloco, as many steps": (
+        ("diloco", 1, "ddp", {1: LONG - 1}, {"accumulate_grad_batches": 2}),
+        3 * LONG // 2,
+    ),
+}
+FOUR: dict[str, tuple[Case, int]] = {
+    "diloco, ddp": (("diloco", 2, "ddp", {1: SHORT, 2: SHORT}, {}), 3 * SHORT),
+    "diloco, fsdp": (("diloco", 2, "fsdp", {0: SHORT, 3: SHORT}, {}), 3 * SHORT),
+    "diloco, domino": (("diloco", 2, "domino", {1: SHORT, 2: SHORT}, {}), 3 * SHORT),
+    "lion, ddp": (("lion", 2, "ddp", {3: SHORT}, {}), 3 * SHORT),
+    "lion, fsdp": (("lion", 2, "fsdp", {3: SHORT}, {}), 3 * SHORT),
+    "lion, domino": (("lion", 2, "domino", {3: SHORT}, {}), 3 * SHORT),
+    "domino, groups": (("domino", 2, "domino", {3: SHORT}, {}), 3 * SHORT),
+}
+
+
+def play(rank: int, world: int) -> dict[str, Any]:
+    cases = PAIR if world == 2 else FOUR
+    return {name: fit(rank, world, *case[:4], **case[4]) for name, (case, _) in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world, cases in ((2, PAIR), (4, FOUR)):
+        folder = tmp_path_factory.mktemp("streams")
+        ends = run_mortals(play, world, folder, timeout=TIMEOUT, limit_s=150.0)
+        assert not any(end.error for end in ends), [end.error for end in ends]
+        assert all(end.result is not None for end in ends), [end.exit_code for end in ends]
+        found |= {f"{world} {name}": [end.result[name] for end in ends] for name in cases}
+    return found
+
+
+ALL = {f"2 {name}": steps for name, (_, steps) in PAIR.items()}
+ALL |= {f"4 {name}": steps for name, (_, steps) in FOUR.items()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_all_ranks_end_an_epoch_after_the_same_step(played: Any, name: str) -> None:
+    for rank in played[name]:
+        assert rank["error"] == ""
+        assert rank["steps"] == ALL[name]
+        assert torch.equal(rank["weights"], played[name][0]["weights"])
+
+
+def test_one_warning_names_the_ranks(played: Any) -> None:
+    (said,) = played["2 lion"][0]["said"]
+    assert said.startswith("The data of rank 1 ended with batch 4 of epoch 0: the epoch ends there")
+    assert len(played["2 domino"][0]["said"]) == 1
+    assert played["2 diloco, even"][0]["said"] == []
+    assert not any(rank["said"] for case in played.values() for rank in case[1:])
+
+
+# -- what cannot end well
+
+UNEVEN: dict[str, Case] = {
+    "before the first exchange": ("diloco", 1, "ddp", {1: 2}, {}),
+    "between exchanges": ("diloco", 1, "ddp", {1: SHORT}, {}),
+    "in the last epoch": ("diloco", 1, "ddp", {0: SHORT}, {"max_epochs": 1}),
+    "with validations": ("diloco", 1, "ddp", {0: SHORT}, {"val_check_interval": 2}),
+}
+REPLICAS: dict[str, Case] = {
+    "replicas": ("diloco", 2, "ddp", {2: SHORT, 3: SHORT}, {}),
+    "fsdp": ("diloco", 2, "fsdp", {1: SHORT}, {}),
+    "domino": ("diloco", 2, "domino", {2: SHORT, 3: SHORT}, {}),
+}
+EMPTY: dict[str, Case] = {
+    "lion": ("lion", 1, "ddp", {1: 0}, {}),
+    "domino": ("domino", 2, "domino", {1: 0}, {}),
+    "diloco": ("diloco", 1, "ddp", {1: 0}, {}),
+}
+
+
+def play_one(rank: int, world: int, case: Case) -> dict[str, Any]:
+    return fit(rank, world, *case[:4], **case[4])
+
+
+def errors(folder: Path, world: int, case: Case) -> list[str]:
+    ends: list[End] = run_mortals(play_one, world, folder, case, timeout=TIMEOUT, limit_s=50.0)
+    assert all(end.result is not None for end in ends), [end.exit_code for end in ends]
+    assert max(end.result["seconds"] for end in ends) < SECONDS
+    return [end.result["error"] for end in ends]
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_ranks_that_train_apart_raise_the_same_error(tmp_path: Path, name: str) -> None:
+    case = UNEVEN[name]
+    ((short, batches),) = case[3].items()
+    found = errors(tmp_path, 3, case)
+    assert len(set(found)) == 1
+    other = f"The data of rank {short} ended after step {batches}, and rank "
+    assert found[0].startswith(other)
+    assert "has trained on to step" in found[0]
+    assert "`limit_train_batches`" in found[0]
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_of_two_ranks_do_so_too(tmp_path: Path, name: str) -> None:
+    found = errors(tmp_path, 4, REPLICAS[name])
+    assert len(set(found)) == 1
+    assert f" ended after step {SHORT}, and rank " in found[0]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_a_rank_without_any_batch_is_named(tmp_path: Path, name: str) -> None:
+    for error in errors(tmp_path, 2, EMPTY[name]):
+        assert error.startswith("Rank 1 got no training batch in epoch 0, and the other ranks did")

@@ -68,16 +68,18 @@ def chunks(numel: int, device: torch.device) -> Iterator[slice]:
 
 @runtime_checkable
 class Codec(Protocol):
-    """Fp32 values to a payload of bytes and back.
+    """Fp32 values to a payload of bytes and back."""
 
-    Attributes:
-        name: in messages, and compared between the replicas when a fit begins.
-        error_feedback: whether what rounding loses is kept and added to the fragment's next outer
-            gradient. It costs 4 bytes of memory a parameter.
-    """
+    @property
+    def name(self) -> str:
+        """Compared between the replicas when a fit begins."""
 
-    name: str
-    error_feedback: bool
+    @property
+    def error_feedback(self) -> bool:
+        """Whether what rounding loses is kept and added to the fragment's next outer gradient.
+
+        It costs 4 bytes of memory a parameter.
+        """
 
     def num_bytes(self, numel: int) -> int:
         """Return the size of the payload of `numel` values."""

@@ -104,7 +104,7 @@ class FrozenParameters:
 def _finite_mean(rows_M: Tensor) -> Tensor:
     """Return the mean of the rows that are finite; of all where none is."""
     finite = [row for row in rows_M if bool(row.isfinite().all())] or list(rows_M)
-    total = finite[0].clone()
+    total: Tensor = finite[0].clone()
     for row in finite[1:]:  # in the order of the replicas: the same bits on all of them
         total += row
     return total / len(finite)

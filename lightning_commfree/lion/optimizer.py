@@ -36,10 +36,10 @@ class DistributedLion(Optimizer):
         m_i   <- b2 m_i + (1 - b2) g_i
         x     <- x (1 - lr decay) - lr Delta
 
-    with sign(0) = 0. Alone, which is everywhere but under the strategy, n is 1: plain Lion. The
-    arithmetic is in fp32 whatever gradients are, each operation rounding once. For parameters of
-    less than 32 bits an fp32 master copy is kept, which the steps move and the parameter rounds:
-    at bf16's precision most steps would be lost.
+    with sign(0) = 0. Without the strategy n is 1, which is plain Lion. The arithmetic is in fp32
+    whatever the gradients are, and each operation rounds once. For parameters of less than 32 bits
+    an fp32 master copy is kept: steps change it, and the parameter is its rounded value. At bf16's
+    precision most steps would be lost.
 
     How to choose, from AdamW's settings:
 
@@ -75,10 +75,11 @@ class DistributedLion(Optimizer):
             return DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)
     """
 
-    # of the class: a copy and an unpickled one, to which torch gives its own state alone, are alone
+    # attributes of the class: torch restores only its own state in a copy or an unpickled
+    # optimizer, which then is plain Lion
     voting: Voting | None = None
     _views: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
-    _join_again = False  # parameters have come that the other workers know nothing of
+    _join_again = False  # the other workers do not know of parameters that were added
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class DistributedLion(Optimizer):
         node: Channel | None = None,
         others: Channel | None = None,
     ) -> Voting:
-        """Vote with other workers from now on; what `DistributedLionStrategy` calls.
+        """Vote with other workers from now on; `DistributedLionStrategy` calls it.
 
         Args:
             parameters: all of this optimizer's, with names, in order of use in forward; the same
@@ -133,12 +134,12 @@ class DistributedLion(Optimizer):
 
     @property
     def is_voted_on(self) -> bool:
-        """Whether all parameters that it has now are voted on, and no others."""
+        """Whether exactly its current parameters are voted on."""
         now = {self._views.get(p, p) for group in self.param_groups for p in group["params"]}
         return self.voting is not None and self.voting.parameters == now
 
     def leave(self) -> None:
-        """Be plain Lion again."""
+        """Stop voting: it is plain Lion again."""
         if self.voting is not None:
             self.voting.close()
             self.voting = None
@@ -173,8 +174,7 @@ class DistributedLion(Optimizer):
         bf16 parameter: they are taken over as they were saved.
 
         Raises:
-            ValueError: it has something else than momenta of these parameters; nothing has been
-                loaded then.
+            ValueError: it does not hold momenta of these parameters; nothing has been loaded.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -188,10 +188,7 @@ class DistributedLion(Optimizer):
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Let weights count that somebody has written since the state was made.
-
-        A parameter in bf16 follows its master copy, which was made before: see `follow_values`.
-        """
+        """Update master copies from weights that were written after the state was made."""
         for group in self.param_groups:
             for p in group["params"]:
                 follow_values(self.state[p], own_part(p))
@@ -218,7 +215,7 @@ class DistributedLion(Optimizer):
         return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
-        """Return parameters with state, made the first time on all workers alike, and group."""
+        """Return parameters with their state, created at the first call, and their group."""
         members = {}
         for group in self.param_groups:
             for parameter in group["params"]:

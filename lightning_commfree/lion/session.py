@@ -1,6 +1,6 @@
-"""One worker's optimizer among the others', for the length of a training.
+"""One `DistributedLion` that votes with other workers, for the length of a training.
 
-What all workers must agree on before they vote: the parameters, their order, their groups.
+Before they vote, all workers compare the parameters, their order and their groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_commfree.resume.rank_state import REPLICA, Adopted, Saved
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an optimizer with their names, in the order of the module.
+    """Name the parameters of an optimizer, in the order of the module; the same on all ranks.
 
     Args:
         channel: over all ranks; collective.
@@ -65,7 +65,7 @@ _WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momen
 
 
 class VotingSession:
-    """A `DistributedLion` that votes with the other workers, and joins them again where it must.
+    """Lets a `DistributedLion` vote with the other workers, through changes of its parameters.
 
     Collective over all ranks.
 
@@ -73,15 +73,15 @@ class VotingSession:
         module: has the parameters.
         optimizer: of this rank.
         settings: of the vote.
-        channels: to all ranks, to the other workers, to the ranks that form one worker with this.
-        overlaps: votes may start during backward, for nothing changes the gradients after it.
+        channels: between all ranks, the workers, and the ranks of this worker.
+        overlaps: votes may start during backward, because nothing changes the gradients after it.
 
     Attributes:
         stream_ended: some worker's stream has ended with the last step; the same on all of them.
-        voting: the votes as of now.
+        voting: the current votes.
 
     Raises:
-        ValueError: the ranks have not the same parameters in the same order and groups.
+        ValueError: the ranks do not have the same parameters in the same order and groups.
     """
 
     name, replicas = "Distributed Lion", True
@@ -133,31 +133,31 @@ class VotingSession:
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return what votes were like; shares of ties, zeros, agreement are of the latest step."""
+        """Return figures of the votes for a log; shares are those of the latest step."""
         return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends in a cycle by tag, and the steps of a cycle."""
+        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
         return self.voting.cycle()
 
     # -- beside the steps
 
     def follow_parameters(self) -> None:
-        """Let master copies follow what has been written to parameters."""
+        """Update master copies from what has been written to parameters."""
         self._lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Let floating-point buffers of a checkpoint be their mean over all ranks."""
+        """Average the floating-point buffers of a checkpoint over all ranks."""
         for buffer, mean in averaged_buffers(self._module, self._channels.world, BUFFERS_TAG):
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what all workers must have alike, now and at a resume."""
+        """Return what must be equal on all workers, now and at a resume."""
         return self._settings.fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what besides parameters and optimizer state an exact resume needs."""
+        """Return what an exact resume needs besides parameters and optimizer state."""
         return self.voting.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class VotingSession:
         self.voting.load_state_dict(state)
 
     def adopt(self, saved: Saved) -> Adopted | None:
-        """Give every worker its momentum where it was there, a new one the mean of all."""
+        """Give every worker the momentum that it had, and a new worker the mean of all."""
         was = saved.entry["fingerprint"]
         size, divided = int(was["node_size"]), was.get("inside", _WHOLE) != _WHOLE
         now = self._settings.fingerprint()
@@ -188,7 +188,7 @@ class VotingSession:
         return Adopted(own, said)
 
     def close(self) -> None:
-        """Leave the other workers."""
+        """Stop voting: the optimizer is plain Lion again."""
         self._lion.leave()
 
     # -- inside
@@ -205,7 +205,7 @@ class VotingSession:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
 
     def _check_thawed(self) -> None:
-        """See that DDP averages within a node what is trained; it was told in the beginning."""
+        """Check that DDP averages all trained parameters: it was told which when the fit began."""
         if late := sorted(self._trainable() - self._averaged):
             raise RuntimeError(
                 f"The parameters {late} became trainable after the fit had begun, and with"
@@ -215,14 +215,14 @@ class VotingSession:
 
 
 def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
-    """Return a training's one optimizer.
+    """Return the only optimizer of a training.
 
     Args:
-        strategy: for the message.
+        strategy: its name, for the message.
         optimizers: of the training; one.
 
     Raises:
-        TypeError: it is another one.
+        TypeError: it is not a `DistributedLion`.
     """
     (optimizer,) = optimizers
     if not isinstance(optimizer, DistributedLion):
@@ -237,14 +237,14 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
 
 
 def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
-    """See that what was loaded is a state of this optimizer's.
+    """Check that a loaded optimizer state has momenta.
 
     Args:
         lion: has loaded it.
         step: after which it was saved.
 
     Raises:
-        ValueError: there are no momenta.
+        ValueError: it has none.
     """
     if step and not any("momentum" in own for own in lion.state.values()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What one worker does alone: its ballot before the vote, its step after it.
+"""What one worker computes alone: its ballot before the vote, its step after it.
 
     c <- b1 m + (1 - b1) g       the direction, with the old momentum; its sign is the vote
     m <- b2 m + (1 - b2) g       from the worker's own gradient
@@ -6,11 +6,10 @@
 
 In fp32 (fp64 for fp64 parameters), whatever gradients and parameters are, and every operation
 rounds once: no fused multiply-add, so that the result does not depend on device or layout. On a CPU
-the work goes in chunks that stay in its cache.
+the work is done in chunks that stay in its cache.
 
-The mean of the workers' momenta; without it they stay private and drift apart.
-
-After arXiv:2411.16462.
+Momenta are never sent and drift apart, unless they are averaged from time to time
+(`average_momenta`, after arXiv:2411.16462).
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class Member(NamedTuple):
 
 
 def fill_state(state: State, held: Tensor) -> State:
-    """Return a parameter's state, with what it lacks made.
+    """Create the parts of a parameter's state that are missing, and return it.
 
     Args:
         state: empty before the first step.
-        held: what this rank holds of the parameter.
+        held: the parameter, or this rank's shard of it.
     """
     exact = torch.promote_types(held.dtype, torch.float32)
     like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
@@ -64,18 +63,20 @@ def fill_state(state: State, held: Tensor) -> State:
 
 
 def keep_exact(state: State, saved: State, device: torch.device) -> None:
-    """Take a saved state's tensors as they are, in their dtypes."""
+    """Copy a saved state's tensors in their own dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
             state[key] = own(value).to(device, copy=True)
 
 
 def follow_values(state: State, held: Tensor) -> None:
-    """Let a master copy take every value that the parameter does not have from it.
+    """Update a master copy where the parameter has been written to.
+
+    Values of the parameter that are still the rounded ones of the master are left.
 
     Args:
         state: of the parameter.
-        held: what this rank holds of it.
+        held: the parameter, or this rank's shard of it.
     """
     master = state.get("master")
     if master is not None:
@@ -84,7 +85,7 @@ def follow_values(state: State, held: Tensor) -> None:
 
 
 def hyperparameters(members: list[Member]) -> list[str]:
-    """Return what workers must have alike, in words, of every group once."""
+    """Return the hyperparameters that must be equal on all workers, as text, once a group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
@@ -96,7 +97,7 @@ def hyperparameters(members: list[Member]) -> list[str]:
 def cast_ballot(
     bucket: Bucket, members: list[Member], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
-    """Write a worker's ballot on one bucket; nothing of the worker's state changes.
+    """Write a worker's ballot on one bucket; the worker's state does not change.
 
     Args:
         bucket: what is voted on.
@@ -143,7 +144,7 @@ def cast_ballot(
 
 
 class _Signs:
-    """Signs of directions, and how many there are, in few passes over a chunk.
+    """Signs of directions, in few passes over a chunk.
 
     Attributes:
         voters: how many directions were not 0, int64.
@@ -197,8 +198,8 @@ def take_step(
         bucket: what was voted on.
         members: the bucket's parameters, in its order.
         delta: on the parameters' device.
-        moved: per parameter: some worker has a gradient. Without one it stays as it is.
-        abstained: this worker left the bucket to the others; its momenta stay clean.
+        moved: per parameter: some worker has a gradient. Otherwise it stays as it is.
+        abstained: this worker left the bucket to the others; its momenta stay finite.
     """
     for start, member, moves in zip(bucket.starts, members, moved, strict=True):
         if moves:
@@ -327,15 +328,15 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """See that what a saved optimizer state has of parameters are momenta for them.
+    """Check that a saved state holds a momentum of the right shape and dtype per parameter.
 
     Args:
-        state: of a `DistributedLion.state_dict()`, by the parameter's number. It has nothing of
-            parameters with which no step has been taken.
+        state: of a `DistributedLion.state_dict()`, by the parameter's number. Parameters without a
+            step have none.
         parameters: that it is to be loaded for, by their numbers.
 
     Raises:
-        ValueError: one is something else, or of another shape or dtype.
+        ValueError: one has something else.
     """
     for index, parameter in parameters.items():
         own = state.get(index)

@@ -206,7 +206,7 @@ class OuterFragment:
 
     @property
     def local(self) -> list[Tensor]:
-        """The module's own tensors, parameters before buffers; they are asked for at every use.
+        """The module's own tensors, parameters before buffers; looked up at every use.
 
         A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
         """
@@ -233,7 +233,7 @@ class OuterFragment:
         return gradient
 
     def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the local copy is the global one, in its own dtype; buffers on demand."""
+        """Return whether the local copy equals the global one in its own dtype."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
         here = self._layout.split(self.local_values().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._layout.split(self.global_copy), here, strict=True):
@@ -273,13 +273,13 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Let the local copy be the global one, or `shown` in its place, as `merge` takes it."""
+        """Set the local copy to the global one, or to `shown`, as `merge` takes it."""
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy
 
     def outer(self) -> list[Tensor]:
-        """Return the global copy as tensors like `local`, in their order: views where they can be.
+        """Return the global copy as tensors like `local`, in their order; views where possible.
 
         Collective within a replica.
         """

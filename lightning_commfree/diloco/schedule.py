@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """The launches and landings of `num_fragments` fragments.
+    """The launches and landings of all fragments.
 
     Args:
         sync_every: H, inner steps between two launches of one fragment; at least 1.
@@ -61,7 +61,7 @@ class Schedule:
         return offset + (step - offset) // self.sync_every * self.sync_every
 
     def launches_until(self, fragment: int, step: int) -> int:
-        """Return how often the fragment has launched after inner step `step`."""
+        """Return how often the fragment has launched up to inner step `step`."""
         return max((step - self.offset(fragment)) // self.sync_every, 0)
 
     @property

@@ -27,7 +27,7 @@ from lightning_commfree.diloco import (
     Schedule,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import decode_all
+from lightning_commfree.diloco.codec import codec_of, decode_all
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module
@@ -52,7 +52,7 @@ class PlayedDiLoCo:
         )
         self.schedule = Schedule(settings.sync_every, len(fragments), int(settings.overlap_steps))
         self.step = 0
-        self._mix, self._wire = settings.mix, CODECS[settings.wire_dtype]
+        self._mix, self._wire = settings.mix, codec_of(settings.wire_dtype)
         self._fragments = [
             [OuterFragment(module, fragment, settings.outer_optimizer) for module in modules]
             for fragment in fragments

@@ -1,18 +1,17 @@
 """Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
 A *block* is one of the equal modules that most of a model consists of (`model.blocks`). With P
-fragments, the last one holds what stands in no block (embeddings, final norm, head); the blocks go
-to the other G:
+fragments, the last one holds the parameters outside of blocks (embeddings, final norm, head); the
+blocks are split between the other G:
 
-- "strided": block i to fragment i mod G. The paper's choice: what leaves together is spread over
-  the depth;
-- "sequential": consecutive blocks, as even as their number allows;
+- "strided": block i to fragment i mod G. The paper's choice: a fragment is spread over the depth;
+- "sequential": consecutive blocks, in groups of equal size as far as possible;
 - "balanced": tensors instead of blocks, the largest first, each to the fragment with the fewest
-  bytes so far; all P fragments alike.
+  bytes so far; all P fragments are filled this way.
 
-The fragments partition the trainable parameters; a tied weight stands in one of them, once, under
-the first of its names. Floating-point buffers that a checkpoint holds (BatchNorm statistics) travel
-with the fragment of their module.
+The fragments partition the trainable parameters; a tied weight is in one of them, once, under the
+first of its names. Floating-point buffers of a checkpoint (BatchNorm statistics) travel with the
+fragment of their module.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Workspace:
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
 
     def _exponents(self) -> Tensor:
-        """Int32, shape (256,): the biased exponents of blocks, clamped to 0 and 255 outside the range."""
+        """Int32, shape (256,): biased exponents of blocks; 0 and 255 outside the range."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < LOWEST_TOP, 0)
         return exponents.masked_fill_(exponents > HIGHEST_TOP, EXPONENT_OF_NAN)

@@ -24,6 +24,7 @@ from benchmarks.last_round.played import PlayedDiLoCo, take_steps, train
 from benchmarks.quality.grid import Run, Size, cells, seeds_of
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
     DiLoCoSettings,
@@ -91,7 +92,7 @@ def real_rank(
     settings = settings_of(config)
     fragments = split_into_fragments(module, None, settings.fragment_pattern)
     channel = Channel(range(size), rank, Ledger(), dist.group.WORLD)
-    diloco = StreamingDiLoCo(module, fragments, settings, channel)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
     for batch in batches(data, steps):
         take_steps([module], [made], batch, config["trainer"]["gradient_clip_val"])
         diloco.after_step()

@@ -233,7 +233,7 @@ def test_the_wish_to_stop_reaches_all_and_is_forgotten() -> None:
     assert in_threads(3, worker) == [[False, True, False, False]] * 3
 
 
-def test_the_vote_tells_all_workers_that_a_stream_has_ended() -> None:
+def test_all_learn_in_the_vote_itself_that_a_stream_ends_with_it() -> None:
     def worker(channel: Any) -> list[bool]:
         one, said = Worker(channel, LionSettings()), []
         for ending in ([], [1], [0, 1, 2], [0, 2]):

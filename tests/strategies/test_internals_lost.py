@@ -37,7 +37,7 @@ from tests.strategies import another_lightning
 
 INTACT = "nothing"
 RANKS, BATCHES = 2, 4
-OUR_WARNING = "The fit goes on, without: "
+OUR_WARNING = "Disabled for this fit: "
 
 
 def private(feature: Feature) -> list[str]:

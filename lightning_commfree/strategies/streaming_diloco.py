@@ -42,9 +42,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     replica's own; per epoch it means all ranks.
 
     Frozen parameters are never sent. Parameters that a callback thaws between two steps
-    (`BackboneFinetuning`) become a fragment of their own, and so do frozen ones that hooks move
-    apart on the replicas (the teacher of BYOL or DINO), which are averaged; the forecast
-    `traffic()` does not know of them.
+    (`BackboneFinetuning`) become a fragment of their own. Frozen ones that hooks move apart on the
+    replicas (the teacher of BYOL or DINO) are averaged at validations and at the end of `fit`. The
+    forecast `traffic()` does not know of either.
 
     Args:
         sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the

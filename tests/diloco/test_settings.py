@@ -41,7 +41,6 @@ def make(**changes: Any) -> DiLoCoSettings:
         {"sync_every": 2, "overlap_steps": 1},
         {"num_fragments": 1},
         {"num_fragments": 1000},
-        {"overlap_steps": "eager"},
         {"check_drift_every": 0},
         {"outer_device": "cpu"},
         {"nonfinite": "abstain"},

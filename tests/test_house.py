@@ -27,11 +27,12 @@ PACKAGE = "lightning_commfree"
 PLANNER = "commfree_planner"  # beside it: whoever asks for a plan does not wait for torch
 CHANNEL = Path("comm/channel.py")
 JOB = Path("comm/job.py")  # makes the framework's process group, and sends nothing
+STREAM_ENDS = Path("comm/stream_ends.py")  # uses the job's store
 FSDP = Path("model/fsdp.py")  # FSDP2, whose collectives are its own and stay in a replica
 REPLICATION = Path("model/replication.py")  # FSDP's gradient scaler, on a channel's group
 SHARDS = Path("model/shards.py")
 FOLDERS = Path("resume/folders.py")  # a checkpoint that ranks have written
-USERS = [CHANNEL, JOB, FSDP, REPLICATION, SHARDS, FOLDERS]  # of torch.distributed
+USERS = [CHANNEL, JOB, STREAM_ENDS, FSDP, REPLICATION, SHARDS, FOLDERS]  # of torch.distributed
 LINT_IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 

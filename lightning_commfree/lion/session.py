@@ -103,7 +103,7 @@ class JoinedLion:
 
     # -- in a step
 
-    def say(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
+    def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Send two flags with the votes of every step; see `Voting.stop` and `stream_ends`."""
         self.voting.stop, self.voting.stream_ends = stop, stream_ends
 
@@ -118,14 +118,14 @@ class JoinedLion:
             before = self.voting  # somebody has added parameters to the optimizer
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
-            self.say(before.stop, before.stream_ends)
+            self.send_flags(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
             self._check_thawed()
         with self.voting.during_backward() if self._overlaps else nullcontext():
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether some worker wanted to stop, as it said in the step (`say`)."""
+        """Return whether some worker wanted to stop, as it said in the step (`send_flags`)."""
         del stop
         stop_agreed, self.voting.stop_agreed = self.voting.stop_agreed, False
         self.stream_ended, self.voting.stream_ended = self.voting.stream_ended, False

@@ -264,7 +264,7 @@ class EveryStep(Between, Protocol):
 
     stream_ended: bool = False
 
-    def say(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
+    def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Send two flags of this rank with the exchange of every step.
 
         Args:

@@ -23,7 +23,7 @@ class LockstepSession(FitSession[EveryStep]):
     def begin(self, resumed: bool) -> None:
         stopping = self._stopping
         self.between.follow_parameters()
-        self.between.say(lambda: stopping.wanted, lambda: stopping.stream_ends)
+        self.between.send_flags(lambda: stopping.wanted, lambda: stopping.stream_ends)
         super().begin(resumed)
 
     @override

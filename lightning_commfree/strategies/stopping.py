@@ -21,6 +21,8 @@ an epoch and before a checkpoint, they agree at once (`agree_here`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -32,6 +34,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lightning_internals import (
     EPOCHS,
     Patches,
+    data_fetcher,
     data_used_up,
     end_epoch_after_this_batch,
     has_no_batch,
@@ -191,47 +194,49 @@ class Stopping:
     # -- inside
 
     def _follow_loops(self, patches: Patches) -> None:
-        """Run this object's parts around Lightning's loops, for which it has no hook.
+        """Run methods of this object around those of Lightning's loops, for which it has no hook.
 
-        In the order in which Lightning calls the methods. Other code in this package that patches
-        the same methods (`EpochStart`) was there before, so it runs inside these.
+        Other code in this package that patches the same methods (`EpochStart`) did so before, so it
+        runs inside these.
         """
         fit = self._trainer.fit_loop
-        set_up, start = fit.setup_data, fit.epoch_loop.on_run_start
-        end_batch, end_epoch = fit.epoch_loop.on_advance_end, fit.on_advance_end
-
-        def set_up_equally() -> None:
-            before = fit._combined_loader
-            set_up()
-            if fit._combined_loader is not before:  # made, or reloaded
-                self._equalize()
-
-        def start_together(*args: Any) -> None:
-            start(*args)
-            self._check_first_batch()
-            self._hold()  # else Lightning would end the epoch on this rank alone
-
-        def end_batch_together(*args: Any) -> None:
-            if self._leaves_now:
-                raise SIGTERMException
-            if self.stream_ends:
-                self.check_streams_end()  # a validation follows, to which all ranks must come
-            self._hold()  # else Lightning would validate on this rank alone
-            end_batch(*args)
-
-        def end_epoch_together() -> None:
-            if self._unsized:
-                self.check_streams_end()
-            end_epoch()
-            self.agree_here()
-            if self._trainer.received_sigterm:  # as Lightning ends `on_advance_end`
-                raise SIGTERMException
-
+        epoch = fit.epoch_loop
         if EPOCHS.works(self._trainer):
-            patches.put(fit, "setup_data", set_up_equally)
-        patches.put(fit.epoch_loop, "on_run_start", start_together)
-        patches.put(fit.epoch_loop, "on_advance_end", end_batch_together)
-        patches.put(fit, "on_advance_end", end_epoch_together)
+            patches.put(fit, "setup_data", partial(self._set_up_data, fit.setup_data))
+        patches.put(epoch, "on_run_start", partial(self._start_epoch, epoch.on_run_start))
+        patches.put(epoch, "on_advance_end", partial(self._finish_batch, epoch.on_advance_end))
+        patches.put(fit, "on_advance_end", partial(self._finish_epoch, fit.on_advance_end))
+
+    def _set_up_data(self, set_up: Callable[[], None]) -> None:
+        before = data_fetcher(self._trainer)
+        set_up()
+        if data_fetcher(self._trainer) is not before:  # the loaders were made, or reloaded
+            self._equalize()
+
+    def _start_epoch(self, start: Callable[..., None], *args: Any) -> None:
+        start(*args)
+        self._check_first_batch()
+        self._hold()  # else Lightning would end the epoch on this rank alone
+
+    def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
+        """Run where a batch has been trained; Lightning may validate here."""
+        if self._leaves_now:
+            raise SIGTERMException
+        if self.stream_ends:
+            self.check_streams_end()  # a validation follows, to which all ranks must come
+        self._hold()  # else Lightning would validate on this rank alone
+        finish(*args)
+
+    def _finish_epoch(self, finish: Callable[[], None]) -> None:
+        """Run where the batches of an epoch have been trained; `on_train_epoch_end` is called here.
+
+        The hooks may set `trainer.should_stop`.
+        """
+        self.check_streams_end()
+        finish()
+        self.agree_here()
+        if self._trainer.received_sigterm:  # as Lightning ends this method
+            raise SIGTERMException
 
     @property
     def _leaves_now(self) -> bool:

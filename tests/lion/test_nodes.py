@@ -97,13 +97,13 @@ def test_the_wish_of_one_rank_reaches_every_rank() -> None:
     assert in_nodes(3, 2, rank) == [[False, True, False]] * 6
 
 
-def test_that_one_rank_takes_no_further_part_reaches_every_rank() -> None:
+def test_that_one_ranks_stream_ends_reaches_every_rank() -> None:
     def rank(channel: Any, node: Any) -> list[bool]:
         one, said = Worker(channel, LionSettings(node_size=2), node), []
-        for ending in ([], [(1, 1)], [(c, n) for c in range(3) for n in range(2)]):
-            one.voting.ends = lambda ending=ending: (channel.rank, node.rank) in ending
+        for ending in ([], [(1, 1)], []):
+            one.voting.stream_ends = lambda ending=ending: (channel.rank, node.rank) in ending
             one.step(training.gradients(len(said), channel.rank))
-            said.append(one.voting.parted)
+            said.append(one.voting.stream_ended)
         one.lion.leave()
         return said
 

@@ -232,17 +232,17 @@ def test_the_wish_to_stop_reaches_all_and_is_forgotten() -> None:
     assert in_threads(3, worker) == [[False, True, False, False]] * 3
 
 
-def test_all_learn_in_the_vote_itself_that_only_some_take_no_part_after_it() -> None:
+def test_all_learn_in_the_vote_itself_that_a_stream_ends_with_it() -> None:
     def worker(channel: Any) -> list[bool]:
         one, said = Worker(channel, LionSettings()), []
         for ending in ([], [1], [0, 1, 2], [0, 2]):
-            one.voting.ends = lambda ending=ending: channel.rank in ending
+            one.voting.stream_ends = lambda ending=ending: channel.rank in ending
             one.step(training.gradients(len(said), channel.rank))
-            said.append(one.voting.parted)
+            said.append(one.voting.stream_ended)
         one.lion.leave()
         return said
 
-    assert in_threads(3, worker) == [[False, True, False, True]] * 3
+    assert in_threads(3, worker) == [[False, True, True, True]] * 3
 
 
 # Ties that are drawn

@@ -260,7 +260,7 @@ def refused(rank: int, size: int) -> list[str]:
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
-        assert "was made before the fit" in early
+        assert "was created before the fit" in early
         assert "'head' is compiled already" in wrapped
         assert "does not support precision='16-true'" in fp16
 

@@ -16,7 +16,8 @@ The same code runs on both routes: send messages `up`, reduce, send the result `
 route `down` sends nothing, because every member has reduced the only shard itself.
 
 Each algorithm defines its messages and how to reduce them: Streaming DiLoCo averages values that a
-codec has rounded, Distributed Lion counts votes. `MessageLayout` lays out the sections of a message.
+codec has rounded, Distributed Lion counts votes. `MessageLayout` lays out the sections of a
+message.
 """
 
 from __future__ import annotations

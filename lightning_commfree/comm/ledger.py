@@ -1,9 +1,9 @@
 """Count the bytes that this rank sends and the seconds that it waits for collectives.
 
 Every collective of the package is counted here when it is launched, under a *tag* for its purpose.
-Forecasts of a strategy's traffic use the same formulas. They give the bytes that *one rank* puts on the wire, averaged over the ranks of the
-group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
-payload of b bytes per rank):
+Forecasts of a strategy's traffic use the same formulas. They give the bytes that *one rank* puts on
+the wire, averaged over the ranks of the group, for the algorithms that gloo and nccl use at the
+message sizes that matter (n ranks, a payload of b bytes per rank):
 
 ============== ======================= ====================================================
 collective     bytes sent by a rank    why
@@ -14,9 +14,9 @@ all-to-all     b (n - 1) / n           a rank's block for itself is not sent
 broadcast      b (n - 1) / n           n - 1 ranks receive b each
 ============== ======================= ====================================================
 
-Bytes and seconds are also split by *phase* of the fit, so that training steps can be measured alone:
-before the first step (`START`), training steps (`STEPS`), validations (`VALIDATION`), checkpoints
-and the last exchange of a fit (`END`).
+Bytes and seconds are also split by *phase* of the fit, so that training steps can be measured
+alone: before the first step (`START`), training steps (`STEPS`), validations (`VALIDATION`),
+checkpoints and the last exchange of a fit (`END`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LedgerTotals(NamedTuple):
 class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
-    Waiting is the time in which the caller is blocked: inside `Pending.wait` for a collective that was
-    launched earlier, or during a blocking one.
+    Waiting is the time in which the caller is blocked: inside `Pending.wait` for a collective that
+    was launched earlier, or during a blocking one.
 
     Attributes:
         phase: current phase, one of `PHASES`; the strategy sets it.

@@ -85,18 +85,18 @@ def choose_interface(meeting_point: str) -> str | None:
     if len(others) == 1:
         return others[0]
     raise ValueError(
-        f"Cannot choose the network interface by which host {socket.gethostname()} reaches the other"
-        f" hosts: its name and {meeting_point!r} resolve to the host itself, and its interfaces are:"
-        f" {', '.join(others) or 'none with an IPv4 address'}. On every host, set {VARIABLE} to the"
-        " interface that leads to the others."
+        f"Cannot choose the network interface by which host {socket.gethostname()} reaches the"
+        f" other hosts: its name and {meeting_point!r} resolve to the host itself, and its"
+        f" interfaces are: {', '.join(others) or 'none with an IPv4 address'}. On every host, set"
+        f" {VARIABLE} to the interface that leads to the others."
     )
 
 
 def unreachable(error: Exception) -> str:
     """Return an error message for ranks on several machines that cannot connect."""
     return (
-        f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens on"
-        f" {os.environ.get(VARIABLE) or 'the address of the host name'}. That may be the wrong"
+        f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens"
+        f" on {os.environ.get(VARIABLE) or 'the address of the host name'}. That may be the wrong"
         f" interface, or a firewall blocks it. On every host, set {VARIABLE} to the interface that"
         " leads to the others; `ip address` lists them."
     )

@@ -14,8 +14,8 @@ fp4         4.03          to nearest of zero and seven powers of two with either
 ==========  ============  =====================================================================
 
 Int8 and fp4 use one scale per *block* of consecutive values. Values are processed in *chunks* of
-complete blocks, so that intermediate results stay in a cache. `quantize` defines the blocks, and how
-zeros, NaN and Inf are encoded. With numba installed, a CPU uses the compiled loops of
+complete blocks, so that intermediate results stay in a cache. `quantize` defines the blocks, and
+how zeros, NaN and Inf are encoded. With numba installed, a CPU uses the compiled loops of
 `quantize_numba` to encode both and to decode fp4: the same values (a NaN block may have other
 codes), two to four times as fast on one thread.
 

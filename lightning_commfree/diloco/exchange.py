@@ -221,7 +221,7 @@ class FragmentMessage:
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_buffers(self, messages: Tensor) -> Tensor:
-        """Return the mean of the buffers; values equal on all replicas, Inf too, stay as they are."""
+        """Return the mean of the buffers; values equal on all replicas (even Inf) are kept."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, out=torch.empty_like(rows_ME[0]))
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
@@ -412,8 +412,8 @@ class FragmentExchange:
         lost = torch.empty_like(mean) if keep_loss else None
         header = report(summary, self.route.view.place)
         self._down.write(message, header, mean, self._up.average_buffers(counted), gram, lost)
-        # The error is in the mean of all replicas, but only this one corrects it, by a gradient that
-        # is divided by their number.
+        # The error is in the mean of all replicas, but only this one corrects it, by a gradient
+        # that is divided by their number.
         return message, None if lost is None else lost.mul_(len(counted))
 
     def _add_losses(self, arrived: Tensor, losses: list[Tensor], residual: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ Two things can happen to them during the fit:
   of the next launch, and it is launched one cycle after that. The headers of that next launch carry
   a hash of the fragments that joined, so replicas that thawed different parameters stop before any
   of these is sent.
-- Hooks *move* them: the teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights, and
-  differs between replicas. Moved parameters are averaged when a validation begins and at the end of
-  the fit; the replicas compare hashes to find them. A mean of moving averages is the moving average
-  of the means, so the result is the teacher of the averaged student. In between each replica learns
-  from its own teacher.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights,
+  and differs between replicas. Moved parameters are averaged when a validation begins and at the
+  end of the fit; the replicas compare hashes to find them. A mean of moving averages is the moving
+  average of the means, so the result is the teacher of the averaged student. In between each
+  replica learns from its own teacher.
 
 Buffers need neither: persistent ones are averaged with their fragment, integers are counters, and
 non-persistent ones belong to each rank.
@@ -109,7 +109,6 @@ def _finite_mean(rows_M: Tensor) -> Tensor:
 
 def refuse_late(late: Sequence[str], replica_size: int) -> None:
     """Raise the error for parameters that became trainable when they cannot join.
-
 
     Raises:
         RuntimeError: always.

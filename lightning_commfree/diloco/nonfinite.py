@@ -1,9 +1,9 @@
 """Handle replicas with NaN or Inf: detect them at launch, exclude their values, repair them.
 
-A replica that continues after a NaN stays NaN, and its outer gradient would spread it to all others.
-So every message tells whether its values are finite (`is_nonfinite`), and at the landing all ranks
-know the replicas whose values are not. With `nonfinite="raise"` all ranks stop (`refuse_landing`).
-With "abstain":
+A replica that continues after a NaN stays NaN, and its outer gradient would spread it to all
+others. So every message tells whether its values are finite (`is_nonfinite`), and at the landing
+all ranks know the replicas whose values are not. With `nonfinite="raise"` all ranks stop
+(`refuse_landing`). With "abstain":
 
 1. The mean is taken over the other replicas; if there are none, all ranks stop.
 2. The abstaining replica replaces its local copy of the fragment by the global copy, whatever `mix`
@@ -73,10 +73,10 @@ def refuse_landing(
         )
     if arrival.drifted:
         raise RuntimeError(
-            f"The replicas' global copies of fragment {p}, which landed after inner step {step},"
-            f" differ: {', '.join(names)}. They were equal when the fit began, so something other"
-            " than the strategy has changed them, or a replica has faulty hardware. Resume from an"
-            " earlier checkpoint."
+            f"The replicas' global copies of fragment {p} differ, as found when it landed after"
+            f" inner step {step}: {', '.join(names)}. They were equal when the fit began, so"
+            " something other than the strategy has changed them, or a replica computes wrong"
+            " values. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
@@ -100,8 +100,8 @@ def _refuse_nonfinite(
         " it would be left out of the mean and continue from the global copy."
     )
     raise AgreedError(
-        f"The outer gradient of fragment {p} from {named} is not finite ({NONFINITE_VALUES}); it was"
-        f" to land after inner step {step}. All ranks stop before it lands. {hint}"
+        f"The outer gradient of fragment {p} from {named} is not finite ({NONFINITE_VALUES}); it"
+        f" was to land after inner step {step}. All ranks stop before it lands. {hint}"
     )
 
 

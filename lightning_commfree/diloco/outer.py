@@ -1,8 +1,8 @@
 """A fragment's global copy and outer optimizer (arXiv:2501.18512, Algorithm 2).
 
 Nothing here communicates with other replicas. The global copy is a separate fp32 tensor, whatever
-the parameters' dtype, and only `outer_step` changes it. The mixed local value is never the reference
-of the next outer gradient, or replicas would drift apart.
+the parameters' dtype, and only `outer_step` changes it. The mixed local value is never the
+reference of the next outer gradient, or replicas would drift apart.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 All values are integers, and inner steps are counted from 1. With H = `sync_every`, P =
 `num_fragments` and tau = `overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P).
 It launches after inner step t when t >= H + t_p and (t - t_p) mod H = 0, so that every fragment
-trains for a full cycle before its first launch, and lands after inner step t + tau. For H = 4, P = 2, tau = 1:
+trains for a full cycle before its first launch, and lands after inner step t + tau. For H = 4,
+P = 2, tau = 1:
 
 ========  ==============  ==============
 fragment  launches        lands

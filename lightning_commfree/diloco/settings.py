@@ -146,7 +146,7 @@ class DiLoCoSettings:
     def _check_exchange(self) -> None:
         if not 0.0 <= self.mix <= 1.0:
             raise ValueError(
-                f"`mix={self.mix}` must be in [0, 1]. It is the weight of the local parameters when"
+                f"`mix={self.mix}` is outside [0, 1]. It is the weight of the local parameters when"
                 " a fragment lands: 0 takes the global ones, 1 ignores them."
             )
 

@@ -458,9 +458,7 @@ class StreamingDiLoCo:
             own: this replica's own state. None: the replica is new. It starts from the global
                 weights, with no fragments in flight and no rounding errors.
         """
-        assert not self.weight_swap.is_in, (
-            "states are loaded into the local weights"
-        )
+        assert not self.weight_swap.is_in, "states are loaded into the local weights"
         assert not self.flights, "load a state before the first step"
         self.step = shared["step"]
 

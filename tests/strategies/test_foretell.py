@@ -97,7 +97,7 @@ def test_few_exchanges_bring_the_advice(said: Any) -> None:
 
 def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
     (text,), warnings = said["one replica"]
-    assert text.startswith("There is only one replica, so nothing is exchanged: the outer optimizer")
+    assert text.startswith("There is only one replica, so nothing is exchanged: the outer")
     assert warnings == []
 
 

@@ -359,7 +359,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(faults, 4, tmp_path, folder)
     for found in ranks:
         assert "global copies of fragment 1 differ" in found["Drifting"]
-        assert "replica 0 (ranks 0 to 1) sent of fragment 0 is not finite" in found["Broken"]
+        assert "fragment 0 from replica 0 (ranks 0 to 1) is not finite" in found["Broken"]
     assert "half accumulated are lost" in ranks[0]["half"]
 
 

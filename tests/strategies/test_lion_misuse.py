@@ -24,7 +24,7 @@ from tests.world import run_ranks
         ({"overlap": "no"}, TypeError, "`overlap='no'` must be True or False."),
         ({"momentum_sync_every": 2.5}, TypeError, "`momentum_sync_every=2.5` must be a whole"),
         ({"node_size": 0}, ValueError, "`node_size=0` must be at least 1"),
-        ({"vote": "average", "ties": "random"}, ValueError, "means nothing with `vote='average'`"),
+        ({"vote": "average", "ties": "random"}, ValueError, "has no effect with `vote='average'`"),
         (
             {"find_unused_parameters": True},
             TypeError,
@@ -153,8 +153,13 @@ CASES = [
         "RuntimeError",
         "Learning rate, betas or weight decay differ between the workers",
     ),
-    (Poisoned, {}, "RuntimeError", "The gradient of 'blocks.1.weight' on rank 1 holds NaN or Inf"),
-    (PoisonedEarly, {}, "RuntimeError", "on rank 1 holds NaN or Inf (and"),
+    (
+        Poisoned,
+        {},
+        "RuntimeError",
+        "The gradient of 'blocks.1.weight' on rank 1 contains NaN or Inf",
+    ),
+    (PoisonedEarly, {}, "RuntimeError", "on rank 1 contains NaN or Inf (and"),
     (Voter, {"node_size": 3}, "ValueError", "`node_size=3` does not divide the 2 ranks"),
 ]
 

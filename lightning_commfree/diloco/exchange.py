@@ -1,7 +1,7 @@
 """Form the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
 
-`comm.exchange` describes the two routes; each fragment takes the one that sends fewer bytes, headers
-and padding included: gather for two replicas, two-phase for three or more, except for small
+`comm.exchange` describes the two routes; each fragment takes the one that sends fewer bytes, with
+headers and padding: gather for two replicas, two-phase for three or more, except for small
 fragments. On either route every replica, even the owner of a shard, decodes the same bytes and adds
 in replica order, so the means are bit-identical. On the two-phase route the codec rounds the mean a
 second time.

@@ -3,14 +3,14 @@
 1. *Launch*: cast a bucket's ballot and send it, as soon as its last gradient has been computed (if
    overlap with backward is allowed) or at the step. Buckets are sent in the same order on all
    workers.
-2. *Land*: wait for the results of all buckets. Nothing is changed before, so an error that stops the
-   run leaves parameters and momenta as they were.
+2. *Land*: wait for the results of all buckets. Nothing is changed before, so an error that stops
+   the run leaves parameters and momenta as they were.
 3. *Apply*: every worker steps by the results. Momenta are averaged from time to time, if requested.
 
 Ballots are in CPU memory, and a background thread exchanges them (`ballot`).
 
-`Voting` runs the steps, and `BucketVote` is the vote on one bucket. `refusal` creates the error for a
-step that must not be taken. `vote_shares` computes metrics from packed planes on demand.
+`Voting` runs the steps, and `BucketVote` is the vote on one bucket. `refusal` creates the error for
+a step that must not be taken. `vote_shares` computes metrics from packed planes on demand.
 """
 
 from __future__ import annotations
@@ -444,8 +444,8 @@ def refusal(
         if summary.parameters_differ:
             return AgreedError(
                 f"The workers' parameters differ before step {step}, among them"
-                f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code that"
-                " writes to parameters on some of the ranks only."
+                f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
+                " that writes to parameters on some of the ranks only."
             )
 
         if summary.faults and faults:
@@ -479,8 +479,8 @@ def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
         votes: the votes on all buckets.
 
     Returns:
-        `ties`: Delta is 0. `zeros`: this worker's vote is 0. `agreement`: Delta has the sign of this
-        worker's vote, among nonzero votes.
+        `ties`: Delta is 0. `zeros`: this worker's vote is 0. `agreement`: Delta has the sign of
+        this worker's vote, among nonzero votes.
     """
     parameters = moved = voted = agreed = 0
     for valid, ballot, delta in votes:

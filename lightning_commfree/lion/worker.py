@@ -4,7 +4,7 @@
     m <- b2 m + (1 - b2) g       from the worker's own gradient
     x <- x (1 - lr wd) - lr Delta
 
-The arithmetic is in fp32 (fp64 for fp64 parameters), whatever the dtypes of gradients and parameters,
+The arithmetic is in fp32 (fp64 for fp64 parameters), whatever dtypes gradients and parameters have,
 and every operation rounds once: no fused multiply-add, so that the result does not depend on device
 or layout. On a CPU the work is done in chunks that stay in its cache.
 

@@ -118,7 +118,7 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
-def counted_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
+def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
     """Return the messages without those of `nonfinite`; all of them if none would remain."""
     counted = [m for m in range(len(messages)) if m not in nonfinite]
     if not 0 < len(counted) < len(messages):
@@ -367,7 +367,7 @@ class FragmentExchange:
         """Decode received messages on `device`."""
         if not self.route.two_phase:
             summary = summarize_headers(self._up.headers(arrived))
-            on_device = counted_messages(arrived, summary.nonfinite).to(device)
+            on_device = finite_messages(arrived, summary.nonfinite).to(device)
             mean, gram_KK = self._up.average(on_device)
             return Arrival(
                 _concatenate(mean, self._up.average_buffers(on_device)), *summary, gram_KK
@@ -404,7 +404,7 @@ class FragmentExchange:
             The message about it, shape (d,), and the rounding error times the number of replicas.
         """
         summary = summarize_headers(self._up.headers(received))
-        counted = counted_messages(received, summary.nonfinite)
+        counted = finite_messages(received, summary.nonfinite)
         mean, gram_KK = self._up.average(counted)
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_commfree.diloco.schedule import Schedule
-from lightning_commfree.diloco.settings import DiLoCoSettings, cuts_whole
+from lightning_commfree.diloco.settings import DiLoCoSettings, is_single_fragment
 
 _ONE_FRAGMENT = (
     "No list of equal modules (transformer blocks) was found, so the whole model is one fragment,"
@@ -43,7 +43,7 @@ def startup_messages(
     if num_replicas == 1:
         return [Message(_ALONE, warns=False)]
     messages = []
-    if cuts_whole(module, settings):
+    if is_single_fragment(module, settings):
         messages.append(Message(_ONE_FRAGMENT, warns=False))
     if last_step is not None:
         messages.append(_exchange_count(settings, schedule, last_step))

@@ -45,15 +45,9 @@ def refuse_landing(
     members: Sequence[int],
     settings: DiLoCoSettings,
 ) -> None:
-    """Check that a received fragment may land; the result is the same on all replicas.
+    """Check that fragment `p` may land after inner step `step`; same result on all replicas.
 
-    Args:
-        arrival: the combined messages of all replicas.
-        p: index of the fragment.
-        names: names of its parameters.
-        step: the inner step after which it lands.
-        members: ids of the replicas that exchanged it.
-        settings: settings of the fit.
+    `names` are its parameters, and `members` the ids of the replicas that exchanged it.
 
     Raises:
         RuntimeError: the replicas launched it after different steps, their global copies differ,
@@ -122,15 +116,9 @@ def refuse_to_save(
 ) -> None:
     """Check that the weights of a checkpoint are finite, before anything is written.
 
-    Collective over the world; nothing may be in flight. With "abstain" only the global copies are
-    checked: a replica continues from them, in a resumed fit too.
-
-    Args:
-        fragments: all fragments of the model.
-        local: the local copy, as `WeightSwap.local` returns it.
-        rule: the setting `nonfinite`: "raise" or "abstain".
-        step: number of inner steps done.
-        world: channel over all ranks.
+    Collective over `world`; nothing may be in flight. `local` is the local copy, as
+    `WeightSwap.local` returns it. With the rule "abstain" only the global copies are checked: a
+    replica continues from them, in a resumed fit too.
 
     Raises:
         RuntimeError: some rank's weights are not finite; raised on all ranks.
@@ -176,12 +164,8 @@ def restart_from_global(
 ) -> None:
     """Reset the inner optimizers of a replica that has abstained, and warn on its ranks.
 
-    Args:
-        optimizers: the inner optimizers.
-        parameters: the parameters of the fragments in `taken`.
-        p: index of the fragment that has landed.
-        step: the inner step after which it landed.
-        taken: fragments that the replica has reset to their global copies.
+    Fragment `p` has landed after inner step `step`. The fragments in `taken`, with these
+    `parameters`, were reset to their global copies.
     """
     reset_nonfinite_state(optimizers, parameters)
     warnings.warn(

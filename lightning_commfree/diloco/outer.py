@@ -295,8 +295,7 @@ class OuterFragment:
     def outer_step(self, mean: Tensor) -> None:
         """Step the outer optimizer on the global copy of the parameters.
 
-        Args:
-            mean: the replicas' mean outer gradient, fp32, shape (S,).
+        `mean` is the replicas' mean outer gradient, fp32, shape (S,).
         """
         means = [part for _, part in self._layout.split(mean)]
         for outer, gradient in zip(self._outer_parameters, means, strict=False):
@@ -323,8 +322,7 @@ class OuterFragment:
     def mean_local(self, mean: Tensor) -> Tensor:
         """Return the mean of the replicas' local copies: fp32, shape (S,), new.
 
-        Args:
-            mean: the mean of their outer gradients, which refer to the same global copy.
+        `mean` is that of their outer gradients, which refer to the same global copy.
         """
         values, numel = mean.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])

@@ -42,12 +42,7 @@ _EXPONENT_BIAS = 127
 
 
 class ChunkWorkspace:
-    """Intermediate buffers for one chunk of B blocks with V values each.
-
-    Args:
-        workspace: provides the memory.
-        shape: (B, V).
-    """
+    """Intermediate buffers for one chunk of B blocks with V values each; `shape` is (B, V)."""
 
     def __init__(self, workspace: Workspace, shape: tuple[int, int]) -> None:
         self._workspace, self.shape = workspace, shape

@@ -6,10 +6,10 @@ speed. Payloads are the same, except for the codes of NaN blocks, which are garb
 and without numba can train together.
 
 Importing this module needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second.
-The first call of a loop takes another second, unless numba finds it in its cache: next to this file if
-that is writable, else in the user's cache folder. The cache is invalidated when this file changes,
-but not when others do. So the loops take constants of `quantize` and `codec` as arguments; only
-constants of IEEE 754 are compiled in.
+The first call of a loop takes another second, unless numba finds it in its cache: next to this file
+if that is writable, else in the user's cache folder. The cache is invalidated when this file
+changes, but not when others do. So the loops take constants of `quantize` and `codec` as arguments;
+only constants of IEEE 754 are compiled in.
 
 The loops release the GIL, use one thread and have fixed types: every operation is wrapped in `i32`,
 because numba would widen it to 64 bits, and only half as many of these fit into a register.

@@ -19,7 +19,7 @@ OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimiz
 NONFINITE = ("raise", "abstain")
 
 
-def cuts_whole(module: nn.Module, settings: DiLoCoSettings) -> bool:
+def is_single_fragment(module: nn.Module, settings: DiLoCoSettings) -> bool:
     """Return whether the whole model becomes one fragment because it has no blocks."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)

@@ -323,11 +323,7 @@ def _words(planes: Tensor) -> Tensor:
 class NodeBallotExchange:
     """Exchange between nodes whose ranks hold one ballot: each rank sends its slice of it.
 
-    Args:
-        inner: exchange between the ranks of all nodes that send the same slice.
-        node: channel between the ranks of this node.
-        rule: turns votes into Delta.
-        workers: number of nodes.
+    `inner` exchanges one slice between the corresponding ranks of all nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:

@@ -16,7 +16,7 @@ from lightning_commfree.comm.view import View
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import (
-    Member,
+    LionParam,
     check_momenta,
     fill_state,
     follow_values,
@@ -215,7 +215,7 @@ class DistributedLion(Optimizer):
             return self.join(named, alone, LionSettings(check_drift_every=0))
         return self.voting
 
-    def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
+    def _members(self, parameters: Sequence[nn.Parameter]) -> list[LionParam]:
         """Return parameters with their state (created if missing) and group."""
         members = {}
         for group in self.param_groups:
@@ -223,7 +223,7 @@ class DistributedLion(Optimizer):
                 view = self._views.get(parameter, parameter)
                 members[view] = parameter, group
         found = [(view, *members[view]) for view in parameters]
-        return [Member(v, fill_state(self.state[p], v.detach()), group) for v, p, group in found]
+        return [LionParam(v, fill_state(self.state[p], v.detach()), group) for v, p, group in found]
 
 
 def _check(group: dict[str, Any]) -> None:

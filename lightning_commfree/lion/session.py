@@ -61,8 +61,8 @@ def agree_on_parameters(
 
 BUFFERS_TAG = "buffers"
 # entries of a rank's own state that belong to the worker, even if it resumes on another rank
-_OF_WORKER = ("algorithm", "optimizers", "precision", "tensors", "shared")
-_WHOLE = repr("ddp")  # `inside` setting with which every rank of a node has all momenta
+_WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
+_DDP = repr("ddp")  # `inside` setting with which every rank of a node has all momenta
 
 
 class VotingSession:
@@ -182,7 +182,7 @@ class VotingSession:
         Returns:
             This rank's state and a sentence about it; None if no momenta can be used.
         """
-        size, divided = int(was["node_size"]), was.get("inside", _WHOLE) != _WHOLE
+        size, divided = int(was["node_size"]), was.get("inside", _DDP) != _DDP
         now = self._settings.fingerprint()
         if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold other shards
@@ -193,7 +193,7 @@ class VotingSession:
         found = load(worker * size + place for worker in wanted)
         if not found:
             return None
-        own = {name: found[0][name] for name in _OF_WORKER if name in found[0]}
+        own = {name: found[0][name] for name in _WORKER_STATE if name in found[0]}
         if len(found) > 1:
             own["optimizers"] = [mean_momenta([one["optimizers"][0] for one in found])]
 
@@ -254,12 +254,8 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
 def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
     """Check that an optimizer state that was loaded from a checkpoint has momenta.
 
-    Args:
-        lion: the optimizer that has loaded it.
-        step: number of steps before the save.
-
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, although it was saved after `step` > 0 steps.
     """
     if step and not any("momentum" in own for own in lion.state.values()):
         raise ValueError(

@@ -52,7 +52,7 @@ from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule, compare_to
 from lightning_commfree.lion.worker import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.worker import (
-    Member,
+    LionParam,
     average_momenta,
     cast_ballot,
     hyperparameters,
@@ -104,7 +104,7 @@ class Voting:
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        members: Callable[[Sequence[nn.Parameter]], list[Member]],
+        members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
         view: View,
         settings: LionSettings,
         node: Channel | None = None,
@@ -276,12 +276,6 @@ class Voting:
 class BucketVote:
     """Vote on one bucket, repeated every step.
 
-    Args:
-        bucket: the bucket.
-        view: the workers, with a channel for CPU tensors.
-        settings: settings of the vote.
-        node: channel between the ranks of a worker that cast one ballot together; None: one rank.
-
     Attributes:
         latest: the vote of the last step; None before the first.
     """
@@ -306,15 +300,11 @@ class BucketVote:
         return self._exchange.bytes_by_tag
 
     def launch(
-        self, members: list[Member], step: int, flags: int, background: Background
+        self, members: list[LionParam], step: int, flags: int, background: Background
     ) -> BallotInFlight:
         """Cast the ballot and start its exchange.
 
-        Args:
-            members: the bucket's parameters, in its order.
-            step: number of earlier steps.
-            flags: flags of this worker, as `write_header` takes them.
-            background: runs the exchange.
+        `step` counts earlier steps. `flags` are this worker's, as `write_header` takes them.
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
@@ -355,7 +345,7 @@ class BucketVote:
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
-    def apply(self, members: list[Member], flight: BallotInFlight, result: VoteResult) -> None:
+    def apply(self, members: list[LionParam], flight: BallotInFlight, result: VoteResult) -> None:
         """Update the bucket's parameters and this worker's momenta by the result."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
@@ -413,19 +403,19 @@ def refusal(
     step: int,
     buckets: Sequence[Bucket],
     results: Sequence[VoteResult],
-    members: Callable[[Sequence[nn.Parameter]], list[Member]],
+    members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
     faults: bool,
     view: View,
     node: Channel | None,
 ) -> RuntimeError:
-    """Return the error for a step that must not be taken.
+    """Return the error for step number `step`, which must not be taken.
 
     Args:
-        step: number of the step, from 1.
+        step: counted from 1.
         buckets: all buckets.
         results: the result of the vote on each bucket.
         members: as in `Voting`.
-        faults: whether NaN or Inf refuses a step.
+        faults: whether NaN or Inf is a reason.
         view: the workers.
         node: as in `Voting`.
     """
@@ -473,10 +463,7 @@ def _ranks_of(worker: int, view: View, node: Channel | None) -> str:
 
 
 def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
-    """Return shares of the parameters, from 0 to 1, in one step.
-
-    Args:
-        votes: the votes on all buckets.
+    """Compute shares of the parameters, from 0 to 1, from one step's votes on all buckets.
 
     Returns:
         `ties`: Delta is 0. `zeros`: this worker's vote is 0. `agreement`: Delta has the sign of

@@ -38,8 +38,8 @@ _CHUNK = 1 << 18  # values: a few buffers of this size fit into a core's cache
 State = dict[str, Any]  # optimizer state of one parameter
 
 
-class Member(NamedTuple):
-    """A parameter with its optimizer state and its group."""
+class LionParam(NamedTuple):
+    """A parameter with its optimizer state and its parameter group."""
 
     parameter: nn.Parameter
     state: State  # "momentum", and "master" if the parameter has less than 32 bits
@@ -75,7 +75,7 @@ def follow_values(state: State, held: Tensor) -> None:
         master.copy_(torch.where(same, master, held.to(master.dtype)))
 
 
-def hyperparameters(members: list[Member]) -> list[str]:
+def hyperparameters(members: list[LionParam]) -> list[str]:
     """Return hyperparameters that must be equal on all workers, as text, one entry per group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
@@ -86,7 +86,7 @@ def hyperparameters(members: list[Member]) -> list[str]:
 
 
 def cast_ballot(
-    bucket: Bucket, members: list[Member], valid: Tensor, flags: int, digest: Tensor | int
+    bucket: Bucket, members: list[LionParam], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
     """Return a worker's ballot on one bucket, without changing its state.
 
@@ -178,19 +178,15 @@ class _Signs:
 
 def take_step(
     bucket: Bucket,
-    members: list[Member],
+    members: list[LionParam],
     delta: PackedDelta,
     moved: tuple[bool, ...],
     abstained: bool,
 ) -> None:
-    """Update one bucket's parameters and this worker's momenta.
+    """Update the parameters of a bucket, and this worker's momenta.
 
-    Args:
-        bucket: the bucket.
-        members: its parameters, in its order.
-        delta: the result, on the parameters' device.
-        moved: per parameter: whether any worker has a gradient; otherwise it stays unchanged.
-        abstained: whether this worker abstained on the bucket; its momenta then stay unchanged.
+    `moved` tells per parameter whether any worker has a gradient; the others stay unchanged. A
+    worker that abstained on the bucket keeps its momenta, which would become NaN.
     """
     for start, member, moves in zip(bucket.starts, members, moved, strict=True):
         if moves:
@@ -199,7 +195,7 @@ def take_step(
             _update_momentum(member, member.parameter.grad)
 
 
-def _move(member: Member, delta: PackedDelta, start: int) -> None:
+def _move(member: LionParam, delta: PackedDelta, start: int) -> None:
     lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
     parameter = member.parameter.detach()
     values = flat(member.state.get("master", parameter))
@@ -220,7 +216,7 @@ def _move(member: Member, delta: PackedDelta, start: int) -> None:
         parameter.copy_(values.view(parameter.shape))
 
 
-def _update_momentum(member: Member, gradient: Tensor) -> None:
+def _update_momentum(member: LionParam, gradient: Tensor) -> None:
     beta = member.group["betas"][1]
     gradients = flat(gradient)
     scaled = member.state["momentum"].new_empty(min(_chunk_size(gradients), gradients.numel()))
@@ -231,7 +227,7 @@ def _update_momentum(member: Member, gradient: Tensor) -> None:
         momentum.mul_(beta).add_(share)
 
 
-def _directions(member: Member, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _directions(member: LionParam, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (index of the first value, direction c) per chunk; valid until the next one."""
     beta = member.group["betas"][0]
     momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
@@ -270,17 +266,12 @@ def _chunk_size(values: Tensor) -> int:
 TAG = "momentum"
 
 
-def average_momenta(members: Sequence[Member], view: View, node: Channel | None = None) -> None:
+def average_momenta(members: Sequence[LionParam], view: View, node: Channel | None = None) -> None:
     """Replace the momenta of some parameters by their mean over the workers; blocks.
 
     Always in two phases: each worker averages one shard, in worker order, and sends the result to
-    all. This sends as many bytes as a ring all-reduce, with the same bits on all workers.
-
-    Args:
-        members: the parameters, the same on all workers.
-        view: the workers, with a channel for CPU tensors.
-        node: channel between the ranks of a worker that all hold its momenta; each rank averages a
-            slice.
+    all. This sends as many bytes as a ring all-reduce, with the same bits on all workers. If the
+    ranks of `node` hold the same momenta, each rank averages a slice.
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
     values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
@@ -298,7 +289,7 @@ def average_momenta(members: Sequence[Member], view: View, node: Channel | None 
         momentum.copy_(new)
 
 
-def momentum_bytes(members: Sequence[Member], view: View, node: Channel | None = None) -> int:
+def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | None = None) -> int:
     """Return the bytes that this rank sends to other workers in `average_momenta`."""
     parts = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)

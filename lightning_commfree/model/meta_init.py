@@ -93,7 +93,9 @@ class SavedWeights:
         Raises:
             ValueError: it lacks a tensor.
         """
-        lacking = [names[0] for names in names_of(model).values() if not self.find(model, names)]
+        lacking = [
+            names[0] for names in tensor_names(model).values() if not self.find(model, names)
+        ]
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
@@ -134,7 +136,7 @@ class SavedWeights:
         return found.hexdigest()
 
 
-def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
+def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
     """Return all names of every parameter and persistent buffer; tied tensors have several."""
     found: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -184,7 +186,7 @@ class Materializer:
         self._saved: dict[Tensor, tuple[SavedWeights, str]] = {}
         for child in model.modules():
             saved: Any = getattr(child, "saved_weights", None)
-            for tensor, names in names_of(child).items() if saved is not None else ():
+            for tensor, names in tensor_names(child).items() if saved is not None else ():
                 name = saved.find(child, names)
                 if name is not None and tensor.is_meta:
                     self._saved[tensor] = saved, name

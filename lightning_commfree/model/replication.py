@@ -46,13 +46,9 @@ def common_start(
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
     """Overwrite `tensors` with those of the channel's first rank; blocks.
 
-    The ranks compare hashes, 8 bytes per tensor, and send only the tensors that differ: none, if
-    all ranks have loaded the same weights. Tensors that are empty or on `meta` are skipped.
-
-    Args:
-        channel: channel between the ranks.
-        tensors: tensors of the same shapes, dtypes and order on all ranks.
-        tag: ledger tag.
+    The tensors must have the same shapes, dtypes and order on all ranks; empty ones and those on
+    `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only the tensors that
+    differ: none, if all ranks have loaded the same weights.
     """
     held = [own(tensor) for tensor in tensors if not tensor.is_meta]
     held = [tensor for tensor in held if tensor.numel()]
@@ -92,8 +88,8 @@ def share_random_state(channel: Channel, device: torch.device) -> None:
     state = torch.get_rng_state().to(channel.device)
     torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
     if device.type == "cuda":
-        own = torch.cuda.get_rng_state(device).to(channel.device)
-        torch.cuda.set_rng_state(channel.broadcast(own, START_TAG).wait().cpu(), device)
+        state = torch.cuda.get_rng_state(device).to(channel.device)
+        torch.cuda.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu(), device)
 
 
 def _describe(module: nn.Module) -> dict[str, str]:
@@ -156,12 +152,7 @@ class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
     """Gradient scaler with which all ranks skip the same steps; its errors name lost ranks.
 
     A plain scaler checks only its own rank's gradients: one rank would skip a step, and the others
-    would wait for its messages.
-
-    Args:
-        scaler: the scaler to replace, with its scale and settings.
-        device: device type of the gradients.
-        channel: channel between the ranks.
+    would wait for its messages. This one replaces `scaler` and keeps its scale and settings.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str, channel: Channel) -> None:

@@ -57,8 +57,7 @@ class SharedPart(Protocol):
 class SharedCopy:
     """A shared copy of all trained parameters and persistent floating-point buffers of a model.
 
-    Args:
-        module: the model; all replicas must hold the same weights now.
+    All replicas must hold the same weights when it is created.
 
     Attributes:
         names: names of the trained parameters, and of the persistent buffers.

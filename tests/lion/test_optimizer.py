@@ -185,7 +185,7 @@ def test_a_wrong_value_is_refused_for_all_and_for_a_group(
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_only_real_parameters_have_a_sign(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(2, 3, dtype=dtype), requires_grad=False)
-    with pytest.raises(TypeError, match=rf"parameter of {dtype} and shape \[2, 3\]: only real"):
+    with pytest.raises(TypeError, match=rf"of dtype {dtype} and shape \[2, 3\], but can only vote"):
         DistributedLion([parameter])
 
 

@@ -22,6 +22,7 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +82,14 @@ class Route(NamedTuple):
 def routes(view: View) -> tuple[Route, Route]:
     """Return both routes, gather first so that `min` prefers it where both send as many bytes."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
+
+
+def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum tensors in order, so that all members that have the same rows get the same bits."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 class MessageLayout:

@@ -110,7 +110,7 @@ class MessageLayout:
         self.num_bytes = 0
         for name, size in sizes.items():
             self._sections[name] = slice(self.num_bytes, self.num_bytes + size)
-            self.num_bytes = -(-(self.num_bytes + size) // 8) * 8
+            self.num_bytes = -(-(self.num_bytes + size) // 8) * 8  # rounded up to 8
 
     def clear_gaps(self, message: Tensor) -> None:
         """Zero the padding between sections, so that equal contents give equal bytes."""

@@ -123,6 +123,7 @@ def cast_ballot(
 
     zeros, abstains = bucket.numel - signs.voters, (marks & NONFINITE).any()
     if valid.device.type != "cpu" or zeros:  # on a GPU reading `zeros` would make the host wait
+        # computed a second time: keeping the directions would take 4 bytes per parameter
         for i, member in enumerate(members):
             if member.parameter.grad is not None:
                 for offset, direction in _directions(member, member.parameter.grad):

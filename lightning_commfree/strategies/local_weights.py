@@ -97,8 +97,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             raise RuntimeError(
                 f"Parameters were written to after the last step of the fit. {ADVICE}"
             )
-        with self._ranks.explaining():
-            self._swap.put_in(self._shown())
+        self._swap.put_in(self._shown())
 
     @override
     def validation_ends(self) -> None:
@@ -136,7 +135,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Make all ranks equal, once after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
-        self._stopping.check_streams_end()
+        self._stopping.check_epoch_ends()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -156,9 +155,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
                 self._finish()
             if self.finished:
                 self.between.follow_hooks()
-        with self._ranks.explaining():
-            self.between.wait_in_flight()
-            shown = self._shown()
+        self.between.wait_in_flight()
+        shown = self._shown()
         stays = self._swap.is_in
         with self._swap.outer_weights(shown):
             yield stays

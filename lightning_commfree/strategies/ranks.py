@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from typing_extensions import override
 
 from lightning_commfree.comm.job import Member, Mesh, Network, ReplicaChannels, default_backend
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.stream_ends import StreamEnds
 from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
@@ -35,9 +32,6 @@ class Ranks(Network):
         strategy: of this rank.
         timeout: of an exchange.
         layout: returns how the channels are opened.
-
-    Attributes:
-        streams: where the streams of the ranks end, in a fit whose ranks train apart on streams.
     """
 
     def __init__(
@@ -45,7 +39,6 @@ class Ranks(Network):
     ) -> None:
         super().__init__()
         self._strategy, self._timeout, self._layout = strategy, timeout, layout
-        self.streams: StreamEnds | None = None
 
     def join(self, lightnings: Callable[[], None]) -> None:
         """Let Lightning (`lightnings`) open its process group, and open the channels."""
@@ -114,28 +107,6 @@ class Ranks(Network):
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
-
-    def watch_streams(self) -> None:
-        """Compare where the streams of all ranks end, until `leave`; collective."""
-        fit = f"{self.all_values(time.time_ns())[0]:x}"  # no other fit of the job has that name
-        self.streams = StreamEnds(self.rank, self.size, fit, self._timeout)
-
-    @override
-    @contextmanager
-    def naming_lost(self, what: str) -> Iterator[None]:
-        with self.explaining(), super().naming_lost(what):
-            yield
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """In the body an exchange may fail because streams have ended after different steps."""
-        return nullcontext() if self.streams is None else self.streams.explaining()
-
-    @override
-    def leave(self) -> None:
-        if self.streams is not None:
-            self.streams.close()
-            self.streams = None
-        super().leave()
 
     def _member(self) -> Member:
         """Return this process's place in the job; Lightning sets its rank here."""

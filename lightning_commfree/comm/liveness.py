@@ -10,6 +10,9 @@ exchange fails looks there before it raises:
    "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
+The verdict may also be an error that a rank found and all are to raise (`PeerWatch.agreed`), such
+as epochs of different length (`comm.epoch_ends`).
+
 How long it takes
 -----------------
 ======================================= ======================================================
@@ -50,7 +53,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -66,7 +69,7 @@ HUNG_SECONDS = 6.0
 ADVICE = "Restart all ranks from the last checkpoint."
 
 _CONNECT = timedelta(seconds=60)  # to a store that has answered this process already
-_WANTED_S = 2.0  # how long a rank goes on reading all heartbeats after it was last asked to
+_WANTED_S = 2.0  # how long a rank continues to read all heartbeats after it was last asked to
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
 _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
@@ -88,16 +91,6 @@ class PeerLostError(RuntimeError):
 
 class AgreedError(RuntimeError):
     """An error that all ranks raise: no rank is to blame for having left by it."""
-
-
-class Work(Protocol):
-    """A collective in flight; `torch.distributed.Work` is one."""
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
-
-    def wait(self, timeout: timedelta = ...) -> Any:
-        """Block until it has ended, at most `timeout`; raise `RuntimeError` if it has not."""
 
 
 Verdict = Mapping[int, str] | str
@@ -198,7 +191,7 @@ class PeerMonitor:
             spare_machines: leave out ranks whose whole machine is silent: its link may be down.
         """
         if self._store_left():
-            return {}  # nobody reads any more
+            return {}  # the store may end any moment, so this rank has stopped to read
         statuses = self.statuses
         # up to the last reading and not up to now, for the same reason
         quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
@@ -363,7 +356,7 @@ class PeerWatch:
         with self._explaining(tag, computing):
             yield
 
-    def wait(self, works: Sequence[Work], tag: str) -> None:
+    def wait(self, works: Sequence[dist.Work], tag: str) -> None:
         """Block until all `works`, the parts of one exchange, are done.
 
         Raises:
@@ -471,7 +464,7 @@ class PeerWatch:
             raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False) or behind)
         if waited_s >= min(SUSPECT_SECONDS, self.seconds / 4):
             monitor.want()
-            left = self._left_behind() if behind is None else self._left(behind)
+            left = self._left(self._behind() if behind is None else behind)
             if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
             if found := monitor.silent(HUNG_SECONDS, True):
@@ -485,7 +478,7 @@ class PeerWatch:
         while not monitor.verdict and monitor.runs:
             if monitor.refresh():
                 statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
-                if found := self._left_behind():
+                if found := self._left(self._behind()):
                     return found
                 baseline = baseline or {rank: status.beat for rank, status in statuses.items()}
                 quiet = [r for r, status in statuses.items() if status.beat == baseline.get(r)]
@@ -496,23 +489,25 @@ class PeerWatch:
             elif time.monotonic() - start > self._gone_s:  # the store hangs
                 return monitor.silent(self._gone_s / 2, False)
             time.sleep(0.1)
-        return monitor.verdict or monitor.without_store() or self._left_behind(even=True)
+        # all are alive or have left: even one that took its part may have left too early, with
+        # bytes of it unsent
+        return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
 
-    def _left_behind(self, even: bool = False) -> dict[int, str]:
-        """Return the ranks that left before their part in this channel's last exchange.
+    def _behind(self, even: bool = False) -> dict[int, int]:
+        """Return how many exchanges of this channel the ranks behind this one have launched.
 
         Args:
-            even: also those that left after it.
+            even: also of ranks that have launched as many.
         """
         assert self.monitor is not None
-        mine = self.monitor.launched[self._index] + even
-        statuses = self.monitor.statuses
-        return self._left(
-            r for r in self._peers if r in statuses and self._launched_by(statuses[r]) < mine
-        )
+        mine, index = self.monitor.launched[self._index] + even, self._index
+        found = {r: s.launched for r, s in self.monitor.statuses.items() if r in self._peers}
+        # a rank that is still opening this channel does not count it yet
+        launched = {r: n[index] if index < len(n) else 0 for r, n in found.items()}
+        return {r: n for r, n in launched.items() if n < mine}
 
     def _left(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return those of `ranks` that have closed their channels."""
+        """Return those of `ranks` that have closed their channels, with reasons."""
         assert self.monitor is not None
         reason = "is gone (it ended its fit earlier; its log says why)"
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
@@ -520,13 +515,8 @@ class PeerWatch:
     def _blame_the_living(self, tag: str, waited_s: float) -> dict[int, str]:
         """Return the ranks that are behind in this channel's exchanges, or else this one."""
         assert self.monitor is not None
-        mine = self.monitor.launched[self._index]
-        behind = {
-            rank: launched
-            for rank, status in self.monitor.statuses.items()
-            if rank in self._peers and (launched := self._launched_by(status)) < mine
-        }
-        if behind:
+        if behind := self._behind():
+            mine = self.monitor.launched[self._index]
             return {
                 rank: f"is alive, but has launched {n} exchanges where rank {self.rank} has"
                 f" launched {mine}: it is slow or hangs; if it was only slow, make `timeout` longer"
@@ -536,9 +526,6 @@ class PeerWatch:
             self.rank: f"gave up on '{tag}' after {waited_s:.1f} s although all ranks are alive"
             " and at the same exchange; suspect the network (make `timeout` over twice an outage)"
         }
-
-    def _launched_by(self, status: Status) -> int:
-        return status.launched[self._index] if self._index < len(status.launched) else 0
 
     def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
         """Return the error that ends the job: for `found`, or for an earlier verdict."""
@@ -596,7 +583,7 @@ def _key(token: int) -> str:
     return f"commfree/{token:x}"
 
 
-def _has_ended(work: Work) -> bool:
+def _has_ended(work: dist.Work) -> bool:
     """Wait for a slice of time; return whether `work` has ended, raise what it failed with."""
     try:
         work.wait(_SLICE)

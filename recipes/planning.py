@@ -182,7 +182,7 @@ def choice_lines(choice: Choice) -> list[str]:
     """Return the recommended strategy and the reasons, as lines of text."""
     setting = f" ({choice.setting})" if choice.setting else ""
     return [
-        f"Take strategy={choice.strategy}{setting}: {choice.utilization:.1%}.",
+        f"Use strategy={choice.strategy}{setting}: {choice.utilization:.1%}.",
         *(f"- {reason}" for reason in choice.reasons),
         "",
     ]

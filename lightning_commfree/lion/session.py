@@ -1,6 +1,6 @@
-"""One worker's optimizer among the others', for the length of a training.
+"""One `DistributedLion` that votes with other workers, for the length of a training.
 
-What all workers must agree on before they vote: the parameters, their order, their groups.
+Before they vote, all workers compare the parameters, their order and their groups.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.job import ReplicaChannels
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
@@ -26,7 +27,7 @@ from lightning_commfree.model.replication import averaged_buffers
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of an optimizer with their names, in the order of the module.
+    """Name the parameters of an optimizer, in the order of the module; the same on all ranks.
 
     Args:
         channel: over all ranks; collective.
@@ -64,8 +65,8 @@ _OF_WORKER = ("algorithm", "optimizers", "precision", "tensors", "shared")
 _WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momenta
 
 
-class JoinedLion:
-    """A `DistributedLion` that votes with the other workers, and joins them again where it must.
+class VotingSession:
+    """Lets a `DistributedLion` vote with the other workers, through changes of its parameters.
 
     Collective over all ranks.
 
@@ -73,15 +74,15 @@ class JoinedLion:
         module: has the parameters.
         optimizer: of this rank.
         settings: of the vote.
-        channels: to all ranks, to the other workers, to the ranks that form one worker with this.
-        overlaps: votes may start during backward, for nothing changes the gradients after it.
+        channels: between all ranks, the workers, and the ranks of this worker.
+        overlaps: votes may start during backward, because nothing changes the gradients after it.
 
     Attributes:
         stream_ended: some worker's stream has ended with the last step; the same on all of them.
-        voting: the votes as of now.
+        voting: the current votes.
 
     Raises:
-        ValueError: the ranks have not the same parameters in the same order and groups.
+        ValueError: the ranks do not have the same parameters in the same order and groups.
     """
 
     name, replicas = "Distributed Lion", True
@@ -97,6 +98,7 @@ class JoinedLion:
     ) -> None:
         self._module, self._lion, self._settings = module, optimizer, settings
         self._channels, self._overlaps = channels, overlaps
+        self._view = View.of(channels.between)
         self._averaged = self._trainable()  # what is averaged within a node, by name
         self.stream_ended = False
         self.voting = self._join()
@@ -132,27 +134,27 @@ class JoinedLion:
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return what votes were like; shares of ties, zeros, agreement are of the latest step."""
+        """Return figures of the votes for a log; shares are those of the latest step."""
         return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends in a cycle by tag, and the steps of a cycle."""
+        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
         return self.voting.cycle()
 
     # -- beside the steps
 
     def follow_parameters(self) -> None:
-        """Let master copies follow what has been written to parameters."""
+        """Update master copies from what has been written to parameters."""
         self._lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Let floating-point buffers of a checkpoint be their mean over all ranks."""
+        """Average the floating-point buffers of a checkpoint over all ranks."""
         for buffer, mean in averaged_buffers(self._module, self._channels.world, BUFFERS_TAG):
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what all workers must have alike, now and at a resume."""
+        """Return what must be equal on all workers, now and at a resume."""
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -170,14 +172,14 @@ class JoinedLion:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Give every worker the momentum that it had, and new workers the mean of all."""
+        """Give every worker the momentum that it had, and a new worker the mean of all."""
         size, divided = int(was["node_size"]), was.get("inside", _WHOLE) != _WHOLE
         now = self._settings.fingerprint()
         if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold other shards
         place = self._channels.within.rank if divided else 0
-        workers, between = ranks // size, self._channels.between
-        wanted = [between.rank] if between.rank < workers else range(workers)
+        workers, view = ranks // size, self._view
+        wanted = [view.place] if view.place < workers else range(workers)
 
         found = load(worker * size + place for worker in wanted)
         if not found:
@@ -187,12 +189,12 @@ class JoinedLion:
             own["optimizers"] = [mean_momenta([one["optimizers"][0] for one in found])]
 
         said = "every worker takes up the momentum that it had"
-        if between.size > workers:
+        if view.size > workers:
             said += f", workers from {workers} on the mean of all"
         return own, said
 
     def close(self) -> None:
-        """Leave the other workers."""
+        """Stop voting: the optimizer is plain Lion again."""
         self._lion.leave()
 
     # -- inside
@@ -203,13 +205,13 @@ class JoinedLion:
         node, others = (None, within) if divided else (within, None)
         if self._settings.node_size == 1:
             node = None
-        return self._lion.join(named, self._channels.between, self._settings, node, others)
+        return self._lion.join(named, self._view, self._settings, node, others)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
 
     def _check_thawed(self) -> None:
-        """See that DDP averages within a node what is trained; it was told in the beginning."""
+        """Check that DDP averages all trained parameters: it was told which when the fit began."""
         if late := sorted(self._trainable() - self._averaged):
             raise RuntimeError(
                 f"The parameters {late} became trainable after the fit had begun, and with"
@@ -219,14 +221,14 @@ class JoinedLion:
 
 
 def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
-    """Return a training's one optimizer.
+    """Return the only optimizer of a training.
 
     Args:
-        strategy: for the message.
+        strategy: its name, for the message.
         optimizers: of the training; one.
 
     Raises:
-        TypeError: it is another one.
+        TypeError: it is not a `DistributedLion`.
     """
     (optimizer,) = optimizers
     if not isinstance(optimizer, DistributedLion):
@@ -241,14 +243,14 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
 
 
 def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
-    """See that what was loaded is a state of this optimizer's.
+    """Check that a loaded optimizer state has momenta.
 
     Args:
         lion: has loaded it.
         step: after which it was saved.
 
     Raises:
-        ValueError: there are no momenta.
+        ValueError: it has none.
     """
     if step and not any("momentum" in own for own in lion.state.values()):
         raise ValueError(

@@ -180,6 +180,7 @@ class Materializer:
         for child in model.modules():
             if hasattr(child, "_init_weights") and child not in self._owners:
                 self._owners |= dict.fromkeys(child.modules(), child)
+        # a stream of its own: the values do not depend on what the user's code draws
         self._random = torch.Generator().manual_seed(seed).get_state()
         self._saved: dict[Tensor, tuple[SavedWeights, str]] = {}
         for child in model.modules():

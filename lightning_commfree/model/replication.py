@@ -35,6 +35,7 @@ def common_start(
     Raises:
         ValueError: the ranks do not agree; the same error on all of them.
     """
+    # first: tensors of different shapes would make the exchange below hang or mix them up
     check_agreement(channel, {**fingerprint, **_describe(module)})
     tensors = [*module.parameters(), *module.buffers()]
     take_first_rank(channel, (t for t in tensors if not is_part(t)), START_TAG)
@@ -126,6 +127,7 @@ def averaged_buffers(
     if not buffers:
         return
 
+    # `cat` promotes to the widest dtype, and this is the least: a sum in bf16 would lose bits
     least = torch.zeros(0, dtype=torch.float32, device=channel.device)
     flat = torch.cat([least, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
     rows = channel.all_gather(flat, tag).wait()

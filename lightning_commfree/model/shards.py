@@ -53,7 +53,7 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
         return converted
     prefix = f"{name}." if name else ""
     if isinstance(value, dict):
-        result = copy(value)  # of the same class
+        result = copy(value)  # keeps the class, and `_metadata` of a module's state
         for key, child in value.items():
             result[key] = map_nested(child, convert, f"{prefix}{key}")
         return result
@@ -82,7 +82,7 @@ def full_tensors(state: Any, keep: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:
-            full = whole(value)
+            full = whole(value)  # on all ranks: a gather needs each of them
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         return gathered[id(value)]
 
@@ -109,6 +109,7 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
                 f"A tensor of shape {list(values.shape)} was found for one of {list(like.shape)},"
                 f" of which this rank holds {list(mine.shape)}: it must be one of the two."
             )
+        # FSDP gives each rank ceil(rows / ranks) rows, and the last ranks fewer or none
         rows = values.shape[placement.dim]
         start = min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
         values = values.narrow(placement.dim, start, mine.shape[placement.dim])
@@ -147,6 +148,7 @@ class RowShards:
 
     def gather_from_here(self, keep: bool) -> None:
         """Let the module's own `state_dict` gather full tensors from now on."""
+        # a launcher of forked ranks calls it by itself, without asking the strategy
 
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             del module

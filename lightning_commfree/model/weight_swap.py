@@ -226,7 +226,7 @@ class WeightSwap:
         ):
             if trained and not is_same:
                 written.append(name)
-            if trained or is_same:
+            if trained or is_same:  # parameters always: training continues with the local ones
                 tensor.copy_(kept)
         self._aside, self._held, self.is_in = [], [], False
         if written and check:

@@ -97,6 +97,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             raise RuntimeError(
                 f"Parameters were written to after the last step of the fit. {ADVICE}"
             )
+        if self._trains and not self.finished:
+            self.between.average_moved()
         self._swap.put_in(self._shown())
 
     @override
@@ -150,11 +152,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         if stopped_by_hand(self._module):
             yield True
             return
-        if self._trains and not self._saves_under_scores:
-            if self._stopping.no_step_follows():
-                self._finish()
-            if self.finished:
-                self.between.follow_hooks()
+        if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():
+            self._finish()
         self.between.wait_in_flight()
         shown = self._shown()
         stays = self._swap.is_in

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,14 +14,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue
 from torch.multiprocessing import ProcessRaisedException, start_processes
 
 from recipes import compare, finetune, plan, pretrain
 from recipes.configuration.application import FULL_ERROR, HINT, application
 from recipes.configuration.checking import check_config, nearest
-from recipes.configuration.help import CONF, choices
+from recipes.configuration.help import CONF
 from recipes.configuration.sentences import sentence
 from recipes.configuration.signatures import parameters
 from recipes.training.optimizer import warmup_cosine
@@ -59,36 +58,6 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Told:
         return str(stopped.value.code)
 
     return call
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_a_line_for_every_group_and_names_every_choice(name, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["command", "--help"])
-    COMMANDS[name]()
-    shown = capsys.readouterr().out
-    assert f"python -m recipes.{name} " in shown
-    defaults = OmegaConf.load(CONF / f"{name}.yaml").defaults
-    used = {key for entry in defaults if not isinstance(entry, str) for key in entry}
-    used = {group for group in used if " " not in group}  # "override hydra/help"
-    for group in used:
-        assert [line for line in shown.splitlines() if line.startswith(f"{group}  ")], group
-    listed = re.sub(r",\n  ", ", ", shown)
-    for group in used - {"experiment"}:
-        assert f"\n{group}: {', '.join(choices(group))}\n" in listed
-
-
-def test_help_names_the_commands_own_experiments(capsys, monkeypatch) -> None:
-    """`finetune_demo` stood in the page of `pretrain`, which cannot run it."""
-    shown = {}
-    for name in ("pretrain", "compare", "finetune"):
-        monkeypatch.setattr(sys, "argv", ["command", "--help"])
-        COMMANDS[name]()
-        text = re.sub(r",\n  ", ", ", capsys.readouterr().out)
-        [listed] = re.findall(r"^experiment: (.*)$", text, re.MULTILINE)
-        shown[name] = listed.split(", ")
-    assert shown["finetune"] == ["finetune_demo"]
-    assert shown["pretrain"] == shown["compare"]
-    assert sorted(shown["pretrain"] + shown["finetune"]) == choices("experiment")
 
 
 def test_anothers_experiment_is_refused_with_its_command(told) -> None:

@@ -1,11 +1,10 @@
-"""A replica whose ranks hold parts of one model: tensor parallelism, scheduled as Domino does.
+"""A replica whose ranks hold shards of one model: tensor parallelism, scheduled as Domino does.
 
-The model is divided before the optimizer is made, and whole again after the fit. In between
-checkpoints hold full states.
+The model is sharded before the optimizer is made, and full again on every rank after the fit.
 
-Between replicas is either a mean of gradients that knows Domino, or an algorithm that does not know
-it. That one asks a parameter whether it is a part (`comm.parts`); all others are equal on all ranks
-of the group.
+Between replicas is either a mean of gradients that knows Domino, or an algorithm that does not. The
+latter asks each parameter whether it is a shard (`model.shards.is_part`); all others are equal on
+all ranks of the tensor group.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class TensorParallel(DividedModel):
         outside: the axis between groups: `REPLICA` for an algorithm that does not know Domino.
 
     Attributes:
-        sharded: the divided model, from `prepare` to `release`.
+        sharded: the sharded model, from `prepare` to `release`.
     """
 
     same_batch = True
@@ -100,7 +99,7 @@ class TensorParallel(DividedModel):
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Divide the model, and put this rank's part on its device, which need not hold the whole.
+        """Shard the model, and put this rank's shards on its device, which need not hold all of it.
 
         Raises:
             ValueError: some ranks hold the same part, and others another one.
@@ -126,7 +125,7 @@ class TensorParallel(DividedModel):
 
     @override
     def release(self) -> None:
-        """Make the model whole again; collective but after Ctrl-C."""
+        """Give every rank the full model again; collective, except after Ctrl-C."""
         if self.sharded is not None:
             self._left = None
             self.sharded.forget_parts()
@@ -184,7 +183,7 @@ class TensorParallel(DividedModel):
 
     @override
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole module's state on rank 0, see `DividedModel`; collective over all ranks.
+        """Return the module's full state on rank 0; collective over all ranks.
 
         Raises:
             RuntimeError: some rank's weights are not finite; on all ranks.
@@ -197,7 +196,7 @@ class TensorParallel(DividedModel):
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0; after a fit as well.
+        """Return an optimizer's full state on rank 0; after a fit as well.
 
         Each rank's optimizer then holds its part, as in the fit.
 

@@ -201,15 +201,12 @@ def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> N
     assert "saving last.ckpt" in plain
 
 
-def test_other_ranks_have_no_bar(clock, capsys) -> None:
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_a_disabled_bar_and_other_ranks_print_nothing(is_disabled, clock, capsys) -> None:
     bar = StepProgressBar()
-    bar.setup(SimpleNamespace(is_global_zero=False, save_checkpoint=None), None, "fit")
-    _play(bar, clock)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_bar_that_is_disabled_says_nothing(clock, capsys) -> None:
-    bar = StepProgressBar()
-    bar.disable()  # as Lightning does on all ranks but the first
+    if is_disabled:
+        bar.disable()
+    else:
+        bar.setup(SimpleNamespace(is_global_zero=False, save_checkpoint=None), None, "fit")
     _play(bar, clock)
     assert capsys.readouterr().out == ""

@@ -153,8 +153,8 @@ class Llama(Family):
             column(sharding, attention, name, spec)
         row(sharding, attention, "o_proj")
         if self.head_norms:  # a rank's gradient covers only its own heads
-            sharding.share(attention.q_norm)
-            sharding.share(attention.k_norm)
+            sharding.mark_partial_gradients(attention.q_norm)
+            sharding.mark_partial_gradients(attention.k_norm)
         # repeats of each key head on this rank, which has one at least
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharding.set(attention, "num_key_value_groups", groups)

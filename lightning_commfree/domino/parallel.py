@@ -123,7 +123,7 @@ class ParallelModel:
         """Turn the model back into the plain transformers model.
 
         Args:
-            wholes: the full tensor of each of this rank's shards; see `whole_tensor`.
+            wholes: the full tensor of each of this rank's shards; see `gather_full_tensor`.
         """
         for handle in self._handles:
             handle.remove()

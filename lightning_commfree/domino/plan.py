@@ -127,7 +127,7 @@ def apply_plan(sharding: Sharding) -> None:
             continue
         if style == _SHARED_STYLE:
             assert isinstance(module, nn.Module), "`check_plan` refuses single parameters"
-            sharding.share(module)  # a rank's gradient covers only its own heads
+            sharding.mark_partial_gradients(module)  # a rank's gradient covers only its own heads
             continue
         if style == _EXPERTS_STYLE:
             experts(sharding, module)

@@ -141,7 +141,7 @@ class RowShards:
             for name, value in self._module.state_dict().items()
         }
 
-    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+    def full_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's full state in host memory, {} where `keep` is False; collective."""
         state = full_tensors(self.sharded_state_dict(), keep)
         return state if keep else {}
@@ -156,7 +156,7 @@ class RowShards:
 
         self._module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
 
-    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a module's state, full or this rank's, as the module holds it."""
         held = self._module.state_dict()
         return {
@@ -171,12 +171,12 @@ class RowShards:
         """
         return _map_optimizer_state(optimizer, optimizer.state_dict(), shard_like)
 
-    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Return an optimizer's full state as `whole_state_dict` returns the module's."""
+    def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """Return an optimizer's full state as `full_state_dict` returns the module's."""
         state: dict[str, Any] = full_tensors(self.sharded_optimizer_state(optimizer), keep)
         return state if keep else {}
 
-    def part_optimizer_state(
+    def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return an optimizer's state, full or this rank's, as the optimizer holds it."""

@@ -138,7 +138,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = writing_whole(io, maps=self.inside.divides)
+        self._writer = writing_whole(io, maps=self.inside.shards_model)
 
     @override
     def setup_environment(self) -> None:
@@ -168,7 +168,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if not self.inside.divides or self.module.trainer.state.fn != TrainerFn.FITTING:
+        if not self.inside.shards_model or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
@@ -285,12 +285,12 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         read = super().lightning_module_state_dict
-        return self.session.module_state(lambda: self.inside.whole_module(read))
+        return self.session.module_state(lambda: self.inside.full_module_state(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.inside.whole_optimizer(raw, super().optimizer_state(raw))
+        return self.inside.full_optimizer_state(raw, super().optimizer_state(raw))
 
     @property
     @override
@@ -299,11 +299,11 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(self.inside.with_module_parts(checkpoint), strict)
+        super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self.inside.with_optimizer_parts(checkpoint))
+        super().load_optimizer_state_dict(self.inside.with_optimizer_shards(checkpoint))
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:

@@ -34,7 +34,7 @@ class Inside(Protocol):
 
     size: int
     uses_ddp: bool = False
-    divides: bool = False
+    shards_model: bool = False
     same_batch: bool = False
     restores_after_setup: bool = False
 
@@ -127,7 +127,7 @@ class Inside(Protocol):
         """Whether checkpoints are folders now, which all ranks of the first replica write."""
         return False
 
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for a checkpoint: full tensors on rank 0 at least.
 
         `DTensor`s where a folder is saved. Collective within a replica.
@@ -137,8 +137,8 @@ class Inside(Protocol):
         """
         return read()
 
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint, as `whole_module` returns the module's.
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint, as `full_module_state` returns the module's.
 
         Args:
             optimizer: of the latest fit.
@@ -147,11 +147,11 @@ class Inside(Protocol):
         del optimizer
         return state
 
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's shards of the module's state."""
         return checkpoint
 
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's shards of the optimizers' states.
 
         They are full in it, or this rank's already: `ExactResume` puts them in.

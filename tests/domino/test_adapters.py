@@ -94,7 +94,7 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("llama", {"lora_dropout": 0.1}, "its dropout would differ from rank to rank"),
+        ("llama", {"lora_dropout": 0.1}, "its dropout mask would differ between ranks"),
         ("llama", {"use_dora": True}, "DoRA and other variants need full weights"),
         ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "`lora_bias` would be added"),
         ("llama", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),

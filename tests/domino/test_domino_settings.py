@@ -72,7 +72,7 @@ def test_key_heads_that_do_not_fit() -> None:
     model = make("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
     text = (
         "LlamaForCausalLM has 4 key-value heads, and 6 tensor-parallel ranks can neither share them"
-        r" equally nor all hold one\. Choose a `tensor_parallel_size` that divides 4 or is a"
+        r" equally nor hold one each\. Choose a `tensor_parallel_size` that divides 4 or is a"
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 6)

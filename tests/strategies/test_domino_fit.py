@@ -107,7 +107,7 @@ def compiled_whole() -> Any:
 REFUSED: list[Any] = [
     (CausalLM, {}, {}, "ValueError", "has 4 attention heads, which 3 tensor-parallel ranks cannot"),
     (CausalLM, {"tensor_parallel_size": 2}, {}, "ValueError", "`tensor_parallel_size=2` does not"),
-    (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can divide (its"),
+    (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can shard (its"),
     (Compiled, {}, {}, "ValueError", "is compiled already, as `OptimizedModule`"),
     (
         compiled_whole,
@@ -116,15 +116,15 @@ REFUSED: list[Any] = [
         "ValueError",
         "does not support `torch.compile` of the LightningModule",
     ),
-    (Adapted, {}, {}, "ValueError", "its dropout would differ from rank to rank. Set"),
-    (Meta, {}, {}, "ValueError", "2 tensors, 'head.weight' among them, are on the meta device and"),
+    (Adapted, {}, {}, "ValueError", "its dropout mask would differ between ranks. Set"),
+    (Meta, {}, {}, "ValueError", "2 tensors, including 'head.weight', are on the meta device and"),
     (HalfMeta, {}, {}, "ValueError", "2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them"),
     (
         AllMeta,
         {},
         {"verb": "validate"},
         "ValueError",
-        "gives them values in `fit` only",
+        "initializes them only in `fit`",
     ),
     (Manual, {}, {}, "ValueError", "`DominoTPStrategy` does not support manual optimization"),
     (CausalLM, {}, {"precision": "16-true"}, "ValueError", "does not support precision='16-true'"),

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_commfree.comm.job import DATA, REPLICA, Mesh, tensor_mesh
 from lightning_commfree.domino import (
     DominoSettings,
-    OptimizerParts,
+    OptimizerShards,
     ShardedModule,
     check_module,
     check_states,
@@ -33,13 +33,13 @@ from lightning_commfree.domino import (
 )
 from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.strategies.checks import refuse_compiled
-from lightning_commfree.strategies.inside.sharded import DividedModel
+from lightning_commfree.strategies.inside.sharded import ShardedReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-class TensorParallel(DividedModel):
+class TensorParallel(ShardedReplica):
     """Ranks of a tensor group share a model.
 
     Args:
@@ -64,7 +64,7 @@ class TensorParallel(DividedModel):
         super().__init__(strategy, settings)
         self._argument, self._outside = argument, outside
         self.sharded: ShardedModule | None = None
-        self._left: OptimizerParts | None = None  # by the latest fit
+        self._left: OptimizerShards | None = None  # by the latest fit
         self._seen = False  # what optimizers keep
 
     @property
@@ -113,7 +113,7 @@ class TensorParallel(DividedModel):
             model.trial.on_choice = rank_zero_info
         module.to(strategy.root_device)
         if self._outside == REPLICA:
-            self.sharded.mark_parts(self._argument)
+            self.sharded.mark_shards(self._argument)
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
@@ -128,10 +128,10 @@ class TensorParallel(DividedModel):
         """Give every rank the full model again; collective, except after Ctrl-C."""
         if self.sharded is not None:
             self._left = None
-            self.sharded.forget_parts()
+            self.sharded.unmark_shards()
             if self._strategy.module.trainer.state.status != TrainerStatus.INTERRUPTED:
                 self.sharded.join()
-                self._left = self.sharded.optimizer_parts
+                self._left = self.sharded.optimizer_shards
             self.sharded = None
         super().release()
 
@@ -182,7 +182,7 @@ class TensorParallel(DividedModel):
             self.sharded.load_own_state(state)
 
     @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's full state on rank 0; collective over all ranks.
 
         Raises:
@@ -192,10 +192,10 @@ class TensorParallel(DividedModel):
         if self.sharded is not None and strategy.ranks.come():  # they do not after Ctrl-C
             steps = strategy.module.trainer.global_step
             refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
-        return super().whole_module(read)
+        return super().full_module_state(read)
 
     @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's full state on rank 0; after a fit as well.
 
         Each rank's optimizer then holds its part, as in the fit.
@@ -206,11 +206,11 @@ class TensorParallel(DividedModel):
         if self.sharded is not None and self.size > 1:
             check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._left is None:
-            return super().whole_optimizer(optimizer, state)
+            return super().full_optimizer_state(optimizer, state)
         if not self._strategy.ranks.come():  # after Ctrl-C
             return {}
         with self._strategy.ranks.reaching() as channels:
-            return self._left.whole_state_dict(optimizer, channels.within, self._keeps)
+            return self._left.full_state_dict(optimizer, channels.within, self._keeps)
 
 
 def _may_change(module: pl.LightningModule) -> bool:

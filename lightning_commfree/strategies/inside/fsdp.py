@@ -32,7 +32,7 @@ from lightning_commfree.model.replication import common_start, refuse_sync_batch
 from lightning_commfree.model.shards import RowShards
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
-from lightning_commfree.strategies.inside.sharded import DividedModel
+from lightning_commfree.strategies.inside.sharded import ShardedReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 
-class FullyShard(DividedModel):
+class FullyShard(ShardedReplica):
     """Ranks of a replica hold shards of its parameters, gradients and optimizer state.
 
     Args:
@@ -166,17 +166,17 @@ class FullyShard(DividedModel):
     # -- states
 
     @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         states = self.states
         if states is None or not self.saves_folders:
-            return super().whole_module(read)
+            return super().full_module_state(read)
         return states.sharded_state_dict() if self._takes_part() else {}
 
     @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         states = self.states
         if states is None or not self.saves_folders:
-            return super().whole_optimizer(optimizer, state)
+            return super().full_optimizer_state(optimizer, state)
         return states.sharded_optimizer_state(optimizer) if self._takes_part() else {}
 
     @override

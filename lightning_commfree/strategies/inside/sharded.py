@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 class States(Protocol):
     """Full states out of the ranks' shards, collective within a replica, and shards of states."""
 
-    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+    def full_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's full state, {} on ranks that do not `keep` it."""
 
-    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of it."""
 
-    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         """Return an optimizer's full state."""
 
-    def part_optimizer_state(
+    def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return this rank's shards of it."""
 
 
-class DividedModel(Inside):
+class ShardedReplica(Inside):
     """Ranks of a replica hold shards of its model, from before the optimizer is made on.
 
     Args:
@@ -59,7 +59,7 @@ class DividedModel(Inside):
         settings: equal on all of them.
     """
 
-    divides = True
+    shards_model = True
 
     def __init__(self, strategy: ReplicaStrategy, settings: Any) -> None:
         self._strategy, self._settings = strategy, settings
@@ -107,7 +107,7 @@ class DividedModel(Inside):
     # -- states
 
     @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's full state on rank 0, in host memory; {} on other ranks.
 
         Collective within the first replica.
@@ -115,30 +115,30 @@ class DividedModel(Inside):
         states = self.states
         if states is None:
             return read()
-        return states.whole_state_dict(self._keeps) if self._takes_part() else {}
+        return states.full_state_dict(self._keeps) if self._takes_part() else {}
 
     @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0, as `whole_module` does."""
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's full state on rank 0, as `full_module_state` does."""
         states = self.states
         if states is None:
             return state
-        return states.whole_optimizer_state(optimizer, self._keeps) if self._takes_part() else {}
+        return states.full_optimizer_state(optimizer, self._keeps) if self._takes_part() else {}
 
     @override
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         state, states = self._read(checkpoint["state_dict"]), self.states
-        parts = state if states is None else states.part_state_dict(state)
+        parts = state if states is None else states.shard_state_dict(state)
         return {**checkpoint, "state_dict": parts}
 
     @override
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         states = self.states
         if states is None:
             return checkpoint
         saved = zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True)
         parts = [
-            states.part_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
+            states.shard_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
             for optimizer, state in saved
         ]
         return {**checkpoint, "optimizer_states": parts}

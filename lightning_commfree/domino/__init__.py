@@ -20,7 +20,7 @@ A, M       `Sublayer`                    sublayers           2 a layer    attent
 =========  ============================  ==================  ===========  ==========================
 
 Read the algorithm first: `layers` (the sharded modules), `sublayers` (the computation between two
-all-reduces), `splits` (how a batch is split), `schedule` (the order of computation and all-reduces),
+all-reduces), `splits` (how a batch is split), `schedule` (order of computation and all-reduces),
 `auto_split` (choosing the fastest split).
 
 Then how a model is prepared: `sharding` (one layer, one tensor, LoRA), `families` (the scheduled

@@ -417,7 +417,7 @@ class VocabHead(nn.Module):
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return all logits, shape (..., V); under `local_logits` only those of this rank's words."""
+        """Return all logits, shape (..., V); under `local_logits` this rank's, (..., V / t)."""
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias

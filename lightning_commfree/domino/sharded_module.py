@@ -156,9 +156,9 @@ def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module])
     left = [name for name in on_meta(module) if id(tensors[name]) not in gets_values]
     if left:
         raise ValueError(
-            f"{len(left)} tensors, including {left[0]!r}, are on the meta device and have no values."
-            f" `{strategy}` initializes only models with all parameters on the meta device, and"
-            f" only {', '.join(FAMILIES)}. Build the rest on the CPU."
+            f"{len(left)} tensors, including {left[0]!r}, are on the meta device and have no"
+            f" values. `{strategy}` initializes only models that are on it with all parameters,"
+            f" and only {', '.join(FAMILIES)}. Build the rest on the CPU."
         )
 
 
@@ -179,9 +179,7 @@ class OptimizerShards:
     def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
-    def full_state_dict(
-        self, optimizer: Optimizer, channel: Channel, keep: bool
-    ) -> dict[str, Any]:
+    def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
         """Gather an optimizer's full state in CPU memory; {} without `keep`. Collective."""
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}

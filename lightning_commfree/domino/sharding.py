@@ -35,7 +35,7 @@ from lightning_commfree.model.meta_init import Materializer
 class ShardSpec:
     """The sharding of one tensor: each rank holds a range of one dimension.
 
-    A packed q, k, v weight has three equal blocks, and each rank holds the same range of each block.
+    A packed q, k, v weight has three equal blocks; each rank holds the same range of each block.
     Several ranks may hold the same range: with fewer key heads than ranks, ranks share a head.
 
     Attributes:

@@ -110,9 +110,10 @@ def test_a_plan_with_a_style_that_is_not_supported() -> None:
     model = make("phi3")
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "sequence_parallel"}
     text = (
-        r"The tensor-parallel plan of `Phi3ForCausalLM` shards 'layers\.0\.mlp\.down_proj', a"
-        r" `Linear`, as 'sequence_parallel', which is not supported\. Supported are 'colwise', .*"
-        r" of linear layers, and 'moe_tp_experts' of `gate_up_proj` and `down_proj`\."
+        r"The tensor-parallel plan of `Phi3ForCausalLM` gives 'layers\.0\.mlp\.down_proj', a"
+        r" `Linear`, the style 'sequence_parallel', which is not supported\. Supported are"
+        r" 'colwise', .* for linear layers, and 'moe_tp_experts' for experts with `gate_up_proj`"
+        r" and `down_proj`\."
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 2)
@@ -173,7 +174,7 @@ def test_a_refused_model_is_untouched(kind: str) -> None:
 
 def test_key_heads_that_a_plan_cannot_share() -> None:
     text = (
-        "OlmoForCausalLM has 2 key-value heads, which its plan cannot share among 4 ranks"
+        "OlmoForCausalLM has 2 key-value heads, which its plan cannot divide among 4 ranks"
         r"\. Choose a `tensor_parallel_size` that divides 2\."
     )
     with pytest.raises(ValueError, match=text):

@@ -76,7 +76,9 @@ def run(layer: Any, x: Tensor, pick: Any = None) -> Run:
 def parameter(spec: ShardSpec | None, value: Tensor | None, rank: int) -> Any:
     if value is None:
         return None
-    return nn.Parameter(value.detach().clone() if spec is None else spec.shard(value.detach(), rank))
+    return nn.Parameter(
+        value.detach().clone() if spec is None else spec.shard(value.detach(), rank)
+    )
 
 
 def play_columns(channel: Any, transposed: bool, bias: bool) -> Run:

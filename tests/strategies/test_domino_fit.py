@@ -238,7 +238,7 @@ def test_half_precision_stays_near(ranks: list[Any]) -> None:
 def test_one_row_is_split_by_tokens_and_said_once(ranks: list[Any]) -> None:
     assert not ranks[0]["plain"]["said"]
     assert ranks[0]["one row"]["said"] == [
-        "A batch of 1 cannot be split by rows (`split='batch'`); it is split by tokens instead."
+        "A batch of 1 cannot be split by rows (`split='batch'`): using `split='token'` for it."
     ]
 
 

@@ -227,7 +227,7 @@ def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: li
                 assert "it was saved by 4 ranks, these are 2" in text
                 assert "from the checkpoint's weights, with its optimizer state" in text
             assert "tensor_parallel_size was 2 and is 1" in said[0]
-            assert "at the same place in the data. Random numbers that differ from" in said[0]
+            assert "at the same position in the data. Random numbers that differ from" in said[0]
             assert (
                 "The epoch's data, random numbers and the strategy's own state start afresh"
                 in more[0]
@@ -306,6 +306,6 @@ def test_without_a_ranks_file_the_fit_goes_on_and_says_with_what(
             if rank == 0:
                 assert f"the files of rank {gone} below '.commfree/step=5.ckpt/5-" in said[0]
                 assert "with its optimizer state" in said[0]
-                assert ("at the same place in the data" in said[0]) == (gone == 3)
+                assert ("at the same position in the data" in said[0]) == (gone == 3)
             same_place = len(got) == 1 and torch.equal(got[0], batches[5])
             assert same_place == (gone == 3)

@@ -144,7 +144,9 @@ def test_a_plan_for_single_parameters_is_not_supported() -> None:
     """They belong to experts; otherwise they would stay full on every rank and be summed."""
     model = make("olmo")
     model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj.weight": "colwise"}
-    with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, as"):
+    with pytest.raises(
+        ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, the style"
+    ):
         divided(model, 2)
 
 

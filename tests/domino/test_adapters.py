@@ -95,8 +95,8 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
     ("kind", "changes", "text"),
     [
         ("llama", {"lora_dropout": 0.1}, "its dropout mask would differ between ranks"),
-        ("llama", {"use_dora": True}, "DoRA and other variants need full weights"),
-        ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "`lora_bias` would be added"),
+        ("llama", {"use_dora": True}, "DoRA and other LoRA variants need full weights"),
+        ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "would add `lora_bias` to"),
         ("llama", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
         ("llama", {"target_modules": ["embed_tokens"]}, "it is not LoRA of a plain linear layer"),
         ("olmo", {}, "`OlmoForCausalLM` has adapters, which the tensor-parallel plan"),

@@ -30,8 +30,8 @@ def test_what_only_pickle_loads_is_left_out_and_said(tmp_path: Path) -> None:
     part = {"loaders": plain(state), "schedulers": plain(state), "ahead": plain(state)}
     assert set(part.values()) == {None}
     loader, scheduler, batch = needing_pickle({"loops": loops, "lr_schedulers": state}, part, 2)
-    assert "state of a training data loader holds more than tensors and plain values" in loader
-    assert "scheduler holds more than tensors and plain values, and every rank gets" in scheduler
+    assert "state of a training data loader contains more than tensors and plain values" in loader
+    assert "scheduler contains more than tensors and plain values, so every rank gets" in scheduler
     assert needing_pickle({"loops": loops, "lr_schedulers": state}, part, 1) == [batch]
     assert needing_pickle({"loops": {}}, {**part, "ahead": []}, 2) == []
     assert not (tmp_path / "ran").exists()

@@ -123,11 +123,11 @@ def too_large(rank: int, size: int, folder: Path, kind: str) -> Any:
 def test_a_disk_that_is_full_ends_all_ranks_with_a_sentence(kind: str, tmp_path: Path) -> None:
     texts = run_ranks(too_large, SIZE, tmp_path, tmp_path, kind)
     for text in texts:  # of whichever file was met first
-        assert "cannot be written: OSError: [Errno 27] File too large. It has 0." in text
-        assert "MB are missing. " in text
-        assert "Make room, or give `ModelCheckpoint(dirpath=...)`" in text
+        assert "cannot be written: OSError: [Errno 27] File too large. It needs 0." in text
+        assert "MB missing)." in text
+        assert "set another folder in `ModelCheckpoint(dirpath=...)`" in text
     assert texts[0] == texts[1]
-    assert ("Rank 1 cannot write its part of a checkpoint" in texts[0]) == (kind != "domino")
+    assert ("Rank 1 cannot write its rank file of a checkpoint" in texts[0]) == (kind != "domino")
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
     assert not list(tmp_path.rglob(".*.writing"))
 
@@ -156,8 +156,8 @@ def test_what_a_full_disk_lacks_is_said(tmp_path: Path) -> None:
     ((text, files),) = run_ranks(fill_a_disk, 1, tmp_path, tmp_path)
     if not text:
         pytest.skip("a tmpfs can be mounted by root only")
-    assert "OSError: [Errno 28] No space left on device. It has 1.00 MB, of which 0.6" in text
-    assert "MB are missing. What was there before is as it was." in text
+    assert "OSError: [Errno 28] No space left on device. It needs 1.00 MB, but only 0.6" in text
+    assert "MB missing). The existing file is unchanged." in text
     assert files == ["last.ckpt"]
 
 

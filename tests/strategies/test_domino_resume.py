@@ -224,7 +224,7 @@ def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: li
         _, _, more = found["one of two"]
         if rank == 0:
             for text in (*said, *more):
-                assert "it was saved by 4 ranks, these are 2" in text
+                assert "it was saved by 4 ranks, but this fit has 2" in text
                 assert "from the checkpoint's weights, with its optimizer state" in text
             assert "tensor_parallel_size was 2 and is 1" in said[0]
             assert "at the same position in the data. Random numbers that differ from" in said[0]
@@ -304,7 +304,7 @@ def test_without_a_ranks_file_the_fit_goes_on_and_says_with_what(
         for gone, (local, got, said) in found.items():
             assert all(tensor.isfinite().all() for tensor in local[-1].values())
             if rank == 0:
-                assert f"the files of rank {gone} below '.commfree/step=5.ckpt/5-" in said[0]
+                assert f"the rank files of rank {gone} in '.commfree/step=5.ckpt/5-" in said[0]
                 assert "with its optimizer state" in said[0]
                 assert ("at the same position in the data" in said[0]) == (gone == 3)
             same_place = len(got) == 1 and torch.equal(got[0], batches[5])

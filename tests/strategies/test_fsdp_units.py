@@ -99,5 +99,5 @@ def test_units_are_names(units: Any) -> None:
 
 @pytest.mark.parametrize("kind", [StreamingDiLoCoStrategy, DistributedLionStrategy])
 def test_one_rank_has_nothing_to_divide(kind: Any) -> None:
-    with pytest.raises(ValueError, match="divides a replica among its ranks, and with"):
+    with pytest.raises(ValueError, match="shards a model over several ranks, but with"):
         kind(inside=UNITS)

@@ -1,8 +1,9 @@
 """The two parts of a strategy: a layout inside each replica, and an algorithm between replicas.
 
 *Inside* a replica, one or several ranks hold and compute one model. *Between* replicas, an
-algorithm exchanges weights, gradients or votes. `ReplicaStrategy` calls one of each in the Trainer's
-hooks: to add a strategy, write an algorithm or a layout, and a subclass that combines them.
+algorithm exchanges weights, gradients or votes. `ReplicaStrategy` calls one of each in the
+Trainer's hooks: to add a strategy, write an algorithm or a layout, and a subclass that combines
+them.
 """
 
 from __future__ import annotations

@@ -268,7 +268,11 @@ def test_key_heads_that_several_ranks_hold_are_refused(played: Any) -> None:
     [
         (StreamingDiLoCoStrategy, {}, "with `replica_size=1` it has one"),
         (DistributedLionStrategy, {}, "with `node_size=1` it has one"),
-        (DistributedLionStrategy, {"node_size": 2, "ties": "random"}, "does not go with `inside="),
+        (
+            DistributedLionStrategy,
+            {"node_size": 2, "ties": "random"},
+            "does not work with `inside=",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(strategy: Any, settings: Any, text: str) -> None:

@@ -95,7 +95,7 @@ def test_callbacks_that_copy_the_undivided_model_are_refused(said: list[dict[str
         assert refused
         for name, text in refused.items():
             assert text.startswith(
-                f"`DominoTPStrategy` does not support the callback `{name}`: it copies the whole"
+                f"`DominoTPStrategy` does not support the callback `{name}`: it copies the full"
             )
 
 

@@ -46,13 +46,13 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "Strategy` got the argument `find_unused_parameters`. It takes `sync_every`, `num_fra",
+            "Strategy` does not take the argument `find_unused_parameters`. It takes `sync_",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
         (
             {"replica_size": 2, "overlap_step": 2},
             TypeError,
-            "Strategy` got the argument `overlap_step`. Did you mean `overlap_steps`? It takes",
+            "Strategy` does not take the argument `overlap_step`. Did you mean `overlap_steps`?",
         ),
         ({"replica_size": 2, "bucket_cap_mbb": 2}, TypeError, "Did you mean `bucket_cap_mb`?"),
     ],

@@ -190,7 +190,7 @@ def handle_signals(
         patches.put(connector, "_slurm_sigusr_handler_fn", slurm)
 
 
-def tell_sigterm(trainer: pl.Trainer) -> None:
+def set_sigterm_received(trainer: pl.Trainer) -> None:
     """Tell the Trainer that SIGTERM was received, so that it ends the fit after this step."""
     trainer._signal_connector.received_sigterm = True
 
@@ -217,13 +217,13 @@ def add_to_rows(
 _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)
 
 
-class _Left(NamedTuple):
+class _NoResult(NamedTuple):
     """Put into the result queue by a rank that exits without a result."""
 
     by_sigterm: bool
 
 
-class OrderlyLauncher(_Launcher):  # type: ignore[misc]
+class CleanExitLauncher(_Launcher):  # type: ignore[misc]
     """Lightning's process launcher, with clean exits: if ranks exit, the launcher does too."""
 
     def _wrapping_function(
@@ -238,11 +238,11 @@ class OrderlyLauncher(_Launcher):  # type: ignore[misc]
                 trainer._teardown()
             if process_idx == 0 and not end.code:  # else the launching process sees the code
                 return_queue = args[3]  # after the function, its args and its kwargs
-                return_queue.put(_Left(by_sigterm))
+                return_queue.put(_NoResult(by_sigterm))
             raise
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        if not isinstance(worker_output, _Left):
+        if not isinstance(worker_output, _NoResult):
             super()._recover_results_in_main_process(worker_output, trainer)
             return
         # `on_exception` has already run on the ranks; in this process it would save the untrained
@@ -253,7 +253,7 @@ class OrderlyLauncher(_Launcher):  # type: ignore[misc]
         raise SIGTERMException if worker_output.by_sigterm else SystemExit
 
 
-def orderly(
+def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
     """Return a launcher whose ranks exit cleanly, in place of Lightning's.
@@ -265,7 +265,7 @@ def orderly(
     2. The launcher assumes success and waits forever for the first rank's result. No `on_exception`
        hook has run, because Lightning calls them in the launching process.
 
-    With `OrderlyLauncher` the ranks run these hooks, the first rank reports that there is no
+    With `CleanExitLauncher` the ranks run these hooks, the first rank reports that there is no
     result, and the launching process exits as the ranks did.
 
     Args:
@@ -278,7 +278,7 @@ def orderly(
     if launcher is None or not LAUNCH.works(None):
         return launcher
     if start_method != "popen":
-        launcher = OrderlyLauncher(strategy, start_method)
+        launcher = CleanExitLauncher(strategy, start_method)
     launcher.launch = partial(_check_and_launch, check, launcher.launch)
     return launcher
 
@@ -326,7 +326,7 @@ def count_step(trainer: pl.Trainer) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
-def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
+def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
     """Take over the loader states that Lightning has still to load."""
     states: list[dict[str, Any]] = []
     if LOADERS.works(trainer):
@@ -335,7 +335,7 @@ def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
     return states
 
 
-def reloaded_at(trainer: pl.Trainer, epoch: int) -> None:
+def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
     """Record that the training loaders were last reloaded in this epoch."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch

@@ -12,14 +12,14 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_commfree.resume.files import FilePath, local_path, write_whole
+from lightning_commfree.resume.files import FilePath, local_path, write_atomic
 from lightning_commfree.resume.folders import read_folder
 
 # earlier releases of Lightning have no such argument
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's `TorchCheckpointIO` with atomic writes; also reads checkpoint folders.
 
     Args:
@@ -59,16 +59,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or local_path(path) is None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            write_whole(checkpoint, path)
+            write_atomic(checkpoint, path)
 
 
-def writing_whole(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
+def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
     """Return the user's plugin or the default; plugins that wrap another one wrap the default."""
     if plugin is None:
-        return WholeCheckpointIO(maps)
+        return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):
         # it accepts only the first one, so set it before Lightning does
-        plugin.checkpoint_io = WholeCheckpointIO(maps)
+        plugin.checkpoint_io = AtomicCheckpointIO(maps)
     return plugin
 
 

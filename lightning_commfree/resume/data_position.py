@@ -28,13 +28,13 @@ from lightning_commfree.lightning_internals import (
     Patches,
     data_fetcher,
     in_accumulation,
-    loaded_later,
-    reloaded_at,
+    set_last_reload,
+    take_loader_states,
 )
-from lightning_commfree.resume.loops import Moment, left_out, restore_loops
-from lightning_commfree.resume.rank_files import plain
+from lightning_commfree.resume.loops import Moment, restore_loops, skipped_hooks
+from lightning_commfree.resume.rank_files import plain_or_none
 
-Drawn = dict[str, Any]  # generator states: "random": the host's; "generators": the loaders' own
+GeneratorStates = dict[str, Any]  # "random": the host's; "generators": the loaders' own
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        # a tensor, because `plain` and `map_nested` would visit each of the 625 numbers
+        # a tensor, because `plain_or_none` and `map_nested` would visit each of the 625 numbers
         "python": (version, torch.tensor(numbers), gauss),
     }
     if device.type == "cuda":  # only this rank's device: a resume may see other devices
@@ -82,14 +82,14 @@ def loader_generators(loaders: Iterable[object]) -> list[torch.Generator]:
     return list(dict.fromkeys(one for one in given if isinstance(one, torch.Generator)))
 
 
-def drawn(loaders: Iterable[object]) -> Drawn:
+def generator_states(loaders: Iterable[object]) -> GeneratorStates:
     """Return the states of the host's generators and of the loaders' own."""
     generators = [generator.get_state() for generator in loader_generators(loaders)]
     return {"random": random_state(torch.device("cpu")), "generators": generators}
 
 
-def set_drawn(state: Drawn | None, loaders: Iterable[object]) -> None:
-    """Restore the generator states that `drawn` returned; do nothing for None."""
+def set_generator_states(state: GeneratorStates | None, loaders: Iterable[object]) -> None:
+    """Restore the generator states that `generator_states` returned; do nothing for None."""
     if state is not None:
         set_random_state(state["random"], torch.device("cpu"))
         set_generators(state["generators"], loaders)
@@ -132,8 +132,8 @@ class EpochStart:
 
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
         self._trainer, self._restored = trainer, False
-        self.iterator: Drawn | None = None
-        self.batch: Drawn | None = None
+        self.iterator: GeneratorStates | None = None
+        self.batch: GeneratorStates | None = None
         # the states at the latest preparation of a training loader
         self._host: dict[str, Any] | None = None
         self._prepared: dict[torch.Generator, Tensor] = {}
@@ -178,10 +178,10 @@ class EpochStart:
         """
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
 
-    def _now(self) -> Drawn:
-        return drawn(training_loaders(self._trainer))
+    def _now(self) -> GeneratorStates:
+        return generator_states(training_loaders(self._trainer))
 
-    def _when_prepared(self) -> Drawn | None:
+    def _when_prepared(self) -> GeneratorStates | None:
         """Return the generator states when the first epoch's loaders were prepared."""
         if self._host is None:
             return None
@@ -214,8 +214,8 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
     return {
         "random": random_state(trainer.strategy.root_device),
         "epoch_start": begin.state_dict(),
-        "loaders": plain(_loader_states(checkpoint)),
-        "ahead": plain([*ahead]),
+        "loaders": plain_or_none(_loader_states(checkpoint)),
+        "ahead": plain_or_none([*ahead]),
     }
 
 
@@ -282,7 +282,9 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
     return loops.get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
 
 
-def restore_place(trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]) -> list[str]:
+def restore_data_position(
+    trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
+) -> list[str]:
     """Restore loops, loaders and random numbers, as the last step before training.
 
     1. Saved in the middle of an epoch: draw the epoch's order again from the recorded generator
@@ -306,19 +308,19 @@ def restore_place(trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
     loaders = training_loaders(trainer)
     if every := int(cast(Any, trainer).reload_dataloaders_every_n_epochs):
         latest = moment.epoch if moment.begun or opened else max(moment.epoch - 1, 0)
-        reloaded_at(trainer, latest // every * every)
+        set_last_reload(trainer, latest // every * every)
     set_epoch(moment.epoch, loaders)
     set_random_state(own["random"], trainer.strategy.root_device)
 
     # Lightning does not load these itself if it considers the epoch finished
-    later = loaded_later(trainer)
+    later = take_loader_states(trainer)
     states = own["loaders"] or later
     if states:
         stateful = [loader for loader in loaders if hasattr(loader, "load_state_dict")]
         for loader, state in zip(stateful, states, strict=True):
             loader.load_state_dict(state)
 
-    texts = left_out(trainer, moment)
+    texts = skipped_hooks(trainer, moment)
     at_batch = (moment.begun and not moment.trained) or (not moment.begun and moment.epoch == 0)
     if at_batch and MID_EPOCH.works(trainer):
         begin.load_state_dict(own["epoch_start"], begun=moment.begun)
@@ -351,9 +353,9 @@ def _restore_iterator(
     for loader in loaders:
         if moment.epoch == 0 and getattr(loader, "_iterator", None) is not None:
             loader._iterator = None  # persistent workers, which `setup_data` seeded differently
-    set_drawn(begin.iterator, loaders)
+    set_generator_states(begin.iterator, loaders)
     iter(fetcher)
-    set_drawn(begin.batch, loaders)
+    set_generator_states(begin.batch, loaders)
     for _ in range(moment.batches):
         next(fetcher.iterator)  # not `next(fetcher)`: Lightning has restored its counters already
     return []

@@ -46,13 +46,19 @@ from lightning_commfree.resume.data_position import (
     data_state,
     half_accumulated,
     not_saved,
-    restore_place,
+    restore_data_position,
 )
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
 from lightning_commfree.resume.loops import restore_loops
 from lightning_commfree.resume.own_tensors import OwnTensors
-from lightning_commfree.resume.rank_files import Owner, RankFiles, copied, local_tensors, plain
+from lightning_commfree.resume.rank_files import (
+    Owner,
+    RankFiles,
+    copy_to_cpu,
+    local_tensors,
+    plain_or_none,
+)
 
 KEY = "lightning_commfree"  # the checkpoint's entry
 _ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
@@ -108,7 +114,7 @@ class Resumable(Protocol):
 
 
 @contextmanager
-def failing_as_one(ranks: Any) -> Iterator[None]:
+def fail_together(ranks: Any) -> Iterator[None]:
     """If the body fails on any rank, raise an error on all ranks.
 
     A rank whose body has not failed raises the error text of the first rank whose body has.
@@ -179,7 +185,7 @@ class Save:
 
     def load(self, wanted: Iterable[int]) -> list[State]:
         """Return the own states of the `wanted` ranks, or [] if any is missing; collective."""
-        with failing_as_one(self._ranks):
+        with fail_together(self._ranks):
             found = [self.own_state(rank) for rank in wanted]
         complete = all(self._ranks.all_flags(None not in found))
         return [state for state in found if state is not None and complete]
@@ -212,7 +218,7 @@ class Save:
         folder = self.entry["folder"]
         return f"the rank files of rank {missing} in {folder!r} are missing" if missing else ""
 
-    def adopted_by(self, algorithm: Resumable) -> tuple[State, str]:
+    def adopt(self, algorithm: Resumable) -> tuple[State, str]:
         """Return the own state for an inexact resume, and a description of it; collective."""
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
@@ -263,7 +269,7 @@ class ExactResume:
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
         if save.entry.get("ranks") == self._ranks.size:
-            with failing_as_one(self._ranks):
+            with fail_together(self._ranks):
                 self._own = save.own_state(self._ranks.rank)
         self._save = save
         if self._fit is not None:
@@ -295,7 +301,7 @@ class ExactResume:
         if "random" not in own:
             restore_loops(fit.trainer)
             return bool(own)
-        lost = [*own["lost"], *restore_place(fit.trainer, self._epoch_start, own)]
+        lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
         _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
         if lost:
             rank_zero_warn(f"Resuming is not exact in these points: {'; '.join(lost)}.")
@@ -305,7 +311,7 @@ class ExactResume:
         """Restore the state that must be in place before Lightning restores the rest."""
         self._save = None
         if reason := save.why_not_exact(fit.algorithm, self._own is not None):
-            self._own, kept = save.adopted_by(fit.algorithm)
+            self._own, kept = save.adopt(fit.algorithm)
             rank_zero_warn(
                 f"Resuming from {str(save.path)!r} is not exact: {reason}. Every rank starts from"
                 f" the checkpoint's weights, {kept}."
@@ -358,7 +364,7 @@ class ExactResume:
 
         owner, files = Owner(ranks.rank, ranks.size, token), RankFiles(filepath)
         shared, own = self._state(fit, checkpoint)
-        with failing_as_one(ranks):
+        with fail_together(ranks):
             if owner.rank == 0:
                 checkpoint[KEY] = {
                     "ranks": ranks.size,
@@ -384,7 +390,7 @@ class ExactResume:
             "algorithm": algorithm_own,
             "inside": fit.inside.state_dict(),
             "gradients": half_accumulated(trainer),
-            "schedulers": plain(checkpoint.get("lr_schedulers")),
+            "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)
@@ -404,14 +410,14 @@ class ExactResume:
     def _write(self, checkpoint: State, filepath: FilePath, options: Any) -> None:
         """Write a checkpoint file on rank 0, or a folder on all ranks of the first replica."""
         strategy = self._strategy
-        with failing_as_one(self._ranks):
+        with fail_together(self._ranks):
             if strategy.inside.saves_folders:
                 if self._ranks.rank < strategy.inside.size:
                     write_folder(checkpoint, filepath, strategy.channels.within)
                 return
             if strategy.is_global_zero and writes_later(strategy.checkpoint_io):
                 # Lightning before 2.6 does not copy, and would write tensors that changed meanwhile
-                checkpoint = copied(checkpoint)
+                checkpoint = copy_to_cpu(checkpoint)
             DDPStrategy.save_checkpoint(strategy, checkpoint, filepath, options)
 
     # -- removing

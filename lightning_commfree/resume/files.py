@@ -7,7 +7,7 @@ the old file.) The hidden name is always the same, so the next save replaces the
 killed one.
 
 `torch.save` writes a checksum (CRC-32) of every record, but `torch.load` ignores them.
-`check_whole` compares them, at about 0.3 s per GB in the page cache.
+`verify_file` compares them, at about 0.3 s per GB in the page cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WRITING = ".writing"  # suffix of the hidden name
 _FOLDER_BIT = 0x10  # in a zip record's attributes: the record is a folder
 
 
-def write_whole(state: Any, path: FilePath) -> None:
+def write_atomic(state: Any, path: FilePath) -> None:
     """Write a file atomically with `torch.save`; missing parent folders are made.
 
     Args:
@@ -133,7 +133,7 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
-def read_whole(path: FilePath, weights_only: bool = True) -> Any:
+def read_verified(path: FilePath, weights_only: bool = True) -> Any:
     """Verify and read a file that `torch.save` wrote, with tensors on the CPU.
 
     Args:
@@ -143,7 +143,7 @@ def read_whole(path: FilePath, weights_only: bool = True) -> Any:
     Raises:
         RuntimeError: the file is damaged, or contains objects that `weights_only` refuses.
     """
-    check_whole(path)
+    verify_file(path)
     try:
         with fsspec.open(str(path), "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=weights_only)
@@ -159,13 +159,13 @@ def read_whole(path: FilePath, weights_only: bool = True) -> Any:
 
 
 @contextmanager
-def reading_whole(path: FilePath) -> Iterator[None]:
+def verified_reading(path: FilePath) -> Iterator[None]:
     """Verify a checkpoint before the body reads it, and explain read errors from the body.
 
     Raises:
         RuntimeError: the file is damaged.
     """
-    check_whole(path)
+    verify_file(path)
     try:
         yield
     except (RuntimeError, EOFError, OSError, ValueError) as error:
@@ -175,7 +175,7 @@ def reading_whole(path: FilePath) -> Iterator[None]:
         raise damaged(path, error) from error
 
 
-def check_whole(path: FilePath) -> None:
+def verify_file(path: FilePath) -> None:
     """Verify the checksums of a file that `torch.save` wrote.
 
     Other kinds of files, and files on remote file systems, are not checked.
@@ -188,12 +188,12 @@ def check_whole(path: FilePath) -> None:
         return
     try:
         if zipfile.is_zipfile(local):
-            check_records(local)
+            verify_records(local)
     except Exception as error:  # zipfile raises all kinds of errors for a damaged directory
         raise damaged(path, error) from error
 
 
-def check_records(archive: Path | IO[bytes]) -> None:
+def verify_records(archive: Path | IO[bytes]) -> None:
     """Verify the checksums of all records in a zip archive that `torch.save` wrote.
 
     Raises:

@@ -48,12 +48,12 @@ from lightning_commfree.comm.handshake import gather_texts
 from lightning_commfree.model.shards import map_nested
 from lightning_commfree.resume.files import (
     FilePath,
-    check_records,
     damaged,
     local_path,
-    read_whole,
+    read_verified,
     sync_folder,
-    write_whole,
+    verify_records,
+    write_atomic,
 )
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
@@ -124,7 +124,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
         return
     try:
         _check_complete(half)
-        write_whole(rest, half / REST)
+        write_atomic(rest, half / REST)
         _remove(before)
         if target.exists():
             os.replace(target, before)
@@ -198,7 +198,7 @@ class FolderTensor:
         return values
 
 
-def with_values(state: Any) -> Any:
+def read_folder_tensors(state: Any) -> Any:
     """Read all `FolderTensor`s in nested containers, in full."""
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
@@ -214,7 +214,7 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
     Raises:
         RuntimeError: it is damaged, or contains objects that `weights_only` refuses.
     """
-    rest = read_whole(folder / REST, weights_only)
+    rest = read_verified(folder / REST, weights_only)
     try:
         reader = _Reader(folder)
         metadata = reader.read_metadata()
@@ -237,14 +237,14 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
         saved = map_nested(rest, in_folder)
     except KeyError as error:  # checkpoint.pt and .metadata are from different saves
         raise damaged(folder / _METADATA, error) from error
-    return saved if lazy else with_values(saved)
+    return saved if lazy else read_folder_tensors(saved)
 
 
 def _check_shard(path: Path, offset: int, length: int) -> None:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            check_records(BytesIO(file.read(length)))
+            verify_records(BytesIO(file.read(length)))
     except Exception as error:
         raise damaged(path, error) from error
 
@@ -311,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.file.is_dir():
         parser.error(f"{str(options.file)!r} is a folder. Give the path of a file.")
     try:
-        write_whole(read_folder(options.folder, not options.trust), options.file)
+        write_atomic(read_folder(options.folder, not options.trust), options.file)
     except RuntimeError as error:
         parser.exit(1, f"{error}\n")
     print(

@@ -110,7 +110,7 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         count_step(trainer)
 
 
-def left_out(trainer: pl.Trainer, moment: Moment) -> list[str]:
+def skipped_hooks(trainer: pl.Trainer, moment: Moment) -> list[str]:
     """Return messages about hooks that ran after the save but not after a resume."""
     texts, module = [], trainer.lightning_module
     if moment.in_hook and is_overridden("on_train_batch_end", module, pl.LightningModule):

@@ -33,7 +33,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch import Tensor
 
 from lightning_commfree.model.shards import map_nested, own
-from lightning_commfree.resume.files import FilePath, read_whole, write_whole
+from lightning_commfree.resume.files import FilePath, read_verified, write_atomic
 
 FOLDER = ".commfree"
 
@@ -74,7 +74,7 @@ class RankFiles:
         """
         file = f"{self._root}/{owner.token}/rank_{owner.rank}.pt"
         try:
-            write_whole({**owner._asdict(), "state": local_tensors(state)}, file)
+            write_atomic({**owner._asdict(), "state": local_tensors(state)}, file)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 f"Rank {owner.rank} cannot write its rank file of a checkpoint, {file!r}: {error}"
@@ -96,7 +96,7 @@ class RankFiles:
         file = self._find(folder, owner.rank)
         if file is None:
             return None
-        saved = read_whole(file, weights_only)
+        saved = read_verified(file, weights_only)
         if not isinstance(saved, dict) or not {*Owner._fields, "state"} <= saved.keys():
             raise _refused(file, "it is not a rank file")
         found = Owner(*(saved[field] for field in Owner._fields))
@@ -160,7 +160,7 @@ def local_tensors(state: Any) -> Any:
     return map_nested(state, lambda value, _: own(value) if isinstance(value, Tensor) else value)
 
 
-def copied(state: Any, only: Sequence[Tensor] | None = None) -> Any:
+def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     """Copy the tensors of nested containers to CPU memory.
 
     Args:
@@ -186,7 +186,7 @@ def copied(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     return map_nested(state, copy)
 
 
-def plain(state: Any) -> Any:
+def plain_or_none(state: Any) -> Any:
     """Return the state if it consists of plain values and tensors, else None.
 
     Rank files are loaded without unpickling arbitrary objects, so only such states can be saved.

@@ -13,7 +13,12 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lion import LionSettings, VotingSession, only_lion, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen, name_of
+from lightning_commfree.strategies.inside import (
+    FSDPSettings,
+    TensorParallel,
+    choose_layout,
+    layout_name,
+)
 from lightning_commfree.strategies.lockstep import LockstepSession
 
 
@@ -87,14 +92,14 @@ class DistributedLionStrategy(ReplicaStrategy):
         check_drift_every: int = 100,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(chosen(self, inside, node_size, "node_size"), **ddp_kwargs)
+        super().__init__(choose_layout(self, inside, node_size, "node_size"), **ddp_kwargs)
         self.settings = LionSettings(
             vote,
             ties,
             momentum_sync_every,
             nonfinite,
             node_size,
-            name_of(inside),
+            layout_name(inside),
             check_drift_every,
         )
         if ties == "random" and isinstance(self.inside, TensorParallel):

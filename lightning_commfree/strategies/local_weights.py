@@ -26,7 +26,7 @@ from lightning_commfree.comm.ledger import END
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.model.replication import common_start
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
-from lightning_commfree.resume.rank_files import copied
+from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -112,7 +112,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         with self._settled() as stays:
             state = read()
             # what is frozen stays what it is: it may be large
-            return state if stays else copied(state, only=self._swap.in_module)
+            return state if stays else copy_to_cpu(state, only=self._swap.in_module)
 
     @override
     def check_save(self) -> None:

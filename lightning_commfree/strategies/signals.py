@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_commfree.lightning_internals import Patches, handle_signals, tell_sigterm
+from lightning_commfree.lightning_internals import Patches, handle_signals, set_sigterm_received
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DeferredSigterm:
         """Tell the Trainer that SIGTERM was received; on all ranks, after the same step."""
         if self._trainer.is_global_zero and not self._has_said:
             self._say("Another rank received SIGTERM: all ranks stop together after this step.")
-        tell_sigterm(self._trainer)
+        set_sigterm_received(self._trainer)
 
     def _on_requeue(self, signum: int, frame: FrameType | None) -> None:
         """Handle SLURM's signal ahead of a time limit as SIGTERM."""

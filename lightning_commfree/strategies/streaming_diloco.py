@@ -23,7 +23,7 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import REPLICAS, refuse_callbacks
-from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
+from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, layout_name
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
@@ -121,7 +121,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         outer_device: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(chosen(self, inside, replica_size, "replica_size"), **ddp_kwargs)
+        super().__init__(choose_layout(self, inside, replica_size, "replica_size"), **ddp_kwargs)
         self.settings = DiLoCoSettings(
             sync_every,
             num_fragments,
@@ -131,7 +131,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             wire_dtype,
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
-            name_of(inside),
+            layout_name(inside),
             nonfinite,
             evaluate,
             check_drift_every,

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import VALIDATION
 from lightning_commfree.model.shards import is_part
-from lightning_commfree.resume.files import write_whole
+from lightning_commfree.resume.files import write_atomic
 from lightning_commfree.resume.folders import is_folder, read_folder
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
@@ -244,5 +244,5 @@ def load_trained(checkpoint: Path) -> LanguageModel:
         return LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")
     with TemporaryDirectory(dir=checkpoint.parent) as place:
         file = Path(place) / "one.ckpt"
-        write_whole(read_folder(checkpoint), file)
+        write_atomic(read_folder(checkpoint), file)
         return LanguageModel.load_from_checkpoint(file, map_location="cpu")

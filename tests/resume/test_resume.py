@@ -169,7 +169,7 @@ def other_worlds(rank: int, size: int, folder: Path) -> Any:
 
 def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
     for texts in run_ranks(other_worlds, 2, tmp_path, tmp_path):
-        assert "the files of rank 1 below" in texts["gone"][0][0]
+        assert "the rank files of rank 1 in" in texts["gone"][0][0]
         assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]
         assert not texts["link"][0]
         assert not texts["moved"][0]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.domino import TensorGroup
 from lightning_commfree.resume import exact
-from lightning_commfree.resume.data_position import restore_place
+from lightning_commfree.resume.data_position import restore_data_position
 from lightning_commfree.resume.exact import ExactResume
 from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
 from tests.strategies.models import Drawn, Recorder, quiet_trainer
@@ -102,13 +102,13 @@ STOPS = {"shuffled": (1, 3, 5), "drawn": (2, 3)}  # 3: the end of an epoch
 MISTAKES = {  # what a resume without it would be
     "a rank's own random numbers": (TensorGroup, "load_own_state", lambda *_: None),
     "random numbers": (ExactResume, "restore_position", lambda *_: None),
-    "every group's own loader": (exact, "restore_place", lambda *to: as_rank_0(*to)),
+    "every group's own loader": (exact, "restore_data_position", lambda *to: as_rank_0(*to)),
 }
 
 
 def as_rank_0(trainer: Any, begin: Any, data: dict[str, Any]) -> list[str]:
     """Lightning has restored its loader on all ranks."""
-    return restore_place(trainer, begin, {**data, "loaders": None})
+    return restore_data_position(trainer, begin, {**data, "loaders": None})
 
 
 FORGETFUL = {"shuffled": 5, "drawn": 2}  # from where

@@ -25,7 +25,7 @@ from lightning_commfree import (
 from lightning_commfree.model.fsdp import why_not_divided
 from lightning_commfree.model.shards import whole
 from lightning_commfree.resume import folders
-from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import is_folder, read_folder
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
@@ -311,4 +311,4 @@ def test_what_is_missing_is_named(played: Any, tmp_path: Path, file: str) -> Non
     folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
     (folder / file).unlink()
     with pytest.raises(RuntimeError, match=rf"a\.ckpt/{file}' cannot be read"):
-        WholeCheckpointIO().load_checkpoint(folder)
+        AtomicCheckpointIO().load_checkpoint(folder)

@@ -63,18 +63,25 @@ class DataParallel(Inside):
         return replica_mesh(world_size, self.size, self._argument)
 
 
-__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorParallel", "chosen", "name_of"]
+__all__ = [
+    "DataParallel",
+    "FSDPSettings",
+    "FullyShard",
+    "TensorParallel",
+    "choose_layout",
+    "layout_name",
+]
 
 
 _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
-def name_of(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
+def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
     """Return the layout as recorded for exact resume; FSDP's settings do not affect results."""
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
-def chosen(
+def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
     """Return the layout for a strategy's argument `inside`.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
-from lightning_commfree.lightning_internals import OrderlyLauncher
+from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
     accumulating,
@@ -30,7 +30,7 @@ from lightning_commfree.model.fsdp import (
 from lightning_commfree.model.meta_init import Materializer
 from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
 from lightning_commfree.model.shards import RowShards
-from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
 from lightning_commfree.strategies.inside.sharded import ShardedReplica
 
@@ -84,7 +84,7 @@ class FullyShard(ShardedReplica):
             return False
         parameters = self._strategy.module.parameters()
         # a user's own plugin writes files
-        ours = type(self._strategy.checkpoint_io) is WholeCheckpointIO
+        ours = type(self._strategy.checkpoint_io) is AtomicCheckpointIO
         return ours and sum(p.numel() * p.itemsize for p in parameters) > limit
 
     @override
@@ -132,7 +132,7 @@ class FullyShard(ShardedReplica):
         super().release()
         self._in_fit = False
         states = self.states
-        if states is not None and isinstance(self._strategy.launcher, OrderlyLauncher):
+        if states is not None and isinstance(self._strategy.launcher, CleanExitLauncher):
             states.gather_from_here(keep=self._strategy.local_rank == 0)
 
     @override

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_commfree.model.fsdp import check_optimizers
 from lightning_commfree.model.meta_init import described, on_meta
 from lightning_commfree.model.replication import START_TAG, common_start
-from lightning_commfree.resume.folders import with_values
+from lightning_commfree.resume.folders import read_folder_tensors
 from lightning_commfree.strategies.checks import (
     PARTS,
     check_training,
@@ -150,13 +150,13 @@ class ShardedReplica(Inside):
 
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Read the tensors of a module's state that are still in a checkpoint folder."""
-        found: Mapping[str, Any] = with_values(state)
+        found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Read the tensors of an optimizer's state that are still in a checkpoint folder."""
         del optimizer
-        found: Mapping[str, Any] = with_values(state)
+        found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     @property

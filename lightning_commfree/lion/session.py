@@ -1,6 +1,6 @@
-"""One `DistributedLion` that votes with other workers, for the length of a training.
+"""A `DistributedLion` that votes with other workers for the length of a fit.
 
-Before they vote, all workers compare the parameters, their order and their groups.
+All workers compare parameters, their order and their groups before they vote.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from lightning_commfree.model.replication import averaged_buffers
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[str, nn.Parameter]]:
-    """Name the parameters of an optimizer, in the order of the module; the same on all ranks.
+    """Return an optimizer's named parameters in module order; check that all ranks have the same.
 
     Args:
-        channel: over all ranks; collective.
-        module: that holds the parameters.
+        channel: channel over all ranks; collective.
+        module: the module that contains the parameters.
         groups: `param_groups` of the optimizer.
 
     Raises:
-        ValueError: the module does not hold all of them, or names, groups or hyperparameters are
-            not the same on all ranks.
+        ValueError: some parameters are not in the module, or names, groups or hyperparameters
+            differ between ranks.
     """
     group_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
     named = [(name, p) for name, p in module.named_parameters() if p in group_of]
     if len(named) < len(group_of):
         raise ValueError(
-            f"{len(group_of) - len(named)} parameters of `DistributedLion` belong to no"
-            " submodule of the LightningModule, so the ranks could not agree on them. Register"
-            " them, or leave them out of the optimizer."
+            f"{len(group_of) - len(named)} parameters of `DistributedLion` belong to no submodule"
+            " of the LightningModule, so the ranks cannot compare them by name. Register them in"
+            " the module, or remove them from the optimizer."
         )
 
     fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
@@ -60,29 +60,29 @@ def agree_on_parameters(
 
 
 BUFFERS_TAG = "buffers"
-# entries of a rank's own state that belong to a worker, wherever it trains
-_OF_WORKER = ("algorithm", "optimizers", "precision", "tensors", "shared")
-_WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momenta
+# entries of a rank's own state that belong to the worker, even if it resumes on another rank
+_WORKER_STATE = ("algorithm", "optimizers", "precision", "tensors", "shared")
+_DDP = repr("ddp")  # `inside` setting with which every rank of a node has all momenta
 
 
 class VotingSession:
-    """Lets a `DistributedLion` vote with the other workers, through changes of its parameters.
+    """Run the votes of a `DistributedLion`, also when its parameters change.
 
     Collective over all ranks.
 
     Args:
-        module: has the parameters.
-        optimizer: of this rank.
-        settings: of the vote.
-        channels: between all ranks, the workers, and the ranks of this worker.
-        overlaps: votes may start during backward, because nothing changes the gradients after it.
+        module: the module that contains the parameters.
+        optimizer: this rank's optimizer.
+        settings: settings of the vote.
+        channels: channels between all ranks, the workers, and the ranks of this worker.
+        overlaps: whether votes may start during backward: nothing changes the gradients after it.
 
     Attributes:
-        stream_ended: some worker's stream has ended with the last step; the same on all of them.
+        stream_ended: whether any worker's data stream ended with the last step; the same on all.
         voting: the current votes.
 
     Raises:
-        ValueError: the ranks do not have the same parameters in the same order and groups.
+        ValueError: the ranks have different parameters, or in a different order or groups.
     """
 
     name, replicas = "Distributed Lion", True
@@ -99,25 +99,25 @@ class VotingSession:
         self._module, self._lion, self._settings = module, optimizer, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
-        self._averaged = self._trainable()  # what is averaged within a node, by name
+        self._averaged = self._trainable()  # names of parameters that DDP averages within a node
         self.stream_ended = False
         self.voting = self._join()
 
     # -- in a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Send two flags with the votes of every step; see `Voting.stop` and `stream_ends`."""
+        """Send two flags with the votes of every step; see `stop` and `stream_ends` of `Voting`."""
         self.voting.stop, self.voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer's step in the body.
+        """Vote in the optimizer step that runs in the body.
 
         Raises:
-            RuntimeError: parameters of a node of several ranks have become trainable.
+            RuntimeError: parameters became trainable, and a node has several ranks.
         """
         if not self._lion.is_voted_on or self._lion.voting is not self.voting:
-            before = self.voting  # somebody has added parameters to the optimizer
+            before = self.voting  # the user has added parameters to the optimizer
             self.voting = self._join()
             self.voting.load_state_dict(before.state_dict())
             self.send_flags(before.stop, before.stream_ends)
@@ -127,42 +127,42 @@ class VotingSession:
             yield
 
     def after_step(self, stop: bool) -> bool:
-        """Return whether some worker wanted to stop, as it said in the step (`send_flags`)."""
+        """Return whether any worker wanted to stop, by its flag in the step (`send_flags`)."""
         del stop
         stop_agreed, self.voting.stop_agreed = self.voting.stop_agreed, False
         self.stream_ended, self.voting.stream_ended = self.voting.stream_ended, False
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the votes for a log; shares are those of the latest step."""
+        """Return metrics of the votes by name, for logging; shares are those of the last step."""
         return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle."""
         return self.voting.cycle()
 
-    # -- beside the steps
+    # -- outside of steps
 
     def follow_parameters(self) -> None:
-        """Update master copies from what has been written to parameters."""
+        """Update master copies from parameters that were written to."""
         self._lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
-        """Average the floating-point buffers of a checkpoint over all ranks."""
+        """Average the persistent floating-point buffers over all ranks."""
         for buffer, mean in averaged_buffers(self._module, self._channels.world, BUFFERS_TAG):
             buffer.copy_(mean)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all workers, now and at a resume."""
+        """Return the settings that must be equal on all workers and after a resume."""
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the votes, which all workers have equally."""
+        """Return the state of the votes, which is equal on all workers."""
         return self.voting.state_dict(), {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         del own
         self.voting.load_state_dict(shared)
 
@@ -172,8 +172,17 @@ class VotingSession:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Give every worker the momentum that it had, and a new worker the mean of all."""
-        size, divided = int(was["node_size"]), was.get("inside", _WHOLE) != _WHOLE
+        """Resume with another number of ranks: workers keep their momenta, new ones get the mean.
+
+        Args:
+            was: the settings of the save.
+            ranks: the number of ranks that saved it.
+            load: returns the saved states of some ranks.
+
+        Returns:
+            This rank's state and a sentence about it; None if no momenta can be used.
+        """
+        size, divided = int(was["node_size"]), was.get("inside", _DDP) != _DDP
         now = self._settings.fingerprint()
         if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
             return None  # these ranks hold other shards
@@ -184,14 +193,14 @@ class VotingSession:
         found = load(worker * size + place for worker in wanted)
         if not found:
             return None
-        own = {name: found[0][name] for name in _OF_WORKER if name in found[0]}
+        own = {name: found[0][name] for name in _WORKER_STATE if name in found[0]}
         if len(found) > 1:
             own["optimizers"] = [mean_momenta([one["optimizers"][0] for one in found])]
 
-        said = "every worker takes up the momentum that it had"
+        message = "every worker continues with its own momentum"
         if view.size > workers:
-            said += f", workers from {workers} on the mean of all"
-        return own, said
+            message += f", workers from {workers} on with the mean of all"
+        return own, message
 
     def close(self) -> None:
         """Stop voting: the optimizer is plain Lion again."""
@@ -211,11 +220,11 @@ class VotingSession:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
 
     def _check_thawed(self) -> None:
-        """Check that DDP averages all trained parameters: it was told which when the fit began."""
+        """Check that DDP averages all trained parameters: it saw only those of the fit's start."""
         if late := sorted(self._trainable() - self._averaged):
             raise RuntimeError(
-                f"The parameters {late} became trainable after the fit had begun, and with"
-                f" `node_size={self._settings.node_size}` their gradients are not averaged over a"
+                f"The parameters {late} became trainable after the fit had begun, so with"
+                f" `node_size={self._settings.node_size}` their gradients are not averaged within a"
                 " node. Make them trainable before `fit`, or use `node_size=1`."
             )
 
@@ -243,18 +252,14 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
 
 
 def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
-    """Check that a loaded optimizer state has momenta.
-
-    Args:
-        lion: has loaded it.
-        step: after which it was saved.
+    """Check that an optimizer state that was loaded from a checkpoint has momenta.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has none, although it was saved after `step` > 0 steps.
     """
     if step and not any("momentum" in own for own in lion.state.values()):
         raise ValueError(
-            f"The checkpoint was saved after {step} steps and its optimizer state has no momentum,"
-            " so it is not one of `DistributedLion`. Resume with the optimizer of the save, or load"
-            " the weights alone: `fit` without `ckpt_path`, after `load_from_checkpoint`."
+            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum:"
+            " it is from another optimizer than `DistributedLion`. Resume with that optimizer, or"
+            " load only the weights: `load_from_checkpoint`, then `fit` without `ckpt_path`."
         )

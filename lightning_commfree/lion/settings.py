@@ -1,4 +1,4 @@
-"""The settings of Distributed Lion, validated when they are made."""
+"""Settings of Distributed Lion, validated on creation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class LionSettings:
-    """The settings of the vote; `DistributedLionStrategy` documents each.
+    """Settings of the vote; `DistributedLionStrategy` documents each of them.
 
     Raises:
-        ValueError: a value is outside its range.
-        TypeError: a value has another type.
+        ValueError: a value is out of range.
+        TypeError: a value has the wrong type.
     """
 
     vote: str = "majority"
@@ -26,7 +26,7 @@ class LionSettings:
     momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
-    inside: Any = "ddp"  # a name, or a value of Domino's settings, which this package cannot import
+    inside: Any = "ddp"  # a name, or Domino settings, whose class this package must not import
     check_drift_every: int = 100
 
     def __post_init__(self) -> None:
@@ -52,8 +52,8 @@ class LionSettings:
 
         if self.vote == "average" and self.ties != "zero":
             raise ValueError(
-                f"`ties={self.ties!r}` means nothing with `vote='average'`, whose mean of a tie is"
-                " 0. Leave `ties` at 'zero', or vote by 'majority'."
+                f"`ties={self.ties!r}` has no effect with `vote='average'`, where a tie averages to"
+                " 0. Leave `ties` at 'zero', or use `vote='majority'`."
             )
 
     def fingerprint(self) -> dict[str, str]:

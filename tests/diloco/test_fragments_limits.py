@@ -71,7 +71,7 @@ def test_a_tensor_without_elements_leaves_no_fragment_empty() -> None:
 
 
 def test_nothing_to_train_is_refused() -> None:
-    message = r"no trainable parameters.*Set `requires_grad=True` on what is to be trained"
+    message = r"no trainable parameters.*Set `requires_grad=True` on some"
     for module in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
         with pytest.raises(ValueError, match=message):
             split_into_fragments(module, None, "strided")

@@ -154,7 +154,7 @@ def test_any_torch_optimizer_gets_fp32_tensors_in_the_parameters_shapes() -> Non
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("sgd", "str")])
 def test_a_factory_that_makes_no_optimizer_is_refused(made: Any, name: str) -> None:
     text = (
-        rf"`outer_optimizer` returned a {name}; it must take a list of parameters and return a"
+        rf"`outer_optimizer` returned a {name}, but it must take a list of parameters and return a"
         r" `torch\.optim\.Optimizer`, like `functools\.partial\(torch\.optim\.SGD, lr=0\.4\)`"
     )
     with pytest.raises(TypeError, match=text):

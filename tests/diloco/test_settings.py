@@ -61,7 +61,7 @@ def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
 REFUSED = [
     (
         {"evaluate": "local"},
-        r"`evaluate='local'` is unknown. Choose 'outer', the outer weights, or 'mean'",
+        r"`evaluate='local'` is unknown. Choose 'outer' \(the outer weights\) or 'mean'",
     ),
     ({"nonfinite": "skip"}, r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'"),
     ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),

@@ -224,7 +224,7 @@ def test_a_parameter_written_to_in_between_is_refused_and_the_local_copy_is_back
     module, diloco = after_some_steps(6)
     local = all_bits(module)
     with (
-        pytest.raises(RuntimeError, match=r"\['head.weight'\] were written to while the module"),
+        pytest.raises(RuntimeError, match=r"\['head.weight'\] were modified while the module"),
         diloco.weight_swap.outer_weights(),
         torch.no_grad(),
     ):

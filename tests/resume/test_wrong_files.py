@@ -181,7 +181,7 @@ def after_a_step() -> tuple[nn.Linear, DistributedLion]:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda s: s[0].update(momentum=torch.ones(3, 2)), r"\[2, 3\], and it has torch.float32"),
+        (lambda s: s[0].update(momentum=torch.ones(3, 2)), r"\[2, 3\], but it has torch.float32"),
         (lambda s: s[1].update(momentum=torch.ones(2).bfloat16()), "has torch.bfloat16 of shape"),
         (lambda s: s.update({0: {"exp_avg": torch.ones(2, 3)}}), "it has 'exp_avg'"),
     ],
@@ -228,5 +228,5 @@ def no_momenta(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_a_fit_does_not_go_on_without_momenta(tmp_path: Path) -> None:
     ((none, wrong),) = run_ranks(no_momenta, 1, tmp_path, tmp_path)
-    assert "was saved after 2 steps and its optimizer state has no momentum" in none
-    assert "and it has torch.float32 of shape [5]" in wrong
+    assert "was saved after 2 steps, but its optimizer state has no momentum" in none
+    assert "but it has torch.float32 of shape [5]" in wrong

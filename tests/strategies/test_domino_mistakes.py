@@ -75,7 +75,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_an_optimizer_made_before_the_fit_is_refused(said: list[dict[str, str]]) -> None:
     for texts in said:
         assert texts["early"].startswith("The optimizer holds ")
-        assert "Make both in `configure_optimizers`" in texts["early"]
+        assert "Create both in `configure_optimizers`" in texts["early"]
 
 
 def test_an_optimizer_that_looks_at_whole_rows_is_refused(said: list[dict[str, str]]) -> None:

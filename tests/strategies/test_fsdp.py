@@ -260,7 +260,7 @@ def refused(rank: int, size: int) -> list[str]:
 
 def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
     for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
-        assert "was made before the fit" in early
+        assert "was created before the fit" in early
         assert "'head' is compiled already" in wrapped
         assert "does not support precision='16-true'" in fp16
 
@@ -359,7 +359,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(faults, 4, tmp_path, folder)
     for found in ranks:
         assert "global copies of fragment 1 differ" in found["Drifting"]
-        assert "replica 0 (ranks 0 to 1) sent of fragment 0 is not finite" in found["Broken"]
+        assert "fragment 0 from replica 0 (ranks 0 to 1) is not finite" in found["Broken"]
     assert "half accumulated are lost" in ranks[0]["half"]
 
 

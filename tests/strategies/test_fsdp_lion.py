@@ -164,7 +164,7 @@ def test_another_layout_goes_on_from_the_weights_and_says_so(played: Any) -> Non
     """Parts take up the momentum that the worker had as a whole one; not the other way round."""
     first, parts_of_whole = played[0][0], played[0][0]["fsdp", "ddp"]
     assert "inside was 'ddp' and is 'fsdp'" in parts_of_whole["said"]
-    assert "takes up the momentum that it had" in parts_of_whole["said"]
+    assert "continues with its own momentum" in parts_of_whole["said"]
     whole_of_parts = first["ddp", "fsdp"]
     assert "inside was 'fsdp' and is 'ddp'" in whole_of_parts["said"]
     assert len(whole_of_parts["local"]) == STEPS - 9

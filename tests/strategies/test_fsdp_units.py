@@ -93,7 +93,7 @@ def test_one_unit_is_not_inside_of_another() -> None:
 
 @pytest.mark.parametrize("units", ["Stage", [Stage], 3])
 def test_units_are_names(units: Any) -> None:
-    with pytest.raises(TypeError, match=r"`units=.*` must be names of classes. Give a list: \['St"):
+    with pytest.raises(TypeError, match=r"`units=.*` must be a list of class names, such as \['St"):
         FSDPSettings(units)
 
 

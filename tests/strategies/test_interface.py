@@ -53,7 +53,7 @@ def test_the_ranks_find_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"), [(2, "do not reach each other (Gloo conn"), (1, "Gloo")]
+    ("nodes", "said"), [(2, "cannot connect to each other (Gloo conn"), (1, "Gloo")]
 )
 def test_where_they_do_not_the_error_says_what_to_set(
     nodes: int, said: str, monkeypatch: pytest.MonkeyPatch

@@ -115,7 +115,7 @@ def test_changed_settings_keep_every_momentum_and_say_so(ranks: list[Any], folde
         assert all(map(torch.equal, momenta, saved[rank]))
         if rank == 0:
             assert "ties was 'random' and is 'zero'" in said[0]
-            assert "every worker takes up the momentum that it had." in said[0]
+            assert "every worker continues with its own momentum." in said[0]
 
 
 def other_size(rank: int, size: int, folder: Path, path: Path, **settings: Any) -> Any:

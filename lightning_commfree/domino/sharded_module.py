@@ -38,7 +38,7 @@ from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharding import ShardSpec, gather_full_tensor
 from lightning_commfree.model.fsdp import refuse_wrapped
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.shards import mark_part
+from lightning_commfree.model.shards import mark_shard
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:
@@ -294,12 +294,12 @@ class ShardedModule:
                     f" heads than ranks. With `inside='domino'`, set `{argument}` to at most"
                     f" {len(shards)}."
                 )
-            mark_part(parameter, len(shards) > 1)
+            mark_shard(parameter, len(shards) > 1)
 
     def unmark_shards(self) -> None:
         """Remove the marks of `mark_shards`."""
         for parameter in self._module.parameters():
-            mark_part(parameter, False)
+            mark_shard(parameter, False)
 
     # -- states
 

@@ -1,9 +1,9 @@
 """Sharded tensors: access this rank's shard, gather full tensors, and shard full tensors.
 
 The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
-rows. Domino's are plain tensors with a mark (`mark_part`). Code that exchanges, saves or compares
-tensors works on the rank's own memory (`own`). Checkpoints contain full tensors (`full_tensors`),
-from which each rank takes its shard on loading (`shard_like`).
+rows. Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
+tensors works on the rank's own memory (`local_tensor`). Checkpoints contain full tensors
+(`full_tensors`), from which each rank takes its shard on loading (`shard_like`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 
-def own(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor that this rank holds, detached: the full tensor or its local shard."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def mark_part(parameter: nn.Parameter, is_part: bool) -> None:
+def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
     """Mark whether a plain parameter is only a shard, with the others on other ranks."""
-    parameter.is_part_of_replica = is_part  # type: ignore[attr-defined]
+    parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is sharded over the ranks of the replica."""
-    return isinstance(tensor, DTensor) or getattr(tensor, "is_part_of_replica", False)
+    return isinstance(tensor, DTensor) or getattr(tensor, "is_shard_of_replica", False)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor; collective over the ranks that hold its shards."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
@@ -81,7 +81,7 @@ def full_tensors(state: Any, keep: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:
-            full = whole(value)  # on all ranks: a gather needs each of them
+            full = full_tensor(value)  # on all ranks: a gather needs each of them
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         return gathered[id(value)]
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.model.replication import differ_from_first
-from lightning_commfree.model.shards import is_part, own
+from lightning_commfree.model.shards import is_shard, local_tensor
 
 TAG = "save"  # in the ledger
 
@@ -43,18 +43,20 @@ class OwnTensors:
         # A large frozen base model is the same on all ranks. Comparing digests, 8 bytes per tensor,
         # keeps it out of the rank files.
         for channel, sharded in ((channels.world, False), (channels.between, True)):
-            some = {name: one for name, one in persistent.items() if is_part(one) == sharded}
+            some = {name: one for name, one in persistent.items() if is_shard(one) == sharded}
             differ = differ_from_first(channel, list(some.values()), TAG)
             found |= {name: some[name] for name, is_own in zip(some, differ, strict=True) if is_own}
         now = _digests(others)
         changed = {name for name, one in now.items() if one != self._at_begin.get(name)}
         found |= {name: others[name] for name in changed}
-        return {name: own(tensor) for name, tensor in found.items()}
+        return {name: local_tensor(tensor) for name, tensor in found.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore the tensors that `state` returned; replace buffers that now have another size."""
-        tensors = {name: own(one) for kind in self._tensors() for name, one in kind.items()}
+        tensors = {
+            name: local_tensor(one) for kind in self._tensors() for name, one in kind.items()
+        }
         for name, saved in state.items():
             tensor = tensors.get(name)
             if tensor is not None and tensor.shape == saved.shape:
@@ -89,9 +91,11 @@ def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if not (is_lazy(tensor) or tensor.is_meta) and own(tensor).layout == torch.strided
+        if not (is_lazy(tensor) or tensor.is_meta) and local_tensor(tensor).layout == torch.strided
     }
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: int(digest(own(tensor).contiguous())) for name, tensor in tensors.items()}
+    return {
+        name: int(digest(local_tensor(tensor).contiguous())) for name, tensor in tensors.items()
+    }

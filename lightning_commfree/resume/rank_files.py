@@ -32,7 +32,7 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch import Tensor
 
-from lightning_commfree.model.shards import map_nested, own
+from lightning_commfree.model.shards import local_tensor, map_nested
 from lightning_commfree.resume.files import FilePath, read_verified, write_atomic
 
 FOLDER = ".commfree"
@@ -157,7 +157,9 @@ def _refused(file: str, why: str) -> RuntimeError:
 
 def local_tensors(state: Any) -> Any:
     """Return nested containers with each `DTensor` replaced by this rank's local tensor."""
-    return map_nested(state, lambda value, _: own(value) if isinstance(value, Tensor) else value)
+    return map_nested(
+        state, lambda value, _: local_tensor(value) if isinstance(value, Tensor) else value
+    )
 
 
 def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
@@ -173,7 +175,7 @@ def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     def copy(value: Any, _: str) -> Any:
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
             return value
-        local = own(value)
+        local = local_tensor(value)
         if shared is not None and local.untyped_storage().data_ptr() not in shared:
             return value
         key: Any = id(value)

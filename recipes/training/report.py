@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import VALIDATION
-from lightning_commfree.model.shards import is_part
+from lightning_commfree.model.shards import is_shard
 from lightning_commfree.resume.files import write_atomic
 from lightning_commfree.resume.folders import is_folder, read_folder
 from recipes.data.training_data import TrainingData
@@ -144,7 +144,7 @@ class RunReport(pl.Callback):
             self._report_failure(trainer, "After training", failure)
             return
         summary = self._summarize(trainer, loss)
-        if any(map(is_part, module.parameters())):  # rank 0 has only a shard of them
+        if any(map(is_shard, module.parameters())):  # rank 0 has only a shard of them
             assert summary.checkpoint is not None, "a fit ends with one"
             module = load_trained(Path(summary.checkpoint))
         with stage("exporting the model"):

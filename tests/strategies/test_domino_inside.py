@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.domino import DominoSettings
-from lightning_commfree.model.shards import is_part
+from lightning_commfree.model.shards import is_shard
 from tests.strategies.causal_lm import CausalLM, words
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
@@ -43,7 +43,7 @@ class Look(pl.Callback):
         self.parts: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        named = [(name, p, is_part(p)) for name, p in module.named_parameters()]
+        named = [(name, p, is_shard(p)) for name, p in module.named_parameters()]
         self.copies.append({name: p.detach().clone() for name, p, part in named if not part})
         self.parts.append({name: p.detach().clone() for name, p, part in named if part})
 

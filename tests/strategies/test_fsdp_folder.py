@@ -23,7 +23,7 @@ from lightning_commfree import (
     StreamingDiLoCoStrategy,
 )
 from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import whole
+from lightning_commfree.model.shards import full_tensor
 from lightning_commfree.resume import folders
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import is_folder, read_folder
@@ -248,7 +248,7 @@ class Begun(pl.Callback):
         self.state = {}
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.state = {key: whole(value).clone() for key, value in module.state_dict().items()}
+        self.state = {key: full_tensor(value).clone() for key, value in module.state_dict().items()}
 
 
 def test_models_on_meta_and_other_strategies_read_it(tmp_path: Path) -> None:

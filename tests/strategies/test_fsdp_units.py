@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_commfree import DistributedLionStrategy, FSDPSettings, StreamingDiLoCoStrategy
 from lightning_commfree.model.blocks import outermost
 from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import whole
+from lightning_commfree.model.shards import full_tensor
 from tests.strategies.models import Tiny, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
@@ -65,7 +65,7 @@ def fit(rank: int, size: int, inside: Any) -> Any:
     except ValueError as error:
         return str(error)
     units = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
-    return {name: whole(p).clone() for name, p in module.named_parameters()}, units
+    return {name: full_tensor(p).clone() for name, p in module.named_parameters()}, units
 
 
 def fits(rank: int, size: int) -> Any:

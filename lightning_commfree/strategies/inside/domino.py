@@ -4,7 +4,7 @@ The model is sharded before the optimizer is created, and full again on every ra
 
 Between replicas, `DominoTPStrategy` averages gradients (`domino.data_parallel`). The algorithms of
 other strategies do not know Domino; they check whether a parameter is a shard
-(`model.shards.is_part`). All other parameters are the same on all ranks of the tensor group.
+(`model.shards.is_shard`). All other parameters are the same on all ranks of the tensor group.
 """
 
 from __future__ import annotations

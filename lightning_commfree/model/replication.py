@@ -17,7 +17,7 @@ from lightning_commfree.model.shards import is_shard, local_tensor
 START_TAG = "start"  # ledger tag of traffic before the first step
 
 
-def common_start(
+def broadcast_initial_weights(
     channel: Channel,
     module: nn.Module,
     fingerprint: Mapping[str, str],

@@ -18,7 +18,7 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
+from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
 from lightning_commfree.strategies.checks import check_training
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.domino import TensorParallel
@@ -53,7 +53,7 @@ class DataParallel(Inside):
     @override
     def prepare(self, strategy: Any) -> None:
         refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
-        common_start(strategy.channels.world, strategy.module, strategy.fingerprint())
+        broadcast_initial_weights(strategy.channels.world, strategy.module, strategy.fingerprint())
         if self.uses_ddp:
             set_ddp_group(strategy, strategy.channels.within.group)
             DDPStrategy.configure_ddp(strategy)

@@ -22,13 +22,13 @@ from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
     accumulating,
-    divide,
+    apply_fsdp,
     refuse_wrapped,
     step_bytes,
-    why_not_divided,
+    why_unavailable,
 )
 from lightning_commfree.model.meta_init import Materializer
-from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
+from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
 from lightning_commfree.model.shards import RowShards
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
@@ -62,19 +62,19 @@ class FullyShard(ShardedReplica):
         argument: str,
         settings: FSDPSettings,
     ) -> None:
-        if why := why_not_divided():
+        if why := why_unavailable():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or use 'ddp'.")
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
-        self._divided: nn.Module | None = None
+        self._sharded: nn.Module | None = None
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
     @override
     def states(self) -> RowShards | None:
-        divided = self._divided
-        here = divided is self._strategy.lightning_module  # not a module of an earlier fit
-        return RowShards(divided) if divided is not None and here else None
+        sharded = self._sharded
+        here = sharded is self._strategy.lightning_module  # not a module of an earlier fit
+        return RowShards(sharded) if sharded is not None and here else None
 
     @property
     @override
@@ -96,7 +96,7 @@ class FullyShard(ShardedReplica):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         super().check(strategy, trainer)
-        if strategy.module is not self._divided:
+        if strategy.module is not self._sharded:
             refuse_wrapped(type(strategy).__name__, strategy.module)
 
     @override
@@ -105,17 +105,17 @@ class FullyShard(ShardedReplica):
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
-        if module is self._divided:  # an earlier fit sharded it
-            common_start(channels.world, module, fingerprint, channels.between)
+        if module is self._sharded:  # an earlier fit sharded it
+            broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         else:
             seed = self._start()
             fill = Materializer(module, seed) if self._was_on_meta else None
             replicas = self.mesh(strategy.world_size).groups(DATA)
             units = self._settings.units
-            divide(module, replicas, strategy.global_rank, device, fill, units)
-            self._divided = module
+            apply_fsdp(module, replicas, strategy.global_rank, device, fill, units)
+            self._sharded = module
             if fill is not None and fill.reads:  # ranks may have read values from different disks
-                common_start(channels.world, module, fingerprint, channels.between)
+                broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         module.to(device)
 
     @override

@@ -53,7 +53,7 @@ from lightning_commfree.domino.gradients import (
     sum_shared,
 )
 from lightning_commfree.domino.layers import TensorGroup
-from lightning_commfree.domino.parallel import ParallelModel, check_divisible
+from lightning_commfree.domino.parallel import ParallelModel
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import (
     OptimizerShards,
@@ -65,7 +65,6 @@ from lightning_commfree.domino.sharded_module import (
     refuse_meta,
 )
 from lightning_commfree.domino.sharding import ShardSpec, gather_full_tensor
-from lightning_commfree.model.meta_init import on_meta
 
 __all__ = [
     "FAMILIES",
@@ -77,14 +76,12 @@ __all__ = [
     "ShardSpec",
     "ShardedModule",
     "TensorGroup",
-    "check_divisible",
     "check_batch",
     "check_module",
     "check_states",
     "find_models",
     "gradient_norm",
     "looks_finite",
-    "on_meta",
     "refuse_meta",
     "refuse_nonfinite",
     "refuse_nonfinite_weights",

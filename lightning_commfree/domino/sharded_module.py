@@ -357,14 +357,10 @@ class ShardedModule:
         for model in self.models:
             sum_shared(model.sharding.specs, model.group)
 
-    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the Euclidean norm of the full gradient of this rank's parameters; collective."""
-        return gradient_norm(parameters, self.specs, self.models[0].group)
-
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the full gradient, each element counted once; collective."""
         parameters = parameters_of(optimizer)
-        norm = self.gradient_norm(parameters)
+        norm = gradient_norm(parameters, self.specs, self.models[0].group)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
     # -- the end

@@ -77,11 +77,12 @@ class Resumable(Protocol):
     """
 
     name: str
-    replicas: bool
-    free_at_resume: frozenset[str]
+    replicas: bool = True
+    free_at_resume: frozenset[str] = frozenset()
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same for an exact resume."""
+        """Return the settings that must be the same on all ranks and at an exact resume."""
+        return {}
 
     def state_dict(self) -> tuple[State, State]:
         """Return the state shared by all replicas, and this rank's own state.
@@ -109,8 +110,10 @@ class Resumable(Protocol):
 
         Returns:
             Some entries of an own state, and a description of what is kept, which continues "Every
-            rank starts from the checkpoint's weights, ". Or None on all ranks.
+            rank starts from the checkpoint's weights, ". Or None on all ranks, to reuse nothing.
         """
+        del was, ranks, load
+        return None
 
 
 @contextmanager

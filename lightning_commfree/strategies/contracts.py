@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
 from lightning_commfree.model.weight_swap import WeightSwap
-from lightning_commfree.resume.exact import Resumable, State
+from lightning_commfree.resume.exact import Resumable
 
 
 class Inside(Protocol):
@@ -171,9 +171,6 @@ class Between(Resumable, Protocol):
     checkpoints are in `Resumable`.
     """
 
-    replicas: bool = True
-    free_at_resume: frozenset[str] = frozenset()
-
     def stepping(self) -> AbstractContextManager[None]:
         """Wrap an optimizer step: forward, backward, clipping, update."""
         return nullcontext()
@@ -196,17 +193,6 @@ class Between(Resumable, Protocol):
     def cycle(self) -> tuple[Mapping[str, float], int]:
         """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
         ...
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same on all ranks and at an exact resume."""
-        return {}
-
-    def adopt(
-        self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
-    ) -> tuple[State, str] | None:
-        """Reuse nothing of a save by other ranks or with other settings."""
-        del was, ranks, load
-        return None
 
     def close(self) -> None:
         """Release resources, after a fit or an error."""

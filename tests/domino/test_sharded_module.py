@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.domino import DominoSettings, ShardedModule, ShardSpec, check_batch
+from lightning_commfree.domino import (
+    DominoSettings,
+    ShardedModule,
+    ShardSpec,
+    check_batch,
+    gradient_norm,
+)
 from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
@@ -60,7 +66,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
 
     module.loss().backward()
     sharded.sum_shared_gradients()
-    found["norm"] = sharded.gradient_norm(module.parameters())
+    found["norm"] = gradient_norm(module.parameters(), sharded.specs, sharded.models[0].group)
     module.zero_grad()
     whole = sharded.full_state_dict(keep=True)
     found["untouched"] = {name: value.clone() for name, value in whole.items()}

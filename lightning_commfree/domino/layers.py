@@ -78,7 +78,7 @@ class TensorGroup:
 
     @contextmanager
     def under_schedule(self) -> Iterator[None]:
-        """Make modules leave their all-reduces to the schedule, in the body."""
+        """Make modules leave their all-reduces to the schedule in a `with` block."""
         before, self.scheduled = self.scheduled, True
         try:
             yield
@@ -87,7 +87,7 @@ class TensorGroup:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """Use this rank's own random generators in the body; outside, all ranks draw the same."""
+        """Use this rank's own random generators in a `with` block; elsewhere all ranks draw the same."""
         shared, on_device = random_state(device)
 
         # the device's generator is seeded on first use: the device is not known earlier
@@ -116,7 +116,7 @@ class TensorGroup:
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """Restart the generators from `states` in the body, to draw the same numbers again."""
+        """Restart the generators from `states` in a `with` block, to draw the same numbers again."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -288,7 +288,7 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Make `forward` compute its output in slices in the body, and launch each immediately.
+        """Make `forward` compute its output in slices in a `with` block, and launch each immediately.
 
         Yields a list that `forward` fills with the slices, with their graphs.
         """

@@ -118,9 +118,9 @@ class Resumable(Protocol):
 
 @contextmanager
 def fail_together(ranks: Any) -> Iterator[None]:
-    """If the body fails on any rank, raise an error on all ranks.
+    """If the `with` block fails on any rank, raise an error on all ranks.
 
-    A rank whose body has not failed raises the error text of the first rank whose body has.
+    A rank that has not failed raises the error text of the first rank that has.
     """
     failure = None
     try:

@@ -160,7 +160,7 @@ def read_verified(path: FilePath, weights_only: bool = True) -> Any:
 
 @contextmanager
 def verified_reading(path: FilePath) -> Iterator[None]:
-    """Verify a checkpoint before the body reads it, and explain read errors from the body.
+    """Verify a checkpoint that a `with` block then reads, and explain its read errors.
 
     Raises:
         RuntimeError: the file is damaged.

@@ -153,14 +153,14 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Swap the outer weights into the LightningModule in the body, then restore the local ones.
+        """Swap the outer weights into the LightningModule for a `with` block.
 
         Validation and checkpoints do this automatically; a callback that inspects the model may use
         it too. With `replica_size` above 1 all ranks must call it, because each holds a shard.
         Outside of a fit it does nothing.
 
         Raises:
-            RuntimeError: the body has changed parameters.
+            RuntimeError: the `with` block has changed parameters.
         """
         if self._diloco is None:
             yield

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.model import fsdp
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor, local_tensor
 from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21

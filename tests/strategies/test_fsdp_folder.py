@@ -22,7 +22,7 @@ from lightning_commfree import (
     FSDPSettings,
     StreamingDiLoCoStrategy,
 )
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor
 from lightning_commfree.resume import folders
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
@@ -34,7 +34,7 @@ from tests.strategies.test_fsdp import BATCH, MIDDLE, SETTINGS, STEPS, Uneven, f
 from tests.strategies.test_fsdp_models import OnMeta
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 ALWAYS = FSDPSettings(folder_above_bytes=0)

@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import local_tensor
 from tests.strategies.models import loader, quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven, Watch, weights
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import local_tensor
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import quiet_trainer
 from tests.strategies.test_fsdp import Watch
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS, SAVED, BATCH = 9, 6, 2

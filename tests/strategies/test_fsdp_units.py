@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_commfree import DistributedLionStrategy, FSDPSettings, StreamingDiLoCoStrategy
 from lightning_commfree.model.blocks import outermost
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor
 from tests.strategies.models import Tiny, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 needs_fsdp = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 UNITS = FSDPSettings(["Stage", "Head"])

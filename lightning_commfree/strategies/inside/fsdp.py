@@ -152,7 +152,7 @@ class FullyShard(ShardedReplica):
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
-        """Accumulate full gradients, as large as the model, on this rank in the body."""
+        """Accumulate full gradients, as large as the model, on this rank in a `with` block."""
         return accumulating(self._strategy.module)
 
     @override

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lightning_commfree.model.blocks import block_names
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 PATTERNS = ("strided", "sequential", "balanced")
 _BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)
@@ -171,7 +171,7 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
                 " buffer."
             )
 
-        memory = own(parameter)
+        memory = local_tensor(parameter)
         twin = names_by_memory.setdefault(memory.data_ptr(), name) if memory.numel() else name
         if twin != name:
             raise ValueError(

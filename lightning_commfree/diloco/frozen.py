@@ -31,7 +31,7 @@ from lightning_commfree.comm.exchange import ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.view import View
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 TAG = "moved"
 
@@ -91,7 +91,7 @@ class FrozenParameters:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the parameters that can be compared, as this rank holds them."""
         return {
-            name: own(p)
+            name: local_tensor(p)
             for name, p in self._parameters.items()
             if not (p.requires_grad or is_lazy(p) or p.is_meta)
             and p.is_floating_point()

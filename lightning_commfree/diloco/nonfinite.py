@@ -31,7 +31,7 @@ from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.diloco.exchange import Arrival
 from lightning_commfree.diloco.outer import WITHIN_TAG, OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 LARGEST = 2.0**119  # the limit of the narrowest wire formats
 NONFINITE_VALUES = f"NaN, Inf or more than {LARGEST:.1g}"
@@ -189,7 +189,7 @@ def reset_nonfinite_state(
     for optimizer in optimizers:
         for parameter in wanted:
             state = optimizer.state.get(parameter, {})
-            tensors = [own(t) for t in state.values() if isinstance(t, Tensor)]
+            tensors = [local_tensor(t) for t in state.values() if isinstance(t, Tensor)]
             tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
             if all(bool(tensor.isfinite().all()) for tensor in tensors):
                 continue

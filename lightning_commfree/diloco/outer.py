@@ -18,7 +18,7 @@ from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory, make_outer_optimizer
-from lightning_commfree.model.shards import is_part, own
+from lightning_commfree.model.shards import is_shard, local_tensor
 
 WITHIN_TAG = "replica"
 
@@ -183,8 +183,8 @@ class OuterFragment:
         self._module, self.fragment = module, fragment
         self.within = within or Channel([0], 0, Ledger())
         named = [_tensor(module, name) for name in (*fragment.parameters, *fragment.buffers)]
-        are_shards, split = [is_part(tensor) for tensor in named], len(fragment.parameters)
-        self._own = own if any(are_shards) else Tensor.detach
+        are_shards, split = [is_shard(tensor) for tensor in named], len(fragment.parameters)
+        self._own = local_tensor if any(are_shards) else Tensor.detach
         self._layout = ShardLayout(self.local, are_shards, split, self.within)
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()

@@ -22,8 +22,7 @@ from lightning_commfree.lion.worker import (
     follow_values,
     keep_exact,
 )
-from lightning_commfree.model.shards import is_part
-from lightning_commfree.model.shards import own as own_part
+from lightning_commfree.model.shards import is_shard, local_tensor
 
 
 class DistributedLion(Optimizer):
@@ -129,7 +128,7 @@ class DistributedLion(Optimizer):
 
         self.leave()
         # sharded parameters are `DTensor`s; the vote works on plain tensors that share their memory
-        self._views = {p: nn.Parameter(own_part(p)) for _, p in parameters if is_part(p)}
+        self._views = {p: nn.Parameter(local_tensor(p)) for _, p in parameters if is_shard(p)}
         named = [(name, self._views.get(p, p)) for name, p in parameters]
         self.voting = Voting(named, self._members, view, settings, node, others)
         return self.voting
@@ -165,7 +164,7 @@ class DistributedLion(Optimizer):
 
         voting = self._vote()
         for parameter, view in self._views.items():
-            view.grad = None if parameter.grad is None else own_part(parameter.grad)
+            view.grad = None if parameter.grad is None else local_tensor(parameter.grad)
         voting.run_step()
         return loss
 
@@ -193,7 +192,7 @@ class DistributedLion(Optimizer):
         """Update master copies from parameters that were written to since the last step."""
         for group in self.param_groups:
             for p in group["params"]:
-                follow_values(self.state[p], own_part(p))
+                follow_values(self.state[p], local_tensor(p))
 
     def _vote(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:

@@ -30,7 +30,7 @@ from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 _DEVICE_CHUNK = 1 << 25  # values: few kernel launches, but bounded memory during backward
 _CHUNK = 1 << 18  # values: a few buffers of this size fit into a core's cache
@@ -61,7 +61,7 @@ def keep_exact(state: State, saved: State, device: torch.device) -> None:
     """Copy a saved state's tensors without changing their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
-            state[key] = own(value).to(device, copy=True)
+            state[key] = local_tensor(value).to(device, copy=True)
 
 
 def follow_values(state: State, held: Tensor) -> None:

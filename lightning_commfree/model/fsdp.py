@@ -68,7 +68,7 @@ class FSDPSettings:
             raise ValueError(text)
 
 
-def why_not_divided() -> str | None:
+def why_unavailable() -> str | None:
     """Return the reason why this torch release cannot shard a module, or None if it can.
 
     Older releases keep the outermost unit gathered after a forward, regardless of the arguments,
@@ -100,7 +100,7 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
             )
 
 
-def divide(
+def apply_fsdp(
     module: nn.Module,
     groups: Sequence[Sequence[int]],
     rank: int,
@@ -182,7 +182,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
     """Accumulate full gradients locally in the body; the next backward after it reduces them."""
-    assert isinstance(module, FSDPModule), "`divide` must come first"
+    assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -200,7 +200,7 @@ def step_bytes(module: nn.Module) -> tuple[int, int]:
     """
     gathered = scattered = 0
     for parameter in module.parameters():
-        assert isinstance(parameter, DTensor), "`divide` must come first"
+        assert isinstance(parameter, DTensor), "`apply_fsdp` must come first"
         rows, size = parameter.shape[0], parameter.device_mesh.size()
         numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
         sent = all_gather_bytes(numbers * parameter.element_size(), size)

@@ -13,12 +13,12 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import thorough_digest
 from lightning_commfree.comm.exchange import ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.model.shards import is_part, own
+from lightning_commfree.model.shards import is_shard, local_tensor
 
 START_TAG = "start"  # ledger tag of traffic before the first step
 
 
-def common_start(
+def broadcast_initial_weights(
     channel: Channel,
     module: nn.Module,
     fingerprint: Mapping[str, str],
@@ -39,9 +39,9 @@ def common_start(
     # first, because tensors of different shapes would make the broadcasts hang or mix them up
     check_agreement(channel, {**fingerprint, **_describe(module)})
     tensors = [*module.parameters(), *module.buffers()]
-    take_first_rank(channel, (t for t in tensors if not is_part(t)), START_TAG)
+    take_first_rank(channel, (t for t in tensors if not is_shard(t)), START_TAG)
     if between is not None:
-        take_first_rank(between, (t for t in tensors if is_part(t)), START_TAG)
+        take_first_rank(between, (t for t in tensors if is_shard(t)), START_TAG)
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
@@ -51,7 +51,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
     `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only the tensors that
     differ: none, if all ranks have loaded the same weights.
     """
-    held = [own(tensor) for tensor in tensors if not tensor.is_meta]
+    held = [local_tensor(tensor) for tensor in tensors if not tensor.is_meta]
     held = [tensor for tensor in held if tensor.numel()]
     if not held or channel.size == 1:
         return
@@ -70,7 +70,7 @@ def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> 
     """
     if not tensors or channel.size == 1:
         return [False] * len(tensors)
-    digests = _digests_of_all(channel, [own(tensor) for tensor in tensors], tag)
+    digests = _digests_of_all(channel, [local_tensor(tensor) for tensor in tensors], tag)
     return (digests[channel.rank] != digests[0]).tolist()
 
 

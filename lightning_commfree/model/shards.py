@@ -1,9 +1,9 @@
 """Sharded tensors: access this rank's shard, gather full tensors, and shard full tensors.
 
 The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
-rows. Domino's are plain tensors with a mark (`mark_part`). Code that exchanges, saves or compares
-tensors works on the rank's own memory (`own`). Checkpoints contain full tensors (`full_tensors`),
-from which each rank takes its shard on loading (`shard_like`).
+rows. Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
+tensors works on the rank's own memory (`local_tensor`). Checkpoints contain full tensors
+(`full_tensors`), from which each rank takes its shard on loading (`shard_like`).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 
-def own(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor that this rank holds, detached: the full tensor or its local shard."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def mark_part(parameter: nn.Parameter, is_part: bool) -> None:
+def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
     """Mark whether a plain parameter is only a shard, with the others on other ranks."""
-    parameter.is_part_of_replica = is_part  # type: ignore[attr-defined]
+    parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
-def is_part(tensor: Tensor) -> bool:
+def is_shard(tensor: Tensor) -> bool:
     """Return whether a tensor is sharded over the ranks of the replica."""
-    return isinstance(tensor, DTensor) or getattr(tensor, "is_part_of_replica", False)
+    return isinstance(tensor, DTensor) or getattr(tensor, "is_shard_of_replica", False)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor; collective over the ranks that hold its shards."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
@@ -81,7 +81,7 @@ def full_tensors(state: Any, keep: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:
-            full = whole(value)  # on all ranks: a gather needs each of them
+            full = full_tensor(value)  # on all ranks: a gather needs each of them
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         return gathered[id(value)]
 
@@ -137,7 +137,7 @@ class RowShards:
             for name, value in self._module.state_dict().items()
         }
 
-    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+    def full_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's full state in host memory, {} where `keep` is False; collective."""
         state = full_tensors(self.sharded_state_dict(), keep)
         return state if keep else {}
@@ -152,7 +152,7 @@ class RowShards:
 
         self._module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
 
-    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state of the module, full or this rank's, to this rank's shards."""
         held = self._module.state_dict()
         return {
@@ -167,12 +167,12 @@ class RowShards:
         """
         return _map_optimizer_state(optimizer, optimizer.state_dict(), shard_like)
 
-    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         """Return an optimizer's full state, {} where `keep` is False; collective."""
         state: dict[str, Any] = full_tensors(self.sharded_optimizer_state(optimizer), keep)
         return state if keep else {}
 
-    def part_optimizer_state(
+    def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Convert an optimizer state, full or this rank's, to this rank's shards."""

@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from lightning_commfree.comm.ledger import END
 from lightning_commfree.lightning_internals import Patches
-from lightning_commfree.model.replication import common_start
+from lightning_commfree.model.replication import broadcast_initial_weights
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
-from lightning_commfree.resume.rank_files import copied
+from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -68,7 +68,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         if differ and not resumed:
             # a hook has written to the weights, maybe on one rank only: as under DDP, all ranks
             # train, and share, what rank 0 has now
-            common_start(self._world, self._module, {}, self._channels.between)
+            broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
             # it may have been saved when a fit had ended: to finish again would move nothing
@@ -111,7 +111,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         with self._settled() as stays:
             state = read()
             # what is frozen stays what it is: it may be large
-            return state if stays else copied(state, only=self._swap.in_module)
+            return state if stays else copy_to_cpu(state, only=self._swap.in_module)
 
     @override
     def check_save(self) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.model import fsdp
-from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import own, whole
+from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.model.shards import full_tensor, local_tensor
 from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21
@@ -64,7 +64,7 @@ class Watch(pl.Callback):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p).clone() for name, p in module.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in module.named_parameters()}
 
 
 def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any:
@@ -93,7 +93,7 @@ def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "test_loss": trainer.validate(module, loader(4 * size), verbose=False),
         "bytes": strategy.ledger.bytes_by_tag["outer_gradient"],
-        "held": sum(own(p).numel() for p in module.parameters()),
+        "held": sum(local_tensor(p).numel() for p in module.parameters()),
     }
 
 
@@ -310,7 +310,7 @@ class Broken(Uneven):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_step == 2 and self.global_rank == 1:
-            own(self.blocks[2].weight)[-1, 0] = torch.nan
+            local_tensor(self.blocks[2].weight)[-1, 0] = torch.nan
 
 
 def faults(rank: int, size: int, folder: Path) -> dict[str, str]:

@@ -28,7 +28,7 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "`DistributedLionStrategy` got the argument `find_unused_parameters`. It takes `vote`",
+            "`DistributedLionStrategy` does not take the argument `find_unused_parameters`. It",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_nan_on_a_node_stops_all_and_names_its_ranks() -> None:
         one = Worker(channel, LionSettings(node_size=2), node)
         for step in range(2):
             before = one.step(sick_node(step, channel.rank))
-        with pytest.raises(RuntimeError, match="gradient of 'conv' on ranks 2 to 3 holds NaN"):
+        with pytest.raises(RuntimeError, match="gradient of 'conv' on ranks 2 to 3 contains NaN"):
             one.step(sick_node(2, channel.rank))
         training.assert_same(training.snapshot(one.named), before)
         one.lion.leave()

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Background:
-    """Run exchanges on one background thread, in the order in which they are submitted.
+    """Background thread that runs exchanges in the order in which they are submitted.
 
     An exchange may need the result of its first phase to compute the payload of its second one. The
     training thread would have to stop for that, so this thread runs both phases. It runs one task
@@ -79,7 +79,7 @@ class Background:
 
 
 class Staging:
-    """Compute on a side CUDA stream and copy results to the host, without blocking training.
+    """Side CUDA stream that computes, and copies results to the host, without blocking training.
 
     On other devices the work runs at once.
     """

@@ -255,6 +255,7 @@ class Channel:
             if self._downward is None:
                 works = [_all_to_all(received, rows, self._group)]
             else:
+                # `up` carries rows to higher ranks, so the rows it brings are from lower ones
                 below = [int(rank < place) for rank in range(self.size)]  # number of rows per rank
                 above = [int(rank > place) for rank in range(self.size)]
                 lower, higher = slice(None, place), slice(place + 1, None)

@@ -22,6 +22,7 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,14 @@ def routes(view: View) -> tuple[Route, Route]:
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
+def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum tensors in order, so that all members that have the same rows get the same bits."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
 class MessageLayout:
     """Layout of a message's sections, each starting on an 8-byte boundary.
 
@@ -101,7 +110,7 @@ class MessageLayout:
         self.num_bytes = 0
         for name, size in sizes.items():
             self._sections[name] = slice(self.num_bytes, self.num_bytes + size)
-            self.num_bytes = -(-(self.num_bytes + size) // 8) * 8
+            self.num_bytes = -(-(self.num_bytes + size) // 8) * 8  # rounded up to 8
 
     def clear_gaps(self, message: Tensor) -> None:
         """Zero the padding between sections, so that equal contents give equal bytes."""

@@ -54,6 +54,7 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
 def gather_texts(channel: Channel, text: str) -> list[str]:
     """Gather a string from every rank, in rank order; collective."""
     raw = text.encode()
+    # a gather needs equal sizes on all ranks: first the lengths, then the texts, padded
     lengths = [int(length) for length in _gather(channel, b"%16d" % len(raw))]
     rows = _gather(channel, raw.ljust(max(1, *lengths)))  # an empty tensor cannot be sent
     return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]

@@ -152,6 +152,7 @@ class Ledger:
             if threading.get_ident() not in self._idle_threads:
                 seconds = time.perf_counter() - start
                 self.seconds_by_tag[tag] += seconds
+                # not `_phase_here`: the waiting thread is the one that trains
                 phase = self.phase if self.follows is None else self.follows.phase
                 self.seconds_by_phase[phase] += seconds
 
@@ -209,6 +210,7 @@ class StepMeans:
     def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:
         self._ledger, self._ddp_bytes = ledger, traffic.ddp_bytes_per_step
         cycles = -(-at_least // traffic.cycle_steps)
+        # n steps are the difference of n + 1 sums
         self._window = deque([self._sums()], maxlen=cycles * traffic.cycle_steps + 1)
         self.steps = 0
 

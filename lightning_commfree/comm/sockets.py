@@ -32,7 +32,7 @@ _SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # asks the kernel for an
 
 
 class GlooInterface:
-    """Set gloo's network interface in this process's environment, and restore it afterwards."""
+    """gloo's network interface in the environment of this process: set it, and restore it later."""
 
     def __init__(self) -> None:
         self._before: str | None = None
@@ -130,7 +130,7 @@ _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
 class Unshared:
-    """Close a rank's TCP sockets in its forked children."""
+    """Set of TCP sockets that forked children close."""
 
     def __init__(self) -> None:
         self._inodes: dict[int, int] = {}  # by descriptor; the inode tells whether it was reused

@@ -36,7 +36,7 @@ class View(NamedTuple):
 
 
 class Membership(Protocol):
-    """Choose the view that each exchange runs in.
+    """Source of the view that each exchange runs in.
 
     Attributes:
         changes: whether members may come and go. Exchanges then keep their inputs for a repetition.

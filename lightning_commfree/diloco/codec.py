@@ -182,7 +182,7 @@ class Fp4Codec:
 
     def num_bytes(self, numel: int) -> int:
         """Return half a byte per value, rounded up to whole words, and one byte per block."""
-        return _packed_bytes(numel) + num_blocks(numel)
+        return packed_nibbles_size(numel) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """Encode block by block, and pack the codes."""
@@ -208,7 +208,7 @@ class Fp4Codec:
             quantize.decode_e3m0(lift, scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        split = _packed_bytes(numel)
+        split = packed_nibbles_size(numel)
         return payload[:split], payload[split:]
 
 
@@ -246,11 +246,6 @@ def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)
-
-
-@cache  # called for every chunk of every message
-def _packed_bytes(numel: int) -> int:
-    return packed_nibbles_size(numel)
 
 
 def _check_size(codec: Codec, payload: Tensor, numel: int) -> None:

@@ -260,6 +260,7 @@ class Arrival(NamedTuple):
 
         anywhere = rows[:, : len(flags)].any(dim=0).tolist()
         stop, drifted, steps_differ, joined_differ = (bool(flag) for flag in anywhere)
+        # inner products of full gradients are the sums of those of their shards
         gram = rows[:, len(flags) :].sum(dim=0).view_as(self.gram)
         # `nonfinite` covers full replicas already: their ranks share the flag before the launch
         flagged = stop, drifted, steps_differ, joined_differ
@@ -377,6 +378,7 @@ class FragmentExchange:
         on_device = arrived.to(device)
         values = self._down.values(on_device).view(-1)[: self.numel]
         mean = _concatenate(values, self._down.buffers(on_device).flatten()[: self.num_buffers])
+        # `or`: if no replica is finite, all of them count (`finite_messages`)
         size = self.route.view.size - len(summary.nonfinite) or self.route.view.size
         gram_KK = self._down.gram(on_device).sum(0)[: size**2].view(size, size)
         return Arrival(mean, *summary, gram_KK)
@@ -406,6 +408,7 @@ class FragmentExchange:
         summary = summarize_headers(self._up.headers(received))
         counted = finite_messages(received, summary.nonfinite)
         mean, gram_KK = self._up.average(counted)
+        # K < M if replicas are left out, but the message's size must not depend on that
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)

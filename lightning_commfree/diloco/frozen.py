@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.exchange import ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.view import View
 from lightning_commfree.diloco.fragments import Fragment
@@ -101,10 +102,7 @@ class FrozenParameters:
 def _finite_mean(rows_M: Tensor) -> Tensor:
     """Return the mean of the finite rows, or of all rows if none is finite."""
     finite = [row for row in rows_M if bool(row.isfinite().all())] or list(rows_M)
-    total: Tensor = finite[0].clone()
-    for row in finite[1:]:  # in replica order, for the same bits on all replicas
-        total += row
-    return total / len(finite)
+    return ordered_sum(finite) / len(finite)
 
 
 def refuse_late(late: Sequence[str], replica_size: int) -> None:

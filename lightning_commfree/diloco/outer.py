@@ -127,6 +127,7 @@ class ShardLayout:
             flat[i] = piece
 
         if self._within.size > 1 and self._copied:
+            # every rank has 1/k of the copies; the padding is at the end of the last share
             copies, zeros = set(self._copies), values.new_zeros(self._fill)
             share = torch.cat([piece for i, piece in slices if i in copies] + [zeros])
             shares = self._within.all_gather(share.to(self._within.device), WITHIN_TAG).wait()
@@ -340,7 +341,7 @@ class OuterFragment:
         if mean is not None:
             self.global_copy.copy_(self.mean_local(mean))
             self.merge(mix=0.0)
-        self.take_local()
+        self.take_local()  # what rounding to the local dtype has left of the mean
 
         if mean is None and self.within.size > 1:  # the ranks' buffers may differ
             self.merge(mix=0.0)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_commfree.comm.settings import check_choice, check_count
 from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 
@@ -76,10 +77,14 @@ class DiLoCoSettings:
     outer_device: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_kinds()
-        self._check_schedule()
-        self._check_exchange()
-        self._check_replicas()
+        self._check_numbers()
+        self._check_choices()
+        if not callable(self.outer_optimizer):
+            raise TypeError(
+                "`outer_optimizer` must be a factory that takes a list of parameters, like"
+                " `functools.partial(torch.optim.SGD, lr=0.4)`, but it is a"
+                f" {type(self.outer_optimizer).__name__}."
+            )
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks, as text.
@@ -92,64 +97,37 @@ class DiLoCoSettings:
             values["wire_dtype"] = self.wire_dtype.name
         return {name: repr(value) for name, value in values.items()}
 
-    def _check_kinds(self) -> None:
-        counts = (
-            "sync_every",
-            "num_fragments",
-            "overlap_steps",
-            "replica_size",
-            "check_drift_every",
-        )
+    def _check_numbers(self) -> None:
+        meaning = ": it counts the inner steps between two exchanges of a fragment"
+        check_count("sync_every", self.sync_every, 1, meaning)
+        if self.num_fragments is not None:
+            meaning = ", or None to derive it from the model"
+            check_count("num_fragments", self.num_fragments, 1, meaning)
+        check_count("overlap_steps", self.overlap_steps, 0)
+        meaning = ": it counts the ranks of one replica"
+        check_count("replica_size", self.replica_size, 1, meaning)
+        check_count("check_drift_every", self.check_drift_every, 0, ", where 0 means never")
 
-        for name in counts:
-            value = getattr(self, name)
-            if name == "num_fragments" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int."
-                )
-
-        if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
-            raise TypeError(
-                f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Give"
-                " a float between 0 and 1."
-            )
-
-    def _check_schedule(self) -> None:
-        if self.sync_every < 1:
-            raise ValueError(
-                f"`sync_every={self.sync_every}` must be at least 1: it counts the inner steps"
-                " between two exchanges of a fragment."
-            )
-
-        if self.num_fragments is not None and self.num_fragments < 1:
-            raise ValueError(
-                f"`num_fragments={self.num_fragments}` must be at least 1, or None to derive it"
-                " from the model."
-            )
-
-        if self.fragment_pattern not in PATTERNS:
-            raise ValueError(
-                f"`fragment_pattern={self.fragment_pattern!r}` is unknown. Choose one of"
-                f" {', '.join(map(repr, PATTERNS))}."
-            )
-
-        if not 0 <= self.overlap_steps < self.sync_every:
+        if self.overlap_steps >= self.sync_every:
             raise ValueError(
                 f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
                 f" `sync_every={self.sync_every}`: a fragment has to land before its next launch."
                 " Lower `overlap_steps` or raise `sync_every`."
             )
-
-    def _check_exchange(self) -> None:
+        if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
+            raise TypeError(
+                f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Give"
+                " a float between 0 and 1."
+            )
         if not 0.0 <= self.mix <= 1.0:
             raise ValueError(
                 f"`mix={self.mix}` is outside [0, 1]. It is the weight of the local parameters when"
                 " a fragment lands: 0 takes the global ones, 1 ignores them."
             )
 
+    def _check_choices(self) -> None:
+        check_choice("fragment_pattern", self.fragment_pattern, PATTERNS)
+        check_choice("nonfinite", self.nonfinite, NONFINITE)
         # a tuple, because the value may not be hashable
         if self.wire_dtype not in tuple(CODECS) and not isinstance(self.wire_dtype, Codec):
             raise ValueError(
@@ -157,41 +135,13 @@ class DiLoCoSettings:
                 f" {', '.join(map(repr, CODECS))}, or pass your own codec"
                 " (`lightning_commfree.diloco.codec.Codec`)."
             )
-
-        if not callable(self.outer_optimizer):
-            raise TypeError(
-                "`outer_optimizer` must be a factory that takes a list of parameters, like"
-                " `functools.partial(torch.optim.SGD, lr=0.4)`, but it is a"
-                f" {type(self.outer_optimizer).__name__}."
-            )
-
-    def _check_replicas(self) -> None:
-        if self.replica_size < 1:
-            raise ValueError(
-                f"`replica_size={self.replica_size}` must be at least 1: it counts the ranks of"
-                " one replica."
-            )
-
-        if self.nonfinite not in NONFINITE:
-            raise ValueError(
-                f"`nonfinite={self.nonfinite!r}` is unknown. Choose one of"
-                f" {', '.join(map(repr, NONFINITE))}."
-            )
-
         if self.evaluate not in ("outer", "mean"):
             raise ValueError(
                 f"`evaluate={self.evaluate!r}` is unknown. Choose 'outer' (the outer weights) or"
                 " 'mean' (the mean of the replicas' local weights)."
             )
-
         if self.outer_device not in (None, "cpu"):
             raise ValueError(
                 f"`outer_device={self.outer_device!r}` is unknown. Choose 'cpu' (host memory) or"
                 " None (the device of the parameters)."
-            )
-
-        if self.check_drift_every < 0:
-            raise ValueError(
-                f"`check_drift_every={self.check_drift_every}` must be 0 (never) or more: it is"
-                " the number of cycles between two comparisons of the global copies."
             )

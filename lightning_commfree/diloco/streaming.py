@@ -397,6 +397,7 @@ class StreamingDiLoCo:
             if self.num_replicas == 1:
                 self._mean = [fragment.local_values() for fragment in self.fragments]
                 return self._mean
+            # launched all at once, so that transfers overlap with decoding
             gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
             flights = [self._send(p, g, stop=False, tag=EVALUATION_TAG) for p, g in gradients]
             self._mean = []
@@ -478,6 +479,7 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, arrived in own["in_flight"].items():
+            # a header only serves a relaunch; the saved messages contain the original one
             header = Header(stop=False, step=self.schedule.latest_launch(p, self.step), digest=0)
             self.flights[p] = Flight.here(self._exchanges[p], header, Pending.here(arrived))
 

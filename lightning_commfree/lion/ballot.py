@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,11 +146,6 @@ def differing(digests: Collection[int]) -> tuple[bool, bool]:
 # -- lists of zeros
 
 
-def zero_indices_bytes(most: int) -> int:
-    """Return the size in bytes of a list of up to `most` indices."""
-    return 4 * most
-
-
 def zero_indices(nonzero: Tensor, valid: Tensor, most: int) -> Tensor:
     """Return the indices of a worker's zero votes.
 
@@ -201,21 +196,6 @@ class VoteResult(NamedTuple):
     delta: PackedDelta | None  # None: the step is refused
 
 
-class BucketExchange(Protocol):
-    """Exchange of the ballots on one bucket, between workers and possibly within a node."""
-
-    @property
-    def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends to other workers for a bucket without zeros, by formula."""
-
-    def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange and count ballots; blocks.
-
-        There is no result if the workers' parameters or hyperparameters differ or, with
-        `refuse_faults`, if any worker has NaN or Inf.
-        """
-
-
 def cheaper_ballot_exchange(
     view: View, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
 ) -> BallotExchange:
@@ -257,7 +237,11 @@ class BallotExchange:
         return sent
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Send the ballot up, count this worker's shard, and send the result down."""
+        """Exchange and count ballots, this worker its own shard; blocks.
+
+        There is no result if the workers' parameters or hyperparameters differ or, with
+        `refuse_faults`, if any worker has NaN or Inf.
+        """
         shards = self._route.num_shards
         headers = ballot.header.expand(shards, -1)
         messages = torch.cat([headers, ballot.plus.view(shards, -1)], dim=1)
@@ -280,7 +264,7 @@ class BallotExchange:
     def _nonzero_planes(self, ballot: Ballot, most: int) -> Tensor:
         """Exchange up to `most` zeros per worker; return planes of c != 0, uint8, shape (W, B)."""
         shards, channel = self._route.num_shards, self._route.view.channel
-        if zero_indices_bytes(most) >= self._shard_bytes:
+        if 4 * most >= self._shard_bytes:  # a list of int32 would be longer than the plane
             return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
 
         # a list contains indices of all shards, so every worker needs it
@@ -291,7 +275,7 @@ class BallotExchange:
 
     def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: HeaderSummary) -> Shard:
         """Count the ballots of the workers that do not abstain."""
-        if summary.abstaining:
+        if summary.abstaining:  # such a ballot may contain anything: it becomes all zeros
             if nonzero_WB is None:
                 nonzero_WB = self._valid_here.repeat(len(plus_WB), 1)
             for worker in summary.abstaining:
@@ -310,6 +294,7 @@ class BallotExchange:
         planes_SDB = received[:, 1:].view(len(received), *shard.planes.shape)
         planes = planes_SDB.transpose(0, 1).reshape(len(shard.planes), -1)
 
+        # all workers read the same flags, so all of them or none exchange the second plane
         if not received[:, 0].any():
             return planes
         rest = torch.zeros_like(shard.planes[0]) if shard.rest is None else shard.rest
@@ -365,6 +350,7 @@ class NodeBallotExchange:
         message = torch.cat([flags, digest_of(header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
 
+        # a rank may have met a refusal that the others have not: the node must act as one worker
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
         stop, stream_ends, parameters, hyperparameters, refused = (

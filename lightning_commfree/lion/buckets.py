@@ -51,6 +51,7 @@ def split_into_buckets(
             starts.append(starts[-1] + parameter.numel())
         values = starts.pop()
         names, members = zip(*filling, strict=True)
+        # rounded up, so that every shard of a plane is a whole number of 8-byte words
         plane_bytes = max(-(-values // (64 * shards)), 1) * 8 * shards
         buckets.append(Bucket(len(buckets), members, names, tuple(starts), values, plane_bytes))
 

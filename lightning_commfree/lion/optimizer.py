@@ -127,6 +127,7 @@ class DistributedLion(Optimizer):
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
 
         self.leave()
+        # sharded parameters are `DTensor`s; the vote works on plain tensors that share their memory
         self._views = {p: nn.Parameter(local_tensor(p)) for _, p in parameters if is_shard(p)}
         named = [(name, self._views.get(p, p)) for name, p in parameters]
         self.voting = Voting(named, self._members, view, settings, node, others)
@@ -207,7 +208,7 @@ class DistributedLion(Optimizer):
                 " must change theirs too. Call `join` again on all workers, or `leave`."
             )
 
-        if self.voting is None:
+        if self.voting is None:  # a vote of one worker, which sends nothing, is plain Lion
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
             alone = View.of(Channel([0], 0, Ledger()))

@@ -190,6 +190,7 @@ class VotingSession:
         workers, view = ranks // size, self._view
         wanted = [view.place] if view.place < workers else range(workers)
 
+        # ranks are numbered worker by worker
         found = load(worker * size + place for worker in wanted)
         if not found:
             return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_commfree.comm.settings import check_choice, check_count
+
 _CHOICES = {
     "vote": ("majority", "average"),
     "ties": ("zero", "random"),
@@ -31,25 +33,10 @@ class LionSettings:
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"`{name}={value!r}` is unknown. Choose one of {', '.join(map(repr, choices))}."
-                )
-
-        for name, least in (("momentum_sync_every", 0), ("node_size", 1), ("check_drift_every", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int."
-                )
-            if value < least:
-                raise ValueError(
-                    f"`{name}={value}` must be at least {least}"
-                    f"{', where 0 means never' if least == 0 else ''}."
-                )
-
+            check_choice(name, getattr(self, name), choices)
+        check_count("momentum_sync_every", self.momentum_sync_every, 0, ", where 0 means never")
+        check_count("node_size", self.node_size, 1)
+        check_count("check_drift_every", self.check_drift_every, 0, ", where 0 means never")
         if self.vote == "average" and self.ties != "zero":
             raise ValueError(
                 f"`ties={self.ties!r}` has no effect with `vote='average'`, where a tie averages to"

@@ -22,7 +22,7 @@ W: workers, B: int64 words per plane, D: planes of a result, N: parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,16 +91,25 @@ class Shard(NamedTuple):
     rest: Tensor | None  # (B,), int64: another plane, of weight 1, sent back only if present
 
 
-class Rule(Protocol):
-    """Rule that turns votes into Delta: `Majority` or `Average`."""
+class Majority:
+    """Majority rule: Delta = sign(P - M).
+
+    The random bits of `draw` break ties, except where no worker votes at all. Without it ties do
+    not move a parameter.
+    """
+
+    def __init__(self, draw: Draw | None = None) -> None:
+        self._draw = draw
 
     def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`."""
+        """Return `PackedDelta.offset`: 1, as the planes encode sign + 1."""
+        del workers
+        return 1
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Count the ballots on one shard.
+        """Compare the votes for plus with those for minus, on one shard.
 
         Args:
             plus_WB: int64, bits of c > 0.
@@ -108,34 +117,6 @@ class Rule(Protocol):
             valid_B: int64, set for parameters, clear for padding.
             shard: index of the shard in the bucket.
         """
-
-    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of all planes that a result can contain."""
-
-    def expected_planes(self, workers: int) -> int:
-        """Return the number of planes that a shard sends back if no worker votes zero."""
-
-
-class Majority:
-    """Majority rule: Delta = sign(P - M).
-
-    Args:
-        draw: random bits that break ties. A parameter that no worker votes on never moves. None:
-            ties do not move either.
-    """
-
-    def __init__(self, draw: Draw | None = None) -> None:
-        self._draw = draw
-
-    def offset(self, workers: int) -> int:
-        """Return 1: the planes encode sign + 1."""
-        del workers
-        return 1
-
-    def count(
-        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
-    ) -> Shard:
-        """Compare the votes for plus with those for minus."""
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
 
@@ -168,7 +149,7 @@ class Average:
     """Average rule: Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """Return n: the planes encode P - M + n."""
+        """Return `PackedDelta.offset`: n, as the planes encode P - M + n."""
         return workers
 
     def count(
@@ -193,6 +174,9 @@ class Average:
     def expected_planes(self, workers: int) -> int:
         """Return the number of binary digits of the sum."""
         return len(self.weights(workers, zeros=False))
+
+
+Rule = Majority | Average
 
 
 def _any_of(flags_WB: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from lightning_commfree.lion.ballot import (
     STREAM_ENDS,
     UP_TAG,
     Ballot,
-    BucketExchange,
+    BallotExchange,
     NodeBallotExchange,
     VoteResult,
     cheaper_ballot_exchange,
@@ -130,7 +130,7 @@ class Voting:
         self._awaited: list[set[nn.Parameter]] = []  # per bucket, missing gradients
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._begun = (self.step, self._sent())
+        self._begun = (self.step, self._sent())  # where `bits_per_parameter` begins to count
 
     # -- a step
 
@@ -141,7 +141,7 @@ class Voting:
             RuntimeError: a gradient is not finite with `nonfinite="raise"`, or the workers'
                 parameters or hyperparameters differ. Raised on all workers, before any change.
         """
-        while len(self._flights) < len(self.buckets):
+        while len(self._flights) < len(self.buckets):  # those that backward has not launched
             self._launch(len(self._flights))
         flights, self._flights = self._flights, []
         for vote, flight in zip(self._votes, flights, strict=True):
@@ -188,6 +188,7 @@ class Voting:
         if not self._awaited:  # gradients still accumulate, or there is no overlap
             return
         self._awaited[self._bucket_of[parameter]].discard(parameter)
+        # by index, even if a later bucket is complete: the order must be the same on all workers
         while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
             self._launch(len(self._flights))
 
@@ -290,7 +291,7 @@ class BucketVote:
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
 
         self._view, self._settings, self._node = view, settings, node
-        self._step = 0
+        self._step = 0  # of the vote in flight, for `_draw`
         self._rule = self._make_rule()
         self._exchange = self._make_exchange()
 
@@ -308,6 +309,7 @@ class BucketVote:
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
+            # hashes travel with the ballot: workers that differ would move apart unnoticed
             every = self._settings.check_drift_every
             due = every and step % every == 0
             tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
@@ -364,6 +366,7 @@ class BucketVote:
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
+        # torch counts a tensor's in-place writes in `_version`
         return [(g, 0 if g is None else g._version) for g in gradients]
 
     def _make_rule(self) -> Rule:
@@ -371,7 +374,7 @@ class BucketVote:
             return Average()
         return Majority(self._draw if self._settings.ties == "random" else None)
 
-    def _make_exchange(self) -> BucketExchange:
+    def _make_exchange(self) -> BallotExchange | NodeBallotExchange:
         count = len(self.bucket.parameters)
         make = partial(cheaper_ballot_exchange, self._view, parameters=count, rule=self._rule)
         if self._node is None:

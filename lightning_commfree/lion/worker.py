@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import Route
+from lightning_commfree.comm.exchange import Route, ordered_sum
 from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
@@ -123,6 +123,7 @@ def cast_ballot(
 
     zeros, abstains = bucket.numel - signs.voters, (marks & NONFINITE).any()
     if valid.device.type != "cpu" or zeros:  # on a GPU reading `zeros` would make the host wait
+        # computed a second time: keeping the directions would take 4 bytes per parameter
         for i, member in enumerate(members):
             if member.parameter.grad is not None:
                 for offset, direction in _directions(member, member.parameter.grad):
@@ -346,8 +347,5 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
 def _mean(values_WS: Tensor, view: View) -> Tensor:
     """Return the mean of all workers' values, shape (W * S,); collective."""
     route = Route(view, two_phase=True)
-    rows = route.up(values_WS, TAG).wait()
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    total = ordered_sum(route.up(values_WS, TAG).wait())
     return route.down(total / view.size, TAG).wait().flatten()

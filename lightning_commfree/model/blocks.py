@@ -40,7 +40,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     if lacking := [name for name in classes if name not in kinds]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
-            f"`units` has {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
+            f"`units` names {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
             " module of that class, or only inside of another unit. Choose among its classes:"
             f" {', '.join(known)}."
         )

@@ -145,11 +145,12 @@ def apply_fsdp(
 
     if materializer is not None:
         materializer.materialize_rest()
+        # each occurrence of a tied parameter got its own values: tie them again
         for first, *others in ties:
             for owner, name in others:
                 setattr(owner, name, getattr(*first))
     fully_shard(module, **how)
-    for step in _STEPS:
+    for step in _STEPS:  # FSDP2 would gather the root's parameters only for `forward`
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
     for model in module.modules():  # models of transformers and peft may be submodules

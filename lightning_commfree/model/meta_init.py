@@ -262,6 +262,7 @@ def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
                     " the CPU, or use a newer transformers."
                 )
 
+            # NaN shows afterwards which values nothing has initialized
             new = torch.full_like(old, float("nan"), device="cpu")
             if isinstance(old, nn.Parameter):
                 tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)

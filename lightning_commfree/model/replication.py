@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import thorough_digest
+from lightning_commfree.comm.exchange import ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.model.shards import is_shard, local_tensor
 
@@ -122,9 +123,7 @@ def averaged_buffers(
     least = torch.zeros(0, dtype=torch.float32, device=channel.device)
     flat = torch.cat([least, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
     rows = channel.all_gather(flat, tag).wait()
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    total = ordered_sum(rows)
 
     sizes = [buffer.numel() for buffer in buffers]
     same = (rows == rows[0]).all(dim=0)

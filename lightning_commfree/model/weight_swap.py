@@ -80,7 +80,7 @@ class SharedCopy:
         return [tensor.detach() for tensor in (*parameters, *buffers)]
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values in the order of `local`; read only."""
+        """Return the shared values in the order of `local`; do not write to them."""
         return self._shared
 
     def show(self, shown: Tensor | None = None) -> None:
@@ -152,7 +152,7 @@ class WeightSwap:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Return the shared weights and averaged buffers by name; read only.
+        """Return the shared weights and averaged buffers by name; do not write to them.
 
         They have the dtypes of the module's tensors and are on the device of the shared copy.
         Collective within a replica.
@@ -248,11 +248,11 @@ class OuterView:
         self._module, self._swap = module, swap
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters, with shared values where there are any; read only."""
+        """Yield the parameters, with shared values where there are any; do not write to them."""
         return (self._values.get(name, own) for name, own in self._module.named_parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers, with shared values where there are any; read only."""
+        """Yield the buffers, with shared values where there are any; do not write to them."""
         return (self._values.get(name, own) for name, own in self._module.named_buffers())
 
     def __getattr__(self, name: str) -> Any:

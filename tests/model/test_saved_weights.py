@@ -68,7 +68,7 @@ def test_a_config_takes_the_place_of_the_folders(tmp_path: Path) -> None:
     found = filled(tmp_path, config=config)
     assert found.config.attention_dropout == 0.5
     assert_same(found, model)
-    with pytest.raises(TypeError, match="`config` was given, and rope_theta to change"):
+    with pytest.raises(TypeError, match=r"Got both `config` and changes.*\(rope_theta\)"):
         from_pretrained_on_meta(AutoModelForCausalLM, tmp_path, config, rope_theta=1.0)
 
 

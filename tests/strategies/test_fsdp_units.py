@@ -82,7 +82,7 @@ def test_named_units_are_gathered_apart_and_train_as_copies_do(tmp_path: Path) -
             assert torch.equal(parts[name], tensor), name
             assert torch.equal(whole_model[name], tensor), name
         assert "`units` names 'Stge', but `Staged` has no module of that class" in refused
-        assert "It has Head, Linear, ModuleList, Stage." in refused
+        assert "Choose among its classes: Head, Linear, ModuleList, Stage." in refused
 
 
 def test_one_unit_is_not_inside_of_another() -> None:

@@ -70,4 +70,4 @@ def test_where_they_do_not_the_error_says_what_to_set(
     with pytest.raises(RuntimeError, match=re.escape(said)) as caught:
         strategy.setup_environment()
     assert ("gloo listens on eth7 here" in str(caught.value)) == (nodes == 2)
-    assert ("Set GLOO_SOCKET_IFNAME on every host" in str(caught.value)) == (nodes == 2)
+    assert ("On every host, set GLOO_SOCKET_IFNAME" in str(caught.value)) == (nodes == 2)

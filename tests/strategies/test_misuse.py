@@ -120,7 +120,7 @@ MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
     ),
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
-    (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
+    (Complex, {}, "ValueError", "The parameter 'phase' has dtype torch.complex64"),
     (OnMeta, {}, "ValueError", "`inside='ddp'` does not initialize it. Build the model on the CPU"),
     (Sharing, {}, "ValueError", "The parameters 'twin' and 'head.weight' share memory"),
     (

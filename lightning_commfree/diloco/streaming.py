@@ -144,7 +144,7 @@ class StreamingDiLoCo:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Run an inner step in the body; then call `after_step`.
+        """Take an inner step in a `with` block; then call `after_step`.
 
         Parameters that were thawed since the last step join now, before any replica has trained
         them. A thaw in the middle of a step is noticed too late and raises after it.

@@ -111,7 +111,7 @@ class VotingSession:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer step that runs in the body.
+        """Vote in the optimizer step of a `with` block.
 
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.

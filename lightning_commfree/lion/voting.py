@@ -169,7 +169,7 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch buckets as their gradients become ready, in the step's last backward in the body.
+        """Launch buckets in a `with` block as their gradients become ready, in the step's last backward.
 
         Nothing may change the gradients between that backward and the step.
         """

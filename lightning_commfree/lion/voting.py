@@ -68,7 +68,9 @@ class BallotInFlight(NamedTuple):
 
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # behind the ballot, with their version counters
+    gradients: list[
+        tuple[Tensor | None, int]
+    ]  # gradients of the ballot, and their version counters
 
 
 class CastVote(NamedTuple):
@@ -169,9 +171,9 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch buckets in a `with` block as their gradients become ready, in the step's last backward.
+        """Launch buckets as their gradients become ready, in a `with` block around a backward.
 
-        Nothing may change the gradients between that backward and the step.
+        It must be the step's last backward, and nothing may change the gradients before the step.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:

@@ -198,7 +198,7 @@ class StreamingDiLoCo:
             self.fragments[p].outer_step(arrival.mean)
             self.fragments[p].average_buffers(arrival.mean)
 
-            if self.view.place in arrival.nonfinite:
+            if self.view.rank in arrival.nonfinite:
                 self._restart_from_global(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix)
@@ -237,7 +237,7 @@ class StreamingDiLoCo:
             arrival = self._receive(p)
             self.fragments[p].take_mean(arrival.mean if self.num_replicas > 1 else None)
             self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
-            if self.view.place in arrival.nonfinite:
+            if self.view.rank in arrival.nonfinite:
                 self._restart_from_global(p, [p])
             return arrival.stop
 

@@ -68,9 +68,7 @@ class BallotInFlight(NamedTuple):
 
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[
-        tuple[Tensor | None, int]
-    ]  # gradients of the ballot, and their version counters
+    gradients: list[tuple[Tensor | None, int]]  # of the ballot, with version counters
 
 
 class CastVote(NamedTuple):
@@ -353,7 +351,7 @@ class BucketVote:
         """Update the bucket's parameters and this worker's momenta by the result."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
-        abstained = self._view.place in summary.abstaining
+        abstained = self._view.rank in summary.abstaining
 
         with record_function(f"apply vote #{self.bucket.index}"):
             on_device = delta.to(self.bucket.parameters[0].device)

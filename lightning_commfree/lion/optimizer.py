@@ -18,7 +18,7 @@ from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import (
     LionParam,
     check_momenta,
-    copy_saved_state,
+    copy_state,
     fill_state,
     update_master,
 )
@@ -185,9 +185,7 @@ class DistributedLion(Optimizer):
 
         for index, parameter in zip(saved, own, strict=True):
             if index in state_dict["state"]:  # else it has no state yet
-                copy_saved_state(
-                    self.state[parameter], state_dict["state"][index], parameter.device
-                )
+                copy_state(self.state[parameter], state_dict["state"][index], parameter.device)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:

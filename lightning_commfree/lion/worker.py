@@ -57,7 +57,7 @@ def fill_state(state: State, held: Tensor) -> State:
     return state
 
 
-def copy_saved_state(state: State, saved: State, device: torch.device) -> None:
+def copy_state(state: State, saved: State, device: torch.device) -> None:
     """Copy a saved state's tensors without changing their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):

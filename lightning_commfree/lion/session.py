@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -217,13 +217,15 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
 
     Args:
         strategy: for the message.
-        optimizers: of the training; one.
+        optimizers: of the training.
 
     Raises:
-        TypeError: it is another one.
+        TypeError: one of them is not `DistributedLion`.
+        ValueError: there are several.
     """
-    (optimizer,) = optimizers
-    if not isinstance(optimizer, DistributedLion):
+    others = [one for one in optimizers if not isinstance(one, DistributedLion)]
+    if others:
+        optimizer = others[0]
         raise TypeError(
             f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
             f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer. Return"
@@ -231,7 +233,15 @@ def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion
             " with a learning rate 3 to 10 times smaller and a weight decay as much larger than"
             " AdamW's, or use the strategy `ddp`."
         )
-    return optimizer
+    if len(optimizers) > 1:
+        raise ValueError(
+            f"`{strategy}` needs exactly one optimizer, but `configure_optimizers` returned"
+            f" {len(optimizers)}: the workers vote on all parameters in one order. Put all"
+            " parameters into one `DistributedLion`, with parameter groups where they differ, or"
+            " use `StreamingDiLoCoStrategy` or `ddp`."
+        )
+    (lion,) = optimizers
+    return cast(DistributedLion, lion)
 
 
 def refuse_without_momenta(lion: DistributedLion, step: int) -> None:

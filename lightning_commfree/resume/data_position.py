@@ -230,8 +230,11 @@ def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the gradients of batches whose optimizer step is still to come, by parameter.
 
     Not copies; empty between two accumulations, when those that are there have been stepped with.
+    With manual optimization nobody but the module knows whether it will still use what is there.
     """
-    return gradients_of(trainer.lightning_module) if in_accumulation(trainer) else {}
+    module = trainer.lightning_module
+    kept = in_accumulation(trainer) or not module.automatic_optimization
+    return gradients_of(module) if kept else {}
 
 
 def not_saved(checkpoint: Mapping[str, Any], part: Mapping[str, Any], ranks: int) -> list[str]:

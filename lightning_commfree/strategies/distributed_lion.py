@@ -114,6 +114,8 @@ class DistributedLionStrategy(ReplicaStrategy):
         self._lion = only_lion(type(self).__name__, self.optimizers)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
+        if not self.module.automatic_optimization:
+            why.append("with manual optimization backward runs before the optimizer's step")
         if self.inside.size > 1:
             why.append(f"`node_size={self.inside.size}` averages them over the node first")
         if self.overlap and why:

@@ -27,6 +27,7 @@ from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.model.replication import common_start
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
 from lightning_commfree.resume.rank_files import copied
+from lightning_commfree.strategies.clock import Clock, PerBatch
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -59,6 +60,18 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def finished(self) -> bool:
         """Whether the algorithm has finished after its latest step."""
         return self._finished_at == self.between.step
+
+    @override
+    @classmethod
+    def clock_for(cls, module: pl.LightningModule) -> Clock:
+        if module.automatic_optimization:
+            return super().clock_for(module)
+        return PerBatch()
+
+    @override
+    def steps_before(self) -> int:
+        # Lightning does not save how many batches have stepped; the algorithm does
+        return self.between.step if self.clock.spans_batch else super().steps_before()
 
     # -- the hooks of a fit
 

@@ -1,8 +1,7 @@
-"""What has been measured, and how: a folder per question, each a command.
+"""Benchmarks: one folder per question, with its command and committed result.
 
-`python -m benchmarks.QUESTION` measures and writes `result.md` beside it; `benchmarks/README.md`
-lists the questions. In a folder, `__init__` asks the question, `__main__` is the command, `job` is
-what a process or node runs, `page` makes the page. `common/` is what they share, `lab/` the network
-laboratory. Benchmarks use the library and the recipes; of what is here recipes use the laboratory
-alone, and the library nothing.
+`python -m benchmarks.NAME` measures and writes `NAME/result.md`; `README.md` lists them. In a
+folder, `__main__` is the command, `job` runs in the measured processes, and `page` writes the page.
+`common` contains shared helpers, `lab` the network laboratory. Benchmarks import the library and
+the recipes. Recipes import only `lab` from here, and the library imports nothing.
 """

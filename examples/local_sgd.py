@@ -45,13 +45,13 @@ class LocalSGD(LocalUpdates):
         return {"average": 8 * size * (self._channel.size - 1) / self._channel.size}, self._every
 
     def state_dict(self):
-        shared = self._shared.outer()
-        return {"step": self.step, "local": self.weight_swap.local, "shared": shared}
+        shared = {"step": self.step, "weights": self._shared.outer()}  # equal in all replicas
+        return shared, {"weights": self.weight_swap.local}  # and this replica's own
 
-    def load_state_dict(self, state):
-        self.step = state["step"]
-        self.weight_swap.load_local(state["local"])
-        self._shared.load(state["shared"])
+    def load_state_dict(self, shared, own):
+        self.step = shared["step"]
+        self._shared.load(shared["weights"])
+        self.weight_swap.load_local((own or shared)["weights"])
 
 
 class LocalSGDStrategy(ReplicaStrategy):

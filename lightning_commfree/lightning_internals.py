@@ -10,9 +10,7 @@ fit runs (`Patches`). Where two functions are put around the same method, the la
 =============================== ===================================================================
 method                          functions, from the inside to the outside
 =============================== ===================================================================
-trainer.save_checkpoint         a sharded model writes tensor by tensor or into a folder
-                                (`inside.sharded`); agree to stop, then show the shared weights
-                                (`local_weights`)
+trainer.save_checkpoint         agree to stop, then show the shared weights (`local_weights`)
 fit_loop.setup_data             equally many batches on all ranks (`stopping`)
 epoch_loop.on_run_start         note random numbers (`resume.data_position`); hold wishes to stop,
                                 and check the first batch (`stopping`)

@@ -3,16 +3,15 @@
 `python -m recipes.pretrain` is run from the repository's root and configured by the YAML files in
 `conf/`. Nothing in `lightning_commfree` imports from here. In reading order:
 
-- `pretrain`: the command, and `training/pretraining.py`: a composed configuration in,
-  `Trainer.fit` out;
-- `finetune`, `training/finetuning.py`: the same for a model that has been pretrained;
-- `training/`: the LightningModule, optimizers, and what the person at the keyboard sees;
+- `pretrain` (the command), `training/pretraining.py`: from a composed configuration to
+  `Trainer.fit`;
+- `finetune`, `training/finetuning.py`: the same for a pretrained model;
+- `training/`: the LightningModule, optimizers, progress, report, checkpoints and logging;
 - `data/`: from text files to the batches of a rank;
-- `compare`, `comparison/`: one job under several strategies, on one page;
-- `configuration/`: a command made of a YAML file, with checked keys and errors in a sentence;
-- `plan`, `planning`: what a link makes of a run, foretold;
-- `stages`: what is said while something takes long.
+- `compare`, `comparison/`: one job under several strategies, with a page of results;
+- `configuration/`: from the command line to a checked configuration;
+- `plan`, `planning`: estimate the effect of a slow link before training;
+- `stages`: progress of slow operations; `sweeps`: the table after a sweep.
 
-Commands load torch and Lightning when they run a job, not for `--help`: so they are files of their
-own.
+Each command is a small file of its own, so that `--help` does not import torch and Lightning.
 """

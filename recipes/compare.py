@@ -1,7 +1,7 @@
-r"""Compare strategies on one's own model and text: the same job under each, and a page about them.
+r"""Compare strategies on your own model and text: run the same job under each, and write a page.
 
-Run it from the repository's root. What is no key of the comparison itself (see
-`conf/compare.yaml`) is an override of the job, as `recipes.pretrain` takes it::
+Run it from the repository's root. Keys other than the comparison's own (see `conf/compare.yaml`)
+are overrides of the job, as for `recipes.pretrain`::
 
     python -m recipes.compare trainer.max_steps=500
     python -m recipes.compare 'strategies=[ddp,streaming_diloco]' model=llama_tiny \
@@ -10,9 +10,9 @@ Run it from the repository's root. What is no key of the comparison itself (see
         'overrides.streaming_diloco={strategy.sync_every:50}'
     python -m recipes.compare bandwidth=100mbit nodes=2    # in the network laboratory, as root
 
-Each job runs in processes of its own. `comparison.html` and `comparison.png` lie in `run_dir`,
-beside a folder per job; the same command with the same `run_dir` keeps the jobs that are done. The
-exit code is 1 if a job failed, and 2 if the laboratory is not to be had.
+Each job runs in its own processes. `run_dir` contains `comparison.html`, `comparison.png` and a
+folder per job; the same command with the same `run_dir` keeps the jobs that are done. The exit code
+is 1 if a job failed, and 2 if the network laboratory is not available.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from recipes.configuration.application import application
 
 @application("compare")
 def main(cfg: DictConfig) -> None:
-    """Compare; leave with exit code 1 if a job failed, 2 without a laboratory."""
-    # in here: they load torch and Lightning, seconds that `--help` shall not wait for
+    """Run the comparison; exit with 1 if a job failed, with 2 without a laboratory."""
+    # here: importing torch and Lightning takes seconds, which `--help` does not need
     from hydra.core.hydra_config import HydraConfig
     from rich.console import Console
 
@@ -39,8 +39,9 @@ def main(cfg: DictConfig) -> None:
     from recipes.comparison.comparing import compare, read_plan
     from recipes.comparison.jobs import config_dir_flags
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # of Trainers that count ranks
-    exit_on_signals()  # so that the jobs and the laboratory end with us
+    # Trainers that only count ranks would print their devices
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    exit_on_signals()  # so that jobs and laboratory end with this process
     words = list(HydraConfig.get().overrides.task)
     runtime = HydraConfig.get().runtime
     folders = [s.path for s in runtime.config_sources if s.provider == "command-line"]
@@ -54,7 +55,7 @@ def main(cfg: DictConfig) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         again = shlex.quote(f"run_dir={plan.folder}")
-        print(f"Interrupted. Jobs that are done are kept: add {again} to go on.", file=sys.stderr)
+        print(f"Interrupted. Finished jobs are kept: add {again} to continue.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     if failed:
         sys.exit(1)

@@ -1,4 +1,4 @@
-r"""Tune a pretrained language model: a composed configuration in, `Trainer.fit` out.
+r"""Fine-tune a pretrained language model: from a composed configuration to `Trainer.fit`.
 
 Run it from the repository's root; every group of `conf/` can be swapped and every key overridden::
 
@@ -20,8 +20,8 @@ from recipes.configuration.application import application
 
 @application("finetune")
 def main(cfg: DictConfig) -> float | None:
-    """Run one job; return its validation loss, for sweepers that look for the best."""
-    # in here: they load torch and Lightning, seconds that `--help` shall not wait for
+    """Run one job; return its validation loss, for Hydra sweepers that optimize it."""
+    # here: importing torch takes seconds, which `--help` does not need
     from recipes.training.finetuning import build
     from recipes.training.run import run_job
 

@@ -1,4 +1,4 @@
-r"""What a link makes of a run, before it is trained: utilization, bandwidth needed, advice.
+r"""Estimate a run over a slow link before training: utilization, required bandwidth, advice.
 
 Run it from the repository's root; `conf/plan.yaml` says what each key means and in which unit::
 
@@ -6,7 +6,7 @@ Run it from the repository's root; `conf/plan.yaml` says what each key means and
     python -m recipes.plan model=gpt2 step_time=0.35 bandwidth=0.1 data.block_size=1024 \
         num_replicas=4 overlap_steps=5
 
-The figures are a simulation's (`commfree_planner`), not measurements.
+The figures come from a simulation (`commfree_planner`), not from measurements.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from recipes.configuration.application import application
 
 @application("plan")
 def main(cfg: DictConfig) -> float:
-    """Plan one run; return the advised setting's utilization, for sweepers."""
-    # in here: they load torch and transformers, seconds that `--help` shall not wait for
+    """Plan one run; return the utilization of the recommended setting, for Hydra sweepers."""
+    # here: importing torch takes seconds, which `--help` does not need
     from rich.console import Console
 
-    from recipes.planning import check_given, plan
+    from recipes.planning import plan
 
-    check_given(cfg)
     logging.getLogger("lightning").setLevel(logging.WARNING)
     config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     return plan(cast("dict[str, Any]", config), Console()).utilization

@@ -1,4 +1,4 @@
-"""A plan, printed and drawn: what `recipes.plan` shows of a model of transformers."""
+"""Print and draw a plan: the output of `recipes.plan` for a model of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from hydra.utils import instantiate
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -29,7 +28,7 @@ from commfree_planner import (
     log_grid,
     methods,
 )
-from recipes.training.language_model import LanguageModel, described
+from recipes.training.language_model import LanguageModel, built_from_config
 from recipes.training.traffic import human_bytes
 
 Config = dict[str, Any]
@@ -37,10 +36,6 @@ Curves = dict[str, list[float]]
 
 FIGURE = "plan.png"
 _DEVICE_GB = (24, 40, 80)  # of common GPUs
-_REQUIRED = {
-    "step_time": "seconds of an optimizer step that waits for nobody",
-    "bandwidth": "Gbit/s that one replica can send",
-}
 _TRAINING_KEYS = (
     "num_replicas",
     "sync_every",
@@ -63,18 +58,8 @@ def plan(config: Config, console: Console) -> Advice:
         The advice that was printed.
 
     Raises:
-        ValueError: a value outside its range, or a model without a list of equal blocks.
-        TypeError: a value of another kind.
+        ValueError: a value is out of range, or the model has no list of blocks.
     """
-    for name, meaning in _REQUIRED.items():
-        value = config[name]
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise TypeError(f"`{name}={value!r}` must be a number: {meaning}. Give {name}=0.5.")
-    if not isinstance(config["replica_size"], int) or config["replica_size"] < 1:
-        raise ValueError(
-            f"`replica_size={config['replica_size']!r}` must be a whole number from 1 on: it counts"
-            " the ranks of one replica."
-        )
     model = model_from_config(config["model"], config["vocab_size"])
     given = {key: config[key] for key in _TRAINING_KEYS}
     training = Training(model, config["step_time"], latency_s=config["latency"], **given)
@@ -98,16 +83,16 @@ def plan(config: Config, console: Console) -> Advice:
 
 
 def memory_line(model: Model, replica_size: int) -> str:
-    """Return what a rank holds by layout, and from which size on a replica needs the second.
+    """Return the memory of a rank with `inside=ddp` and `fsdp`, and the size that requires fsdp.
 
     Args:
-        model: trained in fp32 by AdamW under DiLoCo; activations come on top.
-        replica_size: ranks of a replica; where it is 1, what 8 of them would hold is said.
+        model: trained in fp32 by AdamW under DiLoCo; activations are extra.
+        replica_size: ranks of a replica; for 1 the second figure assumes 8.
     """
     ranks = replica_size if replica_size > 1 else 8
-    # weights and gradients, two numbers of AdamW's, two of the outer state, DDP's buckets
+    # weights, gradients, AdamW's two moments, two outer tensors, DDP's buckets
     whole = 4 + 4 + 8 + 8 / replica_size + (4 if replica_size > 1 else 0)
-    unit = max(*model.block_params, model.rest_params)  # whole for a while, with its gradients
+    unit = max(*model.block_params, model.rest_params)  # gathered temporarily, with its gradients
     parts = (24 * model.params / ranks) + 8 * unit
     limits = ", ".join(f"{size / whole:.2g}" for size in _DEVICE_GB)
     sizes = ", ".join(map(str, _DEVICE_GB))
@@ -120,9 +105,9 @@ def memory_line(model: Model, replica_size: int) -> str:
 
 
 def model_from_config(config: Config, vocab_size: int | None) -> Model:
-    """Return the trainable parameters, block by block, of a model of `conf/model/`.
+    """Return the sizes of the blocks of a model in `conf/model/`.
 
-    It is built as `recipes.pretrain` builds it, but of shapes only.
+    Built as by `recipes.pretrain`, but without allocating weights.
 
     Args:
         config: a transformers config with its `_target_`.
@@ -132,15 +117,15 @@ def model_from_config(config: Config, vocab_size: int | None) -> Model:
         ValueError: the model has no list of as many blocks as its config has hidden layers.
     """
     vocabulary = {} if vocab_size is None else {"vocab_size": vocab_size}
-    model_config = described(lambda: instantiate(config, **vocabulary, _convert_="all"))
-    with torch.device("meta"):  # a billion parameters are not allocated to be counted
+    model_config = built_from_config(lambda: instantiate(config, **vocabulary, _convert_="all"))
+    with torch.device("meta"):  # counts parameters without allocating them
         module = LanguageModel(model_config.to_dict())
     count = model_config.num_hidden_layers
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if not lists:
         raise ValueError(
             f"{type(module.model).__name__} has no list of {count} blocks, its config's"
-            " `num_hidden_layers`, so the planner cannot tell what leaves together. Plan for a"
+            " `num_hidden_layers`, so the planner cannot form fragments. Plan for a"
             " decoder of transformers like GPT-2 or Llama."
         )
     blocks = [_trainable(block) for block in lists[0]]
@@ -148,7 +133,7 @@ def model_from_config(config: Config, vocab_size: int | None) -> Model:
 
 
 def utilization_table(training: Training, compared: Sequence[Method], gbit_per_s: float) -> Table:
-    """Return what each method makes of the bandwidth there is."""
+    """Return a table with the utilization of each method at the given bandwidth."""
     table = Table("method", "setting", title=f"At {gbit_per_s:g} Gbit/s")
     for column in ("utilization", "seconds per step"):
         table.add_column(column, justify="right")
@@ -162,7 +147,7 @@ def utilization_table(training: Training, compared: Sequence[Method], gbit_per_s
 def bandwidth_table(
     training: Training, compared: Sequence[Method], targets: Sequence[float]
 ) -> Table:
-    """Return the bandwidth that each method needs for each utilization."""
+    """Return a table with the bandwidth that each method needs for each utilization."""
     table = Table("method", title="Gbit/s needed for a utilization of")
     for target in targets:
         table.add_column(f"{target:.0%}", justify="right")
@@ -174,7 +159,7 @@ def bandwidth_table(
 
 
 def bytes_table(compared: Sequence[Method], replica_size: int) -> Table:
-    """Return what each method sends."""
+    """Return a table with the bytes that each method sends."""
     table = Table("method", title="Bytes sent")
     for column in ("per step, by a replica", "by each of its ranks", "at once", "data parallel's"):
         table.add_column(column, justify="right")
@@ -194,17 +179,17 @@ def bytes_table(compared: Sequence[Method], replica_size: int) -> Table:
 
 
 def choice_lines(choice: Choice) -> list[str]:
-    """Return the strategy to take, and why, as text."""
+    """Return the recommended strategy and the reasons, as lines of text."""
     setting = f" ({choice.setting})" if choice.setting else ""
     return [
-        f"Take strategy={choice.strategy}{setting}: {choice.utilization:.1%}.",
+        f"Use strategy={choice.strategy}{setting}: {choice.utilization:.1%}.",
         *(f"- {reason}" for reason in choice.reasons),
         "",
     ]
 
 
 def advice_lines(advice: Advice, target: float) -> list[str]:
-    """Return the advice as text."""
+    """Return the advice as lines of text."""
     verdict = "reaches" if advice.reaches_target else "does not reach"
     return [
         f"Advice: sync_every={advice.sync_every} num_fragments={advice.num_fragments}"
@@ -222,7 +207,7 @@ def draw_training(
     bandwidths = log_grid(finite * 1e-3, finite * 1e3, 181)
     curves = {m.name: [training.utilization(m.exchange, b) for b in bandwidths] for m in compared}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # by hand: pyplot keeps global state and may look for a display
+    FigureCanvasAgg(figure)  # without pyplot, which keeps global state and may look for a display
     axes = figure.subplots()
     draw_curves(axes, bandwidths, curves)
     axes.axvline(finite, color="0.7", zorder=0)
@@ -236,7 +221,7 @@ def draw_training(
 def draw_curves(axes: Any, bandwidths: Sequence[float], curves: Curves) -> None:
     """Draw utilizations over bandwidths (Gbit/s) into matplotlib's axes."""
     for name, utilizations in curves.items():
-        # fragments that block take as long as the whole at once: two curves, one upon the other
+        # blocking fragments take as long as the whole model at once: two identical curves
         look = {"ls": "--", "lw": 2.5, "zorder": 3} if name == "DiLoCo" else {}
         axes.semilogx(bandwidths, utilizations, label=name, **look)
     axes.set(xlabel="bandwidth of a replica (Gbit/s)", ylabel="utilization", ylim=(0, 1.02))
@@ -255,18 +240,3 @@ def _header(training: Training, config: Config) -> str:
         f"{training.num_replicas} replicas of {config['replica_size']} rank(s),"
         f" {training.step_seconds:g} s per step without waiting, sync_every={training.sync_every}."
     )
-
-
-def check_given(config: DictConfig) -> None:
-    """Ask for what only the user can know.
-
-    Raises:
-        ValueError: it is not there; with an example.
-    """
-    missing = [name for name in _REQUIRED if OmegaConf.is_missing(config, name)]
-    if missing:
-        wanted = " and ".join(f"{name}=... ({_REQUIRED[name]})" for name in missing)
-        raise ValueError(
-            f"{' and '.join(missing)} must be given: add {wanted} to the command line, for example"
-            " python -m recipes.plan model=llama_1b step_time=0.1 bandwidth=1."
-        )

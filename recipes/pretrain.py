@@ -1,4 +1,4 @@
-r"""Pretrain a language model: a composed configuration in, `Trainer.fit` out.
+r"""Pretrain a language model: from a composed configuration to `Trainer.fit`.
 
 Run it from the repository's root; every group of `conf/` can be swapped and every key overridden::
 
@@ -18,8 +18,8 @@ from recipes.configuration.application import application
 
 @application("pretrain")
 def main(cfg: DictConfig) -> float | None:
-    """Run one job; return its validation loss, for sweepers that look for the best."""
-    # in here: they load torch and Lightning, seconds that `--help` shall not wait for
+    """Run one job; return its validation loss, for Hydra sweepers that optimize it."""
+    # here: importing torch takes seconds, which `--help` does not need
     from recipes.training.pretraining import build
     from recipes.training.run import run_job
 

@@ -1,4 +1,4 @@
-"""What a command says while something takes long: a bar on a terminal, lines in a file."""
+"""Progress of slow operations: a bar on a terminal, lines in a file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-_PATIENCE_S = 2.0  # what is done sooner is not told
+_PATIENCE_S = 2.0  # shorter operations show nothing
 _TERMINAL_S = 0.2
 _LOG_FILE_S = 10.0
-_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # as Lightning reads them
+# in the order in which Lightning reads them
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 Advance = Callable[[float], None]
 
@@ -24,44 +25,44 @@ Advance = Callable[[float], None]
 def stage(
     doing: str, total: float | None = None, at_once: bool = False, shown: bool = True
 ) -> Iterator[Advance]:
-    """Say what the body does, and how far it is, from the third second on.
+    """Show the progress of the body once it takes longer than two seconds.
 
-    A thread says it, for most of what takes long cannot be interrupted. It is gone when the body
-    is left: the body must not fork, and what comes after may.
+    A thread prints it, because most slow operations cannot be interrupted. The thread ends with the
+    body: the body must not fork, but later code may.
 
     Args:
         doing: such as "tokenizing the training text".
-        total: of what the body advances by; None: nobody knows how long it takes.
-        at_once: say it now.
-        shown: whether this rank speaks, which one that Lightning has launched cannot tell here.
+        total: amount of work; None if unknown.
+        at_once: print without waiting two seconds.
+        shown: whether this rank prints; a rank that Lightning has launched must be told.
 
     Yields:
-        A function that is told how much more has been done.
+        A function to call with the amount of work that has been done since the last call.
     """
     if not (shown and is_first_rank()):
         yield _nothing
         return
-    told = _Told(doing, total, at_once)
-    told.start()
+    announcement = _Announcement(doing, total, at_once)
+    announcement.start()
     try:
-        yield told.advance
+        yield announcement.advance
     finally:
-        told.end()
+        announcement.end()
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the one that speaks, by what started the others says."""
+    """Return whether this is rank 0, according to the launcher's environment variables."""
     return next((os.environ[name] == "0" for name in _RANKS if name in os.environ), True)
 
 
-class _Told:
+class _Announcement:
     def __init__(self, doing: str, total: float | None, at_once: bool) -> None:
         self._doing, self._total, self._done = doing, total, 0.0
         self._patience_s = 0.0 if at_once else _PATIENCE_S
         self._console = Console()
         self._start = time.monotonic()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._tell, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -73,22 +74,22 @@ class _Told:
         self._is_over.set()
         self._thread.join()
 
-    def _tell(self) -> None:
+    def _run(self) -> None:
         if self._patience_s and self._is_over.wait(self._patience_s):
             return
         if self._console.is_terminal:
-            self._tell_terminal()
+            self._show_bar()
         else:
-            self._tell_file()
+            self._print_lines()
 
-    def _tell_terminal(self) -> None:
+    def _show_bar(self) -> None:
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             TaskProgressColumn(show_speed=False),
             TimeElapsedColumn(),
         )
-        # refreshed in here, not by one thread more
+        # refreshed here instead of by another thread
         bar = Progress(*columns, console=self._console, transient=True, auto_refresh=False)
         with bar:
             task = bar.add_task(self._doing, total=self._total)
@@ -96,7 +97,7 @@ class _Told:
                 bar.update(task, completed=self._done)
                 bar.refresh()
 
-    def _tell_file(self) -> None:
+    def _print_lines(self) -> None:
         print(self._line(), flush=True)
         while not self._is_over.wait(_LOG_FILE_S):
             print(self._line(), flush=True)

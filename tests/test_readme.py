@@ -205,7 +205,7 @@ def test_a_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("page", "wrong"),
     [
         ("```console\n$ python -m recipes.pretrain \\\n    trainer.max_stepz=9\n```", "max_stepz"),
-        ("Say\n`python -m\nrecipes.plan step_time=1` now.", "bandwidth must be given"),
+        ("Say\n`python -m\nrecipes.plan step_time=1` now.", "`bandwidth` must be given"),
         ("`python -m recipes.pretrian`", "recipes.pretrian"),
         ("`python -m recipes.compare strategies=[dpd]`", "dpd"),
         ("`python -m benchmarks.lion_step --rouns 3`", "--rouns"),

@@ -116,7 +116,7 @@ class Module(pl.LightningModule):
         return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
 
 
-class Held(pl.Callback):
+class WriteShare(pl.Callback):
     """Write the share of the weights on rank 0 to a file, because ranks are processes."""
 
     def __init__(self, path: Path, whole: int) -> None:
@@ -172,7 +172,7 @@ def fit(model: nn.Module, strategy: Any, devices: int, folder: Path) -> tuple[Mo
         enable_model_summary=False,
         max_steps=STEPS,
         precision="64-true",
-        callbacks=[Held(path, whole)],
+        callbacks=[WriteShare(path, whole)],
     )
     trainer.fit(module, DataLoader(TensorDataset(words, mask), batch_size=ROWS))
     return module, float(path.read_text())

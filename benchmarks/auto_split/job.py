@@ -52,7 +52,7 @@ def sharded_model(channel: Channel) -> tuple[Any, ParallelModel]:
     model = GPT2LMHeadModel(config)
     parallel = ParallelModel(model, channel, DominoSettings(split=AUTO))
     if channel.rank == 0:
-        parallel.trial.chosen = print
+        parallel.trial.on_choice = print
     return model, parallel
 
 

@@ -129,13 +129,13 @@ class Stopwatch(pl.Callback):
 
     def _begin_leg(self) -> None:
         dist.barrier()  # all nodes start together and with empty sockets
-        self._start = (interface_counters().sent_bytes, _cpu_s_beside())
+        self._start = (interface_counters().sent_bytes, _cpu_s_of_other_threads())
         self._leg = 0
         self._end = time.perf_counter()
 
     def _end_leg(self) -> None:
         wire, beside_s = self._start
-        self._beside_s += _cpu_s_beside() - beside_s
+        self._beside_s += _cpu_s_of_other_threads() - beside_s
         dist.barrier()  # all data for the peer has left this interface
         self._wire_bytes += interface_counters().sent_bytes - wire
 
@@ -182,6 +182,6 @@ def _in_flight(strategy: Strategy) -> bool:
     return bool(strategy.algorithm.in_flight)
 
 
-def _cpu_s_beside() -> float:
+def _cpu_s_of_other_threads() -> float:
     """Return the CPU seconds of all threads of the process except the calling one."""
     return time.process_time() - time.thread_time()

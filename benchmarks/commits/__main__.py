@@ -59,7 +59,9 @@ def mean_step(checkout: Path, row: str, steps: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.commits", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))

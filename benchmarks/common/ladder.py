@@ -1,4 +1,4 @@
-"""Learning-rate search on a ladder: the best rung never is at an end of the tried range."""
+"""Learning-rate search on a ladder: the best rung is never at an end of the tried range."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
         " gradients. How much higher is the loss than that of Lion on this mean, and how far is"
         " Lion from AdamW? Two very small models.",
         "",
-        *_in_short(losses, seeds),
+        *_finding(losses, seeds),
         "",
         f"![difference from Lion on the mean gradient]({picture})",
     ]
@@ -119,7 +119,7 @@ def page_lines(results: Results[Run], seeds: int, picture: str) -> list[str]:
     return result_page(TITLE, opening, results.made_by, body)
 
 
-def _in_short(losses: Losses, seeds: int) -> list[str]:
+def _finding(losses: Losses, seeds: int) -> list[str]:
     """Return the finding: the differences of Lion from AdamW, and of votes from Lion."""
     lines = []
     for model in MODELS:

@@ -73,7 +73,7 @@ def page_lines(results: Results[Run], size: Size, seeds: int, picture: str) -> l
         "",
         "Number of targets met in the tables below, in both target columns.",
         "",
-        *_in_short(losses, seeds),
+        *_summary(losses, seeds),
         "",
         "## Outer optimizer and mixing tuned",
         "",
@@ -126,7 +126,7 @@ def opening(losses: Losses, seeds: int, picture: str) -> list[str]:
     return [*lines, "", f"![loss above DDP by cell; dashed: target]({picture})"]
 
 
-def _in_short(losses: Losses, seeds: int) -> list[str]:
+def _summary(losses: Losses, seeds: int) -> list[str]:
     """Return the numbers of targets met, by outer settings and number of replicas."""
     lines = [f"| | {' | '.join(f'M = {m}' for m in TARGETS)} |", "|---|" + "---|" * len(TARGETS)]
     for name, outer in (("the defaults", DEFAULTS), ("tuned", TUNED)):

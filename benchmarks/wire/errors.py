@@ -27,7 +27,6 @@ from recipes.training.pretraining import build_data, build_module
 
 POWERS = 7  # magnitudes of E3M0 besides zero
 BLOCKS = (32, 64, 128, 256, 512, 1024, None)  # None: one block for the fragment
-EXACT_SCALES = {"fp16 largest": 16, "fp32 largest": 32}  # bits of a scale
 POWER_SCALE_BITS = 8
 
 

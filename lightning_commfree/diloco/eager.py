@@ -44,14 +44,16 @@ class EagerDiLoCo(StreamingDiLoCo):
         self._sent: dict[int, Tensor] = {}  # by fragment in flight: its own part, encoded
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """See `StreamingDiLoCo.state_dict`; the global copies are this replica's own."""
-        return {**super().state_dict(), "sent": dict(self._sent)}
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return nothing shared: the global copies are this replica's own."""
+        shared, own = super().state_dict()
+        return {}, {**own, "copies": shared, "sent": dict(self._sent)}
 
     @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._sent = dict(state["sent"])
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        assert own is not None, "no replica joins others whose global copies differ"
+        super().load_state_dict(own["copies"], own)
+        self._sent = dict(own["sent"])
 
     @override
     def _exchange(self, launches: list[int], stop: bool) -> list[bool]:

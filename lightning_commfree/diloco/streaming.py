@@ -459,9 +459,9 @@ class Replica:
             if not (fragment.fragment.parameters or self.weight_swap.is_in):
                 fragment.take_local()
 
-    def adopt(self, saved: object) -> None:
+    def adopt(self, was: object, ranks: int, load: object) -> None:
         """Use nothing of a save by other ranks; the checkpoint itself holds its outer weights."""
-        del saved
+        del was, ranks, load
 
     def close(self) -> None:
         """End the thread of the exchanges; what is in flight is given up."""
@@ -551,42 +551,52 @@ class Replica:
         rule = self.settings.nonfinite
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that this replica needs to go on bit for bit, with nothing on the wire.
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state that all replicas have equally, and this replica's own.
 
-        What is in flight is waited for and stands in the state with its fragment; it lands at its
-        step. The tensors are those that the replica goes on with: write them before its next step,
-        or copy them.
+        Shared are the step, the global copies and the outer optimizers; in a replica of several
+        ranks, of this rank's shards. Own are the local weights and the fragments in flight, which
+        are waited for; they land at their step.
+
+        The tensors are not copies: write them before the next step, or copy them.
         """
         later = self.fragments[self.schedule.num_fragments :]
-        return {
+        shared = {
             "step": self.step,
             "joined": [
                 [list(one.fragment.parameters), list(one.fragment.buffers), offset]
                 for one, offset in zip(later, self.schedule.joined, strict=True)
             ],
-            "local": self.weight_swap.local,
             "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "in_flight": self._transfers.state_dict(),
         }
+        own = {"local": self.weight_swap.local, "in_flight": self._transfers.state_dict()}
+        return shared, own
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: same fragments, same settings, same replicas."""
-        assert not self.weight_swap.is_in, "a state is loaded into the local copy"
-        self.step = state["step"]
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Continue where `state_dict` was taken, with the same fragments and settings.
 
-        # in earlier versions nothing joined
-        for parameters, buffers, offset in state.get("joined", ()):
+        Args:
+            shared: the state of all replicas.
+            own: this replica's. None: it joins, with nothing in flight, and its local weights are
+                the global ones.
+        """
+        assert not self.weight_swap.is_in, "a state is loaded into the local copy"
+        self.step = shared["step"]
+        for parameters, buffers, offset in shared["joined"]:
             self._join(Fragment(tuple(parameters), tuple(buffers)), offset)
             for name in parameters:
                 self._module.get_parameter(name).requires_grad_(True)
-
-        for fragment, fragment_state in zip(self.fragments, state["fragments"], strict=True):
+        for fragment, fragment_state in zip(self.fragments, shared["fragments"], strict=True):
             fragment.load_state_dict(fragment_state)
-        self.weight_swap.load_local(state["local"])
-        launched = {p: self.schedule.latest_launch(p, self.step) for p in state["in_flight"]}
-        self._transfers.load_state_dict(state["in_flight"], launched)
+
+        if own is None:
+            for fragment in self.fragments:
+                fragment.merge(mix=0.0)
+            return
+        self.weight_swap.load_local(own["local"])
+        launched = {p: self.schedule.latest_launch(p, self.step) for p in own["in_flight"]}
+        self._transfers.load_state_dict(own["in_flight"], launched)
 
     # -- inside
 

@@ -1,7 +1,7 @@
 """Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping.
 
-Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism whose all-reduces fly
-while another part of the batch computes.
+Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism whose all-reduces are
+in flight while another part of the batch computes.
 
 =========  ============================  ==================  ===========  ==========================
 symbol     name here                     unit                default      source
@@ -13,28 +13,29 @@ B1, B2     `split="weight"`              outputs of a row    --           sectio
 X, B       `split="hybrid"`              both                --           section 3: both
 --         `split="token"`               tokens              --           not in the paper: for a
                                                                           batch of one
---         `split="auto"`                --                  its choice   not in the paper: the
-                                                                          fastest, by measuring
+--         `split="auto"`                --                  the choice   not in the paper: the
+                                                                          fastest, by timing
 --         `num_micro_batches`           parts               2            section 3
 A, M       `Sublayer`                    sublayers           2 a layer    attention, MLP
 =========  ============================  ==================  ===========  ==========================
 
-Read in this order: `layers` (the sharded modules), `sublayers` (what lies between two all-reduces),
-`micro_sublayer` (one of them, for one part of a batch), `splits` and `choose_split` (how a batch is
-split), `auto_split` (which split is fastest), `schedule` (who computes while whose sum flies),
-`shard_spec` and `sharding` (how a transformers model is divided), `families` (what each
-architecture says of itself), `plan` and `plan_layers` (one that has a plan in its config),
-`adapters` (LoRA beside divided linears), `materialize` (one that has no values yet), `loss` (cross
-entropy without whole logits), `finite` (NaN and Inf end a fit), `forecast` (what a step sends),
-`parallel` (all of it put into the model), `sharded_module` (what others ask of a divided model).
+Read the algorithm first: `layers` (the sharded modules), `sublayers` (the computation between two
+all-reduces), `splits` (how a batch is split), `schedule` (which micro-batch computes while whose
+all-reduce is in flight), `auto_split` (which split is the fastest).
+
+Then how a model gets there: `sharding` (one layer, one tensor, LoRA), `families` (the scheduled
+architectures), `plan` (other models, by the plan in their config), `loss` (cross entropy without
+full logits), `parallel` (all of it put into a model).
+
+Then the view from outside: `sharded_module` (states, batches, clipping), `gradients` (mean, norm,
+NaN), `data_parallel` (groups as replicas), `forecast` (bytes of a step), `settings`.
 
 Departures from the paper:
 
-- Forward is wider: a sum is landed right before its consumer, so it flies behind a whole sublayer
-  of the other micro-batch. The released code lands it earlier.
+- Forward has wider windows: a sum is awaited right before its consumer, so its all-reduce overlaps
+  with a whole sublayer of the other micro-batch. The released code waits earlier.
 - Backward is not autograd's mirror of forward. Each sublayer of each micro-batch has graphs of its
-  own, and they run in the order in which sums fly longest, without private hooks of torch
-  (`schedule`).
+  own, which run in the order that leaves all-reduces the most time, without private hooks of torch.
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
@@ -42,7 +43,6 @@ from __future__ import annotations
 
 from lightning_commfree.domino.data_parallel import GradientMean
 from lightning_commfree.domino.families import FAMILIES
-from lightning_commfree.domino.forecast import bytes_of_gradients, bytes_per_step
 from lightning_commfree.domino.gradients import (
     GradientAverage,
     gradient_norm,
@@ -78,8 +78,6 @@ __all__ = [
     "ShardSpec",
     "ShardedModule",
     "TensorGroup",
-    "bytes_of_gradients",
-    "bytes_per_step",
     "check_divisible",
     "check_batch",
     "check_module",

@@ -1,31 +1,25 @@
-"""Which split is fastest here: `split="auto"` tries those that are legal, and keeps the best.
+"""Choose the fastest split for each size of batch by timing: `split="auto"`.
 
-Whether a split pays depends on the batch, the model, the processor and the link: products of half
-a batch take more than half the time, and what they hide may be less. So the first batches of each
-size are trained in turns by every legal split, and each pass is timed: from before the forward of
-the first block to behind its backward, with all that lies between. That includes the loss: ranks
-that leave the blocks apart wait for each other there, and the blocks alone have shown a tie where
-whole passes differed by 4 %. The seconds of the slowest rank count, so that all ranks of a tensor
-group choose alike. Other tensor groups choose for themselves: a split changes the order in which
-gradients are added, and nothing else.
+Whether a split pays depends on the batch, the model, the processor and the link: half a batch takes
+more than half the time to compute, and the communication it hides may be cheaper than that. So the
+first batches of each size are trained with every legal split in turn, `PASSES` timed passes each,
+and the split with the smallest median is kept. Every pass trains; none is wasted.
 
-It is a race. After 9, 18, 36, ... passes of each, splits that are surely slower than the best one
-leave it, and it is over when one is left, or when all that are left are within 2 %. Passes vary by
-10 to 20 %: nine of each choose wrongly where splits differ by 5 %, and a split that is much slower
-need not be tried for longer. Every pass trains, so a long race between splits that are nearly as
-fast costs little.
+A pass is timed from the start of the first block's forward to the end of its backward. The loss in
+between counts, because ranks that finish their blocks at different times wait for each other there.
 
-A size is the rows of a batch and its tokens, these up to the next power of two, for batches may be
-padded to any length: times are those of a token. What is chosen lies in the checkpoint, and so does
-what has been measured: a resumed fit goes on with it.
+The ranks of a tensor group agree on the maximum over ranks of each median, so they choose the same
+split. Other tensor groups may choose another one: a split changes the order in which gradients are
+added, nothing else.
+
+The choices and the timings so far are part of a checkpoint; a resumed fit continues with them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -36,209 +30,143 @@ from lightning_commfree.comm.handshake import TAG as HANDSHAKE_TAG
 from lightning_commfree.domino.schedule import ScheduleRun
 from lightning_commfree.domino.sublayers import Arguments
 
-WARM_UP = 1  # the first pass of a split allocates
-CHECKS = (9, 18, 36, 72, 144)  # passes of each split after which some may leave the race
-SURE = 2.0  # standard errors
-CLOSE = 0.02  # of the best one's seconds: as good
-MOST_SIZES = 8  # tried; what else comes does as the nearest one
+WARM_UP = 1  # the first pass of a split allocates memory, and is not timed
+# Passes vary by 10 to 20 %. By simulation at 14 %, nine passes choose the slower of two splits in
+# 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: a loss of 1.4 % on
+# average at most. More passes would delay the choice for less than that.
+PASSES = 9
+MAX_SIZES = 8  # that are timed; a batch of any other size takes the choice of the nearest one
 
 
 class Size(NamedTuple):
-    """Rows of a batch, and the tokens of each up to the next power of two."""
+    """Size of a batch: its rows, and its tokens per row rounded up to a power of two.
+
+    Rounded, because batches may be padded to any length. Timings are therefore kept per token.
+    """
 
     rows: int
     tokens: int
 
     @classmethod
     def of(cls, hidden: Tensor) -> Size:
-        """Return that of a batch, shape (B, T, H)."""
+        """Return the size of a batch of shape (B, T, H)."""
         rows, tokens = hidden.shape[:2]
         return cls(rows, 1 << max(tokens - 1, 0).bit_length())
 
 
-@dataclass
-class _Race:
-    """What has been measured for a size."""
-
-    seconds: dict[str, list[float]]  # of a token, pass by pass, by split; those still in the race
-    checks: int = 0  # that have been
-
-    def due(self) -> bool:
-        """Return whether all have the passes of the next check."""
-        return min(map(len, self.seconds.values())) >= WARM_UP + CHECKS[self.checks]
-
-    def turn(self) -> str:
-        """Return whose pass is next; each round begins with another one."""
-        rounds = min(map(len, self.seconds.values()))
-        behind = [name for name, seconds in self.seconds.items() if len(seconds) == rounds]
-        return behind[rounds % len(behind)]
-
-
 class SplitTrial:
-    """What has been measured, and chosen.
+    """Timings of splits and the choices made from them, by size of batch.
 
     Args:
-        channel: to the tensor group.
+        channel: the tensor group.
 
     Attributes:
         now: the clock, in seconds.
-        chosen: told of every choice, in a sentence.
-        trying: the split whose pass is being timed.
+        on_choice: called with a sentence about each choice.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._best: dict[Size, str] = {}
-        self._races: dict[Size, _Race] = {}
+        self._seconds: dict[Size, dict[str, list[float]]] = {}  # per token, pass by pass
         self.now: Callable[[], float] = time.perf_counter
-        self.chosen: Callable[[str], None] = lambda _: None
-        self.trying: str | None = None
+        self.on_choice: Callable[[str], None] = lambda _: None
 
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
-        """Return a batch's split, and whether its pass is to be timed; some are collective.
+        """Return the split of a batch, and whether to time its pass; now and then collective.
 
         Args:
             size: of the batch.
-            legal: finds its splits, "none" among them; asked while a size is tried.
+            legal: returns the splits that the batch allows, "none" first. It may read a mask, so
+                it is called only when needed.
         """
-        if self._channel.size == 1:  # no sums, nothing to hide
+        if self._channel.size == 1:  # no communication to hide
             return "none", False
         best = self._best.get(size)
-        if best is None and size not in self._races and len(self._races) >= MOST_SIZES:
-            nearest = min(self._best, key=lambda known: _apart(known, size), default=None)
-            best = "none" if nearest is None else self._best[nearest]
-        if best == "token" or (best == "batch" and size.rows < 2):
-            # another mask than that of the batches before, or another number of rows
-            return (best if best in legal() else legal()[-1]), False
-        if best is not None:
+        if best is None and size not in self._seconds and len(self._seconds) >= MAX_SIZES:
+            best = self._nearest(size)
+        if best == "none" or (best == "batch" and size.rows > 1):  # legal for every such batch
             return best, False
 
         names = legal()
-        if len(names) == 1:
-            return names[0], False
-        race = self._races.setdefault(size, _Race({name: [] for name in names}))
-        if race.due() and (winner := self._check(size, race)) is not None:
-            return (winner if winner in names else "none"), False
-
-        turn = race.turn()
-        return (turn, True) if turn in names else ("none", False)
+        if best is None:
+            if len(names) == 1:
+                return names[0], False
+            seconds = self._seconds.setdefault(size, {name: [] for name in names})
+            turn = min(seconds, key=lambda name: len(seconds[name]))
+            if len(seconds[turn]) < WARM_UP + PASSES:
+                # a batch with another mask than the first one may not allow it
+                return (turn, True) if turn in names else ("none", False)
+            best = self._decide(size, seconds)
+        return (best if best in names else names[-1]), False
 
     def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
-        """Return a run of a batch, shape (B, T, H), that is timed as a pass of split `name`."""
-        size, tokens = Size.of(hidden), hidden.shape[0] * hidden.shape[1]
+        """Wrap the run of a batch of shape (B, T, H) to record its time as a pass of `name`."""
+        seconds, tokens = self._seconds[Size.of(hidden)][name], hidden.shape[0] * hidden.shape[1]
 
-        def passed(seconds: float) -> None:
-            self._races[size].seconds[name].append(seconds / tokens)
-            self.trying = None
+        def now() -> float:
+            if hidden.is_cuda:  # else only the launch of its kernels is timed
+                torch.cuda.synchronize(hidden.device)
+            return self.now()
 
-        self.trying = name
-        return TimedRun(run, self._clock(hidden.device), passed)
+        return TimedRun(run, now, lambda duration: seconds.append(duration / tokens))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been measured and chosen; plain values."""
+        """Return the choices and timings as plain values."""
         return {
             "best": [(*size, name) for size, name in self._best.items()],
-            "races": [(*size, race.seconds, race.checks) for size, race in self._races.items()],
+            "seconds": [(*size, seconds) for size, seconds in self._seconds.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self._best = {Size(rows, tokens): name for rows, tokens, name in state["best"]}
-        self._races = {
-            Size(rows, tokens): _Race({name: [*each] for name, each in seconds.items()}, checks)
-            for rows, tokens, seconds, checks in state["races"]
+        self._seconds = {
+            Size(rows, tokens): {name: [*passes] for name, passes in seconds.items()}
+            for rows, tokens, seconds in state["seconds"]
         }
 
-    def _check(self, size: Size, race: _Race) -> str | None:
-        """Let slower splits leave the race; return who has won it; collective."""
-        passes = CHECKS[race.checks]
-        own = [seconds[WARM_UP : WARM_UP + passes] for seconds in race.seconds.values()]
-        sent = torch.tensor(own, dtype=torch.float32, device=self._channel.device)
-        slowest = self._channel.all_gather(sent, HANDSHAKE_TAG).wait().amax(0)
-        by_split = dict(zip(race.seconds, slowest.tolist(), strict=True))
-        best, left = leaders(by_split)
-        race.seconds = {name: race.seconds[name] for name in left}
-        race.checks += 1
-        if len(left) > 1 and race.checks < len(CHECKS):
-            return None
+    def _decide(self, size: Size, seconds: dict[str, list[float]]) -> str:
+        """Choose the split whose median pass is the shortest on the slowest rank; collective."""
+        medians = torch.tensor([median(passes[WARM_UP:]) for passes in seconds.values()])
+        of_all = self._channel.all_gather(medians.to(self._channel.device), HANDSHAKE_TAG).wait()
+        slowest = dict(zip(seconds, of_all.amax(0).tolist(), strict=True))
+        best = self._best[size] = min(slowest, key=slowest.__getitem__)
 
-        self._best[size] = best
         tokens = size.rows * size.tokens
-        means = {name: 1e3 * tokens * _trimmed_mean(each)[0] for name, each in by_split.items()}
-        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in means.items())
-        self.chosen(
+        times = ", ".join(f"{name} {1e3 * tokens * s:.3g} ms" for name, s in slowest.items())
+        self.on_choice(
             f"`split='auto'`: batches of {size.rows} x {size.tokens} tokens are split by"
             f" {best!r}. Forward, loss and backward took: {times}."
         )
         return best
 
-    def _clock(self, device: torch.device) -> Callable[[], float]:
-        def now() -> float:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            return self.now()
+    def _nearest(self, size: Size) -> str:
+        def distance(known: Size) -> float:
+            ratio = known.rows * known.tokens / (size.rows * size.tokens)
+            return max(ratio, 1 / ratio)
 
-        return now
+        return self._best[min(self._best, key=distance)] if self._best else "none"
 
 
 class TimedRun:
-    """A `ScheduleRun` that says how long it has taken, from its forward to behind its backward.
+    """A `ScheduleRun` that reports the seconds from the start of forward to the end of backward.
 
-    Args:
-        run: what is timed.
-        now: the clock, in seconds.
-        passed: told of the seconds behind backward; not told if there is none.
+    A forward without a backward reports nothing.
     """
 
     def __init__(
-        self, run: ScheduleRun, now: Callable[[], float], passed: Callable[[float], None]
+        self, run: ScheduleRun, now: Callable[[], float], report: Callable[[float], None]
     ) -> None:
-        self._run, self._now, self._passed = run, now, passed
-        self._begun = 0.0
+        self._run, self._now, self._report = run, now, report
 
     def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
-        """See `ScheduleRun`."""
-        self._begun = self._now()
+        """Start the clock and run forward."""
+        self._start = self._now()
         return self._run.forward(hidden, arguments)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """See `ScheduleRun`."""
+        """Run backward and report the time."""
         gradient = self._run.backward(gradient)
-        self._passed(self._now() - self._begun)
+        self._report(self._now() - self._start)
         return gradient
-
-
-def leaders(passes: Mapping[str, Sequence[float]]) -> tuple[str, list[str]]:
-    """Return the best split, and those that go on: it alone if the others are slower or as good.
-
-    Splits are compared round by round, for what disturbs a machine lasts longer than a pass. All
-    ranks compute the same to the last bit.
-
-    Args:
-        passes: seconds of each split's passes, round by round.
-    """
-    best = min(passes, key=lambda name: _trimmed_mean(passes[name])[0])
-    left, close = [best], True
-    for name, seconds in passes.items():
-        if name == best:
-            continue
-        rounds = zip(seconds, passes[best], strict=True)
-        behind, error = _trimmed_mean([2 * (own - its) / (own + its) for own, its in rounds])
-        if behind <= SURE * error:
-            left.append(name)
-            close &= behind + SURE * error < CLOSE
-    return best, [best] if close else left
-
-
-def _trimmed_mean(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean without a fifth at each end, and its standard error (Tukey, McLaughlin)."""
-    ordered, cut = sorted(values), len(values) // 5
-    kept = ordered[cut : len(ordered) - cut]
-    within = [min(max(value, kept[0]), kept[-1]) for value in ordered]
-    share = len(kept) / len(ordered)
-    return fmean(kept), stdev(within) / (share * len(ordered) ** 0.5)
-
-
-def _apart(size: Size, other: Size) -> float:
-    tokens, others = size.rows * size.tokens, other.rows * other.tokens
-    return max(tokens, others) / min(tokens, others)

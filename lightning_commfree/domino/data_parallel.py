@@ -1,12 +1,10 @@
-"""Replicas that the mean of their gradients keeps equal in every step: data parallelism.
+"""Data parallelism between tensor groups: average gradients in every step.
 
-Weights and optimizer state of ranks that share a model are put together in a checkpoint, whole.
-What is left to each rank is small: its random numbers, the place of its data, and in the middle of
-an accumulation its parts of the gradients. Rank 0's lies in the checkpoint, the others' in files
-beside it.
+A checkpoint holds the full weights and optimizer state. Each rank's own state is small: its random
+numbers, its position in the data, and in the middle of an accumulation its shards of the gradients.
 
 =========================  ==========================  ============================================
-resumed on                 place in the data           random numbers
+resumed on                 position in the data        random numbers
 =========================  ==========================  ============================================
 the same ranks             as it was                   as they were: every later weight is equal
 other tensor groups, as    as it was                   those that a group shares as they were; a
@@ -14,13 +12,13 @@ many of them                                           rank's own, of attention'
 more or fewer groups       the epoch's first batches   new
 =========================  ==========================  ============================================
 
-Of each group the file of its first rank is needed for the second line; gradients of a
-half-accumulated step come back in the first only.
+The second line needs the file of each group's first rank; gradients of a half-accumulated step come
+back in the first line only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,27 +26,28 @@ import torch
 from torch import nn
 
 from lightning_commfree.comm.job import ReplicaChannels
-from lightning_commfree.comm.ledger import all_gather_bytes
+from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
 from lightning_commfree.domino.forecast import bytes_per_step
-from lightning_commfree.domino.gradients import GradientAverage
+from lightning_commfree.domino.gradients import AVERAGE_TAG, GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
-from lightning_commfree.resume.rank_state import PLACE, Adopted, Saved
 
+# entries of a rank's own state that do not depend on which shards it holds
+_POSITION = ("random", "epoch_start", "loaders", "ahead", "lost")
 FLAGS_TAG, FLAGS_BYTES = "flags", 24  # of the three numbers that ranks exchange before a step
 
 
 class GradientMean:
-    """All-reduce of gradients over the data axis, while backward goes on.
+    """Average gradients over the data axis during backward; `DominoTPStrategy`'s algorithm.
 
     Args:
-        sharded: the divided model.
+        sharded: the module with the sharded models.
         channels: between and within replicas.
-        settings: decide in which order random numbers are drawn.
+        settings: part of the fingerprint, since they decide the order of random numbers.
 
     Attributes:
-        average: of the gradients.
-        models: the divided ones.
+        average: launches and lands the all-reduces.
+        models: the sharded models.
     """
 
     name = "Domino"
@@ -64,11 +63,12 @@ class GradientMean:
         self._channels, self._settings = channels, settings
         self.models = sharded.models
         self.average = GradientAverage(channels.between)
+        # a sublayer's gradients are launched while backward computes the ones before it
         for model in sharded.models:
             model.done = self.average.sublayer_is_done
 
     def land(self, module: nn.Module) -> None:
-        """Put the mean gradients into place."""
+        """Wait for the mean gradients and store them."""
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -91,16 +91,18 @@ class GradientMean:
     def bytes_per_step(
         self, module: nn.Module, tokens: int, mixed: torch.dtype | None, clips: bool
     ) -> dict[str, float]:
-        """Return what a rank sends in a step by tag.
+        """Forecast the bytes that a rank sends in a step, by ledger tag.
 
         Args:
-            module: divided.
-            tokens: of a tensor group's batches.
-            mixed: dtype of autocast.
+            module: sharded.
+            tokens: of a tensor group's batches of a step.
+            mixed: dtype of autocast; None without.
             clips: whether gradients are clipped by their norm.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
-        sent = bytes_per_step(self.models, module.parameters(), tokens, replicas, mixed, clips)
+        sent = bytes_per_step(self.models, tokens, mixed, clips)
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        sent[AVERAGE_TAG] = ring_all_reduce_bytes(gradients, replicas)
         sent[FLAGS_TAG] = all_gather_bytes(FLAGS_BYTES, world)
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
@@ -110,33 +112,41 @@ class GradientMean:
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: what each rank keeps for itself is the divided model's."""
-        return {}
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return nothing: each rank's own state is the sharded model's."""
+        return {}, {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Put back what `state_dict` returned."""
-        del state
+        del shared, own
 
-    def adopt(self, saved: Saved) -> Adopted | None:
-        """Go on in the data, with all random numbers or with those that a tensor group shares."""
-        size = int(saved.entry["fingerprint"]["tensor_parallel_size"])
-        world, within = self._channels.world, self._channels.within
-        if saved.entry["ranks"] // size != world.size // within.size:
+    def adopt(
+        self,
+        was: Mapping[str, str],
+        ranks: int,
+        load: Callable[[Iterable[int]], list[dict[str, Any]]],
+    ) -> tuple[dict[str, Any], str] | None:
+        """Keep the position in the data, and all random numbers or those that a group shares."""
+        size, world, within = (
+            int(was["tensor_parallel_size"]),
+            self._channels.world,
+            self._channels.within,
+        )
+        if ranks // size != world.size // within.size:
             return None
 
-        parts = saved.load_all([world.rank]) if size == within.size else []
-        if parts:
+        found = load([world.rank]) if size == within.size else []
+        if found:
             said = "with its optimizer state and all random numbers, now drawn in another order"
-            return Adopted(parts[0], said)
+            return found[0], said
 
-        parts = saved.load_all([world.rank // within.size * size])
-        if not parts:
+        found = load([world.rank // within.size * size])
+        if not found:
             return None
-        return Adopted(
-            {name: parts[0][name] for name in PLACE},
+        return (
+            {name: found[0][name] for name in _POSITION},
             "with its optimizer state, at the same place in the data. Random numbers that differ"
-            " from rank to rank and gradients of a half-accumulated step begin anew, and sums are"
+            " from rank to rank and gradients of a half-accumulated step start afresh, and sums are"
             " rounded in another way where a tensor group has another size",
         )
 

@@ -1,18 +1,16 @@
-"""Gradients across ranks, after backward and during it.
+"""Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
 
-- The data axis averages them, sublayer by sublayer, while backward goes on.
-- Several ranks of a tensor group may hold one key head: its gradient is the sum of theirs.
-- The norm of the whole gradient counts every number once.
+- `GradientAverage` averages them over the data axis, sublayer by sublayer, during backward.
+- Several ranks of a tensor group may hold one key head: `sum_shared` adds up their gradients.
+- `gradient_norm` counts every element of the full gradient once.
 
-NaN and Inf in gradients are found before the optimizer step, on all ranks at once.
+NaN and Inf are found before the optimizer step, on all ranks at once. A shard belongs to one rank,
+and the mean over the data axis would hide which replica spoiled it, so each rank checks its own
+gradients before the mean. Their Euclidean norm takes one pass, and is finite only if they are. It
+may also overflow, so if it is not finite the ranks check single elements and exchange names.
 
-A part of a divided weight is one rank's alone, and the mean over the data axis hides who spoiled
-it. So each rank looks at its own gradients before that mean. One pass is enough: where they are
-finite, their Euclidean norm is. A norm can also overflow, so the ranks look at single numbers next,
-and exchange names.
-
-Hooks may spoil gradients after that, and an optimizer weights: a check before each checkpoint finds
-it.
+Hooks may spoil gradients after that, and an optimizer may spoil weights: a check before each
+checkpoint finds both.
 """
 
 from __future__ import annotations
@@ -34,15 +32,15 @@ AVERAGE_TAG = "data_gradient"
 SHARED_TAG = "tensor_shared"
 NORM_TAG = "tensor_norm"
 
-# parameters, their gradients as they left, and those side by side, on their way
+# parameters, their gradients at launch, and the all-reduce of those in one flat tensor
 Flying = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
 
 
 class GradientAverage:
-    """The mean of gradients over the data axis.
+    """Average gradients over the data axis during backward.
 
     Args:
-        channel: to the ranks with the same part of the model.
+        channel: to the ranks with the same shard of the model.
 
     Attributes:
         active: whether this backward is the last one before an optimizer step.
@@ -52,21 +50,21 @@ class GradientAverage:
         self._channel = channel
         self.active = True
         self._flying: list[Flying] = []
-        self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # the gradient as it left
+        self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradient, version
 
     def sublayer_is_done(self, sublayer: Sublayer) -> None:
-        """Launch the gradients of a sublayer's parameters; they do not change any more."""
-        if self.active and self._channel.size > 1:
+        """Launch the gradients of a sublayer's parameters, which are complete."""
+        if self.active and self._channel.size > 1:  # accumulated gradients are sent once
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch what has not been launched of `parameters`, and put all means into place."""
+        """Launch the remaining gradients of `parameters`, wait, and store all means in place."""
         if self._channel.size == 1:
             return
 
-        # 1. Two forwards and one backward: a sublayer of the first stack is done, and its
-        #    gradients leave.
-        # 2. The second stack adds to them. They are late, and leave again.
+        # After two forwards and one backward, the first run of the blocks completes a sublayer and
+        # launches its gradients, and the second run adds to them. These are late: they changed
+        # after their launch, and are launched again.
         late = {
             p
             for p, (gradient, version) in self._launched.items()
@@ -98,19 +96,20 @@ class GradientAverage:
                 self._launched[p] = (p.grad, p.grad._version)
                 by_dtype.setdefault(p.grad.dtype, []).append(p)
 
+        # one flat message a dtype: many small all-reduces would cost their latency each
         for members in by_dtype.values():
             gradients = [self._launched[p][0] for p in members]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            # the data axis may be a CPU channel over the slow link
             flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
             self._flying.append((members, gradients, flying))
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
-    """Add up the gradients of parts that several ranks of a tensor group hold; collective.
+    """Add up the gradients of shards that several ranks of a tensor group hold; collective.
 
-    Args:
-        specs: of the divided parameters.
-        group: the tensor group.
+    Only the ranks with the same shard may add to it, but they have no channel of their own: each
+    places its gradient in zeros of the full shape.
     """
     for parameter, spec in specs.items():
         if spec.overlapping and parameter.grad is not None:
@@ -131,19 +130,20 @@ def gradient_norm(
 
     Args:
         parameters: of this rank.
-        specs: of the divided ones.
+        specs: of the sharded ones.
         group: the tensor group.
 
     Returns:
-        A tensor without dimensions, in float32 or wider; the same on all ranks.
+        A scalar tensor, in float32 or wider; the same on all ranks.
     """
-    total: dict[bool, Tensor] = {}
+    total: dict[bool, Tensor] = {}  # by whether the parameters are sharded
     for p in parameters:
         if p.grad is None:
             continue
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
+        # a copy counts 1 / holders on each of its holders
         square = (
             p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
             / holders
@@ -151,7 +151,7 @@ def gradient_norm(
         key = spec is not None
         total[key] = total[key] + square if key in total else square
 
-    if not total:
+    if not total:  # the same on all ranks, which have the same parameters
         return torch.zeros(())
     first = next(iter(total.values()))
     divided = total.get(True, torch.zeros_like(first)).reshape(1)
@@ -170,19 +170,21 @@ def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
 def refuse_nonfinite(
     channel: Channel, module: nn.Module, loss: Tensor, step: int, group_size: int
 ) -> None:
-    """Find out on which ranks gradients are not finite; collective, after a suspicion.
+    """Raise an error that names the ranks whose gradients are not finite; collective.
+
+    Called after some rank's norm was not finite.
 
     Args:
         channel: to all ranks of the fit.
         module: with this rank's gradients, not averaged yet.
-        loss: of this rank's latest batch, of one element.
-        step: that would come next, counted from 1.
+        loss: of this rank's latest batch, one element.
+        step: the next one, counted from 1.
         group_size: consecutive ranks that share a model.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; on all of them alike.
+        RuntimeError: some rank has NaN or Inf; the same on all ranks.
     """
-    value = float(loss.detach())  # of the latest batch: of accumulated ones another may be to blame
+    value = float(loss.detach())  # of accumulated batches, another one may be the cause
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     text = _describe(gradients, "the gradients of ")
     if text and not math.isfinite(value):
@@ -191,7 +193,7 @@ def refuse_nonfinite(
     if found := _named(channel, text, group_size):
         raise AgreedError(
             f"Gradients are not finite, before step {step}: {found}. All ranks stop; no parameter"
-            " was changed. Look at that tensor group's batch, or lower the learning rate, and go on"
+            " was changed. Check that tensor group's batch, or lower the learning rate, and resume"
             " from the last checkpoint."
         )
 
@@ -199,16 +201,16 @@ def refuse_nonfinite(
 def refuse_nonfinite_weights(
     channel: Channel, module: nn.Module, steps: int, group_size: int
 ) -> None:
-    """See that trained weights are finite, before a checkpoint; collective.
+    """Check that trained weights are finite, before a checkpoint; collective.
 
     Args:
         channel: to all ranks of the fit.
-        module: with this rank's parts.
-        steps: that have been taken.
+        module: with this rank's shards.
+        steps: taken so far.
         group_size: consecutive ranks that share a model.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; on all of them alike.
+        RuntimeError: some rank has NaN or Inf; the same on all ranks.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")
@@ -216,8 +218,8 @@ def refuse_nonfinite_weights(
     if found := _named(channel, text, group_size):
         raise RuntimeError(
             f"Weights are not finite, after step {steps}: {found}. No checkpoint is written, and"
-            " earlier ones are as they were. The gradients were finite behind backward: look at"
-            " hooks that change them, or weights, and at the learning rate."
+            " earlier ones are unchanged. The gradients were finite after backward: check hooks"
+            " that change gradients or weights, and the learning rate."
         )
 
 
@@ -226,7 +228,7 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Return who has said something, and what; empty if nobody has."""
+    """Return a list of the ranks that give a text, with the text; empty if none does."""
     guilty = [
         f"rank {rank} (tensor group {rank // group_size}) has {said}"
         for rank, said in zip(channel.ranks, gather_texts(channel, text), strict=True)

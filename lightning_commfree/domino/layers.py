@@ -1,28 +1,22 @@
-"""The sharded modules: same parameter names as what they replace, 1/t of their tensors.
+"""Sharded modules with the parameter names of the modules they replace, and 1/t of their tensors.
 
-t: ranks of the tensor group. Under a schedule (`TensorGroup.scheduled`) the all-reduces of a module
-are the schedule's. Without one, as in evaluation and generation, the module does its own: it is
-right wherever it is called.
+t is the number of ranks of the tensor group. While a schedule runs a module
+(`TensorGroup.under_schedule`), the schedule does its all-reduces. Otherwise, as in evaluation and
+generation, the module does them itself, so it gives the right result wherever it is called.
 
-===============  ====================  ============================  =======================
-module           weight of a rank      forward, unscheduled          backward, unscheduled
-===============  ====================  ============================  =======================
-`ColumnLinear`   1/t of the outputs    x w                           all-reduce of dx
-`RowLinear`      1/t of the inputs     all-reduce of x w, plus bias  dy as it is
-`VocabEmbedding` 1/t of the words      all-reduce of found rows      dy as it is
-`VocabHead`      1/t of the words      gather of logits              all-reduce of dx
-===============  ====================  ============================  =======================
+================  ====================  ============================  =======================
+module            weight of a rank      forward, unscheduled          backward, unscheduled
+================  ====================  ============================  =======================
+`ColumnLinear`    1/t of the outputs    x w                           all-reduce of dx
+`RowLinear`       1/t of the inputs     all-reduce of x w, plus bias  dy unchanged
+`GatheredLinear`  1/t of the outputs    gather of x w                 all-reduce of dx
+`SplitRowLinear`  1/t of the inputs     all-reduce of (1/t of x) w    gather of dx
+`VocabEmbedding`  1/t of the words      all-reduce of found rows      dy unchanged
+`VocabHead`       1/t of the words      gather of logits              all-reduce of dx
+================  ====================  ============================  =======================
 
-What the sharded modules of one model share: their group, and whether a schedule runs them.
-
-Sharded linears around which every rank needs whole activations, as some plans ask.
-
-================  ====================  ===========================  ======================
-module            weight of a rank      forward                      backward
-================  ====================  ===========================  ======================
-`GatheredLinear`  1/t of the outputs    gather of x w                all-reduce of dx
-`SplitRowLinear`  1/t of the inputs     all-reduce of (part of x) w  gather of dx
-================  ====================  ===========================  ======================
+The third and fourth serve models sharded by their plan, some of which need full activations on
+every rank.
 """
 
 from __future__ import annotations
@@ -40,29 +34,29 @@ from lightning_commfree.comm.channel import Channel, Pending
 FORWARD_TAG = "tensor_forward"
 BACKWARD_TAG = "tensor_backward"
 
-Trace = Callable[[str, str, int], None]  # what happens, to which sublayer, of which micro-batch
+Trace = Callable[[str, str, int], None]  # called with event, sublayer, micro-batch
 
 
 class TensorGroup:
-    """The ranks among which a model is divided.
+    """The ranks that share a model, and the state that its sharded modules have in common.
 
     Args:
-        channel: to the ranks of the group; tensors are where the model is.
-        seed: of the random numbers that differ from rank to rank, as attention's dropout.
+        channel: to the ranks of the group, for tensors on the model's device.
+        seed: of the random numbers that differ from rank to rank, as for attention's dropout.
 
     Attributes:
-        scheduled: a schedule launches and lands the all-reduces. Row linears then return partial
-            sums, and column linears leave the gradient of their input partial.
-        local_logits: the head returns its share of the vocabulary.
-        sums_flow: the embedding leaves its sum to the schedule, as `unsummed`.
-        unsummed: the embedding's sum over this rank's words, until the schedule takes it.
+        scheduled: a schedule does the all-reduces. Row linears then return partial sums, and column
+            linears leave the gradient of their input partial.
+        local_logits: the head returns the logits of its own words only.
+        overlap_embedding: the embedding leaves its all-reduce to the schedule, in `unsummed`.
+        unsummed: the embedding's partial sum, until the schedule takes it.
     """
 
     def __init__(self, channel: Channel, seed: int = 0) -> None:
         self.channel = channel
         self.scheduled = False
         self.local_logits = False
-        self.sums_flow = False
+        self.overlap_embedding = False
         self.unsummed: Tensor | None = None
         self._own_random = torch.Generator().manual_seed(seed + 1 + channel.rank).get_state()
         self._own_device_random: Tensor | None = None
@@ -70,21 +64,21 @@ class TensorGroup:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks of the group."""
         return self.channel.size
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's number in the group."""
         return self.channel.rank
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Start to sum `tensor` over the group, in place; with nccl on the group's own stream."""
+        """Start to sum `tensor` over the group in place, with nccl on the group's own stream."""
         return self.channel.all_reduce(tensor.contiguous(), tag)
 
     @contextmanager
     def under_schedule(self) -> Iterator[None]:
-        """In the body a schedule runs the modules."""
+        """Leave the modules' all-reduces to a schedule in the body."""
         before, self.scheduled = self.scheduled, True
         try:
             yield
@@ -93,9 +87,10 @@ class TensorGroup:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """In the body random numbers differ from rank to rank; outside they are the same."""
+        """Draw random numbers in the body that differ from rank to rank, unlike those outside."""
         shared, on_device = random_state(device)
 
+        # the device's own generator is seeded on first use: the device is not known earlier
         if self._own_device_random is None and on_device is not None:
             torch.manual_seed(self._seed + 1 + self.rank)
             self._own_device_random = random_state(device)[1]
@@ -108,23 +103,23 @@ class TensorGroup:
             set_random_state(device, (shared, on_device))
 
     def own_state(self) -> tuple[Tensor, Tensor | None]:
-        """Return the states of the generators that differ from rank to rank, CPU's and device's.
+        """Return the states of this rank's own generators, the CPU's and the device's.
 
-        Bytes in CPU memory; None for a device that has not drawn yet.
+        They are bytes in CPU memory; None for a device that has not drawn yet.
         """
         return self._own_random, self._own_device_random
 
     def load_own_state(self, state: tuple[Tensor, Tensor | None]) -> None:
-        """Put back what `own_state` returned."""
+        """Restore the state that `own_state` returned."""
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the shared and of this rank's own random numbers."""
+        """Return the states of the generators, shared ones and this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """In the body random numbers are those that came after `states` were taken."""
+        """Draw the random numbers in the body that followed when `states` were taken."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -138,13 +133,13 @@ class TensorGroup:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the states of the CPU's generator and of the device's."""
+    """Return the states of the CPU's and of the device's generator."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), on_device
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Put back what `random_state` returned."""
+    """Restore the states that `random_state` returned."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
@@ -161,11 +156,12 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gradient,) = grads
+        # a copy: all-reduce is in place, and autograd may use the gradient elsewhere too
         return ctx.group.all_reduce(gradient.clone(), BACKWARD_TAG).wait(), None
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the group; the gradient, which all ranks have alike, is passed on."""
+    """Sum over the group; the gradient, the same on all ranks, is passed on."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -177,7 +173,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the last dimension over the group; each rank takes its part of the gradient."""
+    """Concatenate the last dimension over the group; each rank takes its slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -190,11 +186,26 @@ class _Gather(torch.autograd.Function):
         return grads[0].chunk(ctx.group.size, dim=-1)[ctx.group.rank].contiguous(), None
 
 
+class _Slice(torch.autograd.Function):
+    """Take this rank's slice of the last dimension; the gradient is gathered from the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        parts = ctx.group.channel.all_gather(grads[0].contiguous(), BACKWARD_TAG).wait()
+        return torch.cat(parts.unbind(0), dim=-1), None
+
+
 class _Head(torch.autograd.Function):
-    """x w; the gradient of x is summed over the group while that of w is computed."""
+    """Product x w; the gradient of x is all-reduced while that of w is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
+        # autocast does not reach into a Function: cast as it would cast a linear layer
         kind = x.device.type
         ctx.group, ctx.dtypes = group, (x.dtype, weight.dtype)
         if torch.is_autocast_enabled(kind):
@@ -209,6 +220,7 @@ class _Head(torch.autograd.Function):
         d_x = (gradient @ weight).to(ctx.dtypes[0])
         flying = ctx.group.all_reduce(d_x, BACKWARD_TAG)
 
+        # a frozen head has none; otherwise this product overlaps with the all-reduce
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
@@ -218,29 +230,29 @@ class _Head(torch.autograd.Function):
 
 
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return `x`, whose gradient is then the sum over the group."""
+    """Return `x`, and sum its gradient over the group in backward."""
     spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
     return spread_x
 
 
 def summed(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum of `x` over the group; the gradient is passed on as it is."""
+    """Return the sum of `x` over the group; the gradient is passed on unchanged."""
     total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gathered(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the last dimension of all ranks' `x` together; each takes its part of the gradient."""
+    """Concatenate the last dimension of all ranks' `x`; each takes its slice of the gradient."""
     whole: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return whole
 
 
 class _Linear(nn.Module):
-    """A linear layer with the weight of `nn.Linear`, (out, in), or of GPT-2's `Conv1D`, (in, out).
+    """A linear layer with a weight like `nn.Linear`'s, (out, in), or GPT-2's `Conv1D`'s, (in, out).
 
     Args:
-        weight: this rank's part.
-        bias: this rank's part, or the whole; None for none.
+        weight: this rank's shard.
+        bias: this rank's shard, or the full bias; None for none.
         group: the tensor group.
         transposed: the weight is (in, out).
     """
@@ -262,7 +274,7 @@ class _Linear(nn.Module):
 
 
 class ColumnLinear(_Linear):
-    """Holds some outputs of a linear layer; the input is whole on every rank."""
+    """A linear layer of which each rank computes some outputs from the full input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, shape (..., out / t)."""
@@ -270,7 +282,7 @@ class ColumnLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """Holds some inputs of a linear layer; the outputs of all ranks add up to the layer's."""
+    """A linear layer of which each rank has some inputs; the ranks' outputs are summed."""
 
     _launch: Callable[[Tensor], None] | None = None
     _parts = 1
@@ -278,14 +290,14 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, parts: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """In the body `forward` computes its output in slices, and gives each away at once.
+        """Let `forward` compute its output in slices in the body, and launch each at once.
 
         Args:
-            parts: slices of the last dimension.
-            launch: takes a slice.
+            parts: number of slices of the last dimension.
+            launch: called with each slice.
 
         Yields:
-            The slices, with their graphs, after `forward` has run.
+            A list that `forward` fills with the slices, with their graphs.
         """
         self._launch, self._parts, self._made = launch, parts, []
         try:
@@ -298,11 +310,11 @@ class RowLinear(_Linear):
             part = F.linear(x, weight.T if self.transposed else weight)
             self._made.append(part)
             launch(part)
-        return part  # nobody reads it: the sums are put together when they land
+        return part  # not read: the schedule concatenates the sums when they land
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, shape (..., out); under a schedule this rank's share, no bias."""
-        if self._launch is not None:
+        """Return the output, shape (..., out); under a schedule the partial sum without bias."""
+        if self._launch is not None:  # of the weight or hybrid split
             return self._slices(x, self._launch)
         if self.group.scheduled:
             return self.product(x)
@@ -314,15 +326,31 @@ class RowLinear(_Linear):
         return total if self.bias is None else total + self.bias
 
 
+class GatheredLinear(ColumnLinear):
+    """A column linear whose outputs are gathered, as where one norm covers all heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all outputs, shape (..., out)."""
+        return gathered(super().forward(x), self.group)
+
+
+class SplitRowLinear(RowLinear):
+    """A row linear that takes its slice of an input that every rank has in full."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, shape (..., out)."""
+        return super().forward(_Slice.apply(x, self.group))  # type: ignore[no-untyped-call]
+
+
 class DropoutAfterSum(nn.Dropout):
-    """Dropout behind a `RowLinear`: under a schedule it waits for the sum, in `finish`."""
+    """Dropout after a `RowLinear`; under a schedule it is applied to the sum, by `finish`."""
 
     def __init__(self, p: float, group: TensorGroup) -> None:
         super().__init__(p)
         self.group = group
 
     def forward(self, input: Tensor) -> Tensor:
-        """Apply dropout, but for a partial sum."""
+        """Apply dropout, except under a schedule."""
         return input if self.group.scheduled else super().forward(input)
 
     def finish(self, total: Tensor) -> Tensor:
@@ -331,14 +359,14 @@ class DropoutAfterSum(nn.Dropout):
 
 
 class VocabEmbedding(nn.Module):
-    """Holds the embeddings of some words.
+    """An embedding of which each rank holds some words.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.
-        first: its first word.
+        first: the first of this rank's words.
         group: the tensor group.
-        padding_idx: the word whose gradient is left out, as in `nn.Embedding`.
-        scale: by which embeddings are multiplied, a scalar; None: by nothing.
+        padding_idx: a word without gradient, as in `nn.Embedding`.
+        scale: a scalar by which embeddings are multiplied, as in Gemma; None for none.
     """
 
     scale: Tensor | None
@@ -356,13 +384,9 @@ class VocabEmbedding(nn.Module):
         self.padding_idx = padding_idx
         self.register_buffer("scale", scale, persistent=False)
 
-    @property
-    def embedding_dim(self) -> int:
-        """Length of an embedding."""
-        return self.weight.shape[1]
-
     def forward(self, words: Tensor) -> Tensor:
-        """Return the embeddings, shape (..., H), of whole numbers."""
+        """Return the embeddings of integer words, shape (..., H)."""
+        # words of other ranks look up row 0 and are zeroed: the sum over ranks is each word's row
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 
@@ -375,14 +399,16 @@ class VocabEmbedding(nn.Module):
         if self.scale is not None:
             partial = partial * self.scale.to(partial.dtype)
 
-        if self.group.sums_flow and not self._forward_hooks:  # a hook would see a partial sum
+        if (
+            self.group.overlap_embedding and not self._forward_hooks
+        ):  # a hook would see a partial sum
             self.group.unsummed = partial
             return partial
         return summed(partial, self.group)
 
 
 class VocabHead(nn.Module):
-    """Scores some words.
+    """A language model head of which each rank scores some words.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.
@@ -398,7 +424,7 @@ class VocabHead(nn.Module):
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits: of all words, (..., V); of this rank's, if the loss takes only those."""
+        """Return the logits of all words, (..., V), or of this rank's under `local_logits`."""
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias
@@ -407,33 +433,3 @@ class VocabHead(nn.Module):
             return local
 
         return gathered(local, self.group)[..., : self.words]
-
-
-class _Slice(torch.autograd.Function):
-    """This rank's part of the last dimension; the gradient is put together over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return x.chunk(group.size, dim=-1)[group.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = ctx.group.channel.all_gather(grads[0].contiguous(), BACKWARD_TAG).wait()
-        return torch.cat(parts.unbind(0), dim=-1), None
-
-
-class GatheredLinear(ColumnLinear):
-    """A column linear whose outputs every rank needs whole, as where heads are normed together."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return all outputs, shape (..., out)."""
-        return gathered(super().forward(x), self.group)
-
-
-class SplitRowLinear(RowLinear):
-    """A row linear whose input is whole on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, shape (..., out)."""
-        return super().forward(_Slice.apply(x, self.group))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is divided among ranks: logits are never gathered."""
+"""Cross entropy over a vocabulary sharded among ranks, without gathering logits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, words: int, group: TensorGroup
     ) -> Tensor:
         width = logits_NV.shape[1]
-        if first + width > words:  # padding scores nothing
+        if first + width > words:  # padding words get no probability
             logits_NV = logits_NV.clone()
             logits_NV[:, max(words - first, 0) :] = float("-inf")
 
-        # a rank may hold nothing but padding
+        # a rank that holds only padding would have a maximum of -inf, and exp(-inf + inf) is NaN
         lowest = torch.finfo(logits_NV.dtype).min
         largest_N = logits_NV.amax(1).clamp(min=lowest)
         exponentials_NV = (logits_NV - largest_N.unsqueeze(1)).exp()
@@ -36,13 +36,15 @@ class _CrossEntropy(torch.autograd.Function):
         index_N = local_N.masked_fill(~mine_N, 0).unsqueeze(1)
         found_N = logits_NV.gather(1, index_N).squeeze(1).masked_fill(~mine_N, 0.0)
 
-        # one exchange: everybody brings its own maximum and puts all on the common one
+        # one collective: each rank sends sums relative to its own maximum, and rescales all of
+        # them to the common one
         own = torch.stack([largest_N, exponentials_NV.sum(1), found_N])
         largest_RN, sums_RN, found_RN = group.channel.all_gather(own, LOSS_TAG).wait().unbind(1)
         common_N = largest_RN.amax(0)
         total_N = (sums_RN * (largest_RN - common_N).exp()).sum(0)
 
         scale_N = (largest_N - common_N).exp() / total_N
+        # the softmax is all that backward needs; it takes the memory of the exponentials
         ctx.save_for_backward(exponentials_NV.mul_(scale_N.unsqueeze(1)), index_N, mine_N)
         losses_N: Tensor = total_N.log() + common_N - found_RN.sum(0)
         return losses_N
@@ -52,6 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
         (gradient_N,) = grads
         shares_NV, index_N, mine_N = ctx.saved_tensors
         result = shares_NV * gradient_N.unsqueeze(1)
+        # minus 1 at the target, on the rank that holds it
         result.scatter_add_(1, index_N, -(gradient_N * mine_N).unsqueeze(1))
         return result, None, None, None, None
 
@@ -63,8 +66,8 @@ def vocab_cross_entropy(
 
     Args:
         logits: of this rank's words, floating point, shape (N, V / t).
-        targets: words, whole numbers of shape (N,); the same on all ranks. Any number outside of
-            the vocabulary gives a result without meaning.
+        targets: words, integers of shape (N,); the same on all ranks. A number outside of the
+            vocabulary gives a meaningless result.
         first: this rank's first word.
         words: size of the vocabulary without padding.
         group: the tensor group.
@@ -74,7 +77,7 @@ def vocab_cross_entropy(
 
 
 def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
-    """Return what takes the place of transformers' `ForCausalLMLoss`, on local logits."""
+    """Return a replacement of transformers' `ForCausalLMLoss` that takes this rank's logits."""
 
     def loss_function(
         logits: Tensor,
@@ -91,6 +94,7 @@ def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., 
         counted = targets != ignore_index
 
         flat = logits.reshape(-1, logits.shape[-1])
+        # as transformers' own loss: sums of exponentials of a large vocabulary need float32
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
         each = vocab_cross_entropy(flat, targets.masked_fill(~counted, 0), first, words, group)

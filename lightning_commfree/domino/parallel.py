@@ -1,16 +1,10 @@
-"""Putting the schedule into a transformers model: its own code goes on calling it.
+"""Shard a transformers model in place and put the schedule into its forward.
 
-A causal language model of transformers loops over its blocks. While a schedule is wanted, the list
-of blocks yields others, of which the last one runs all of them (`stack`). Everything around stays
-transformers': masks, positions, the last norm, head and outputs. Where a schedule does not apply,
-in evaluation, generation or when hidden states of single blocks are asked for, the loop runs as
-ever, and the sharded modules do their own all-reduces.
-
-A stack of blocks as one node of autograd, whose inside is a `ScheduleRun`.
-
-The model's own loop calls its blocks one after the other. Under a schedule it calls stand-ins. They
-hand the residual stream on, and note what else they get: a kind of block has a mask of its own. The
-last one runs the stack. Where all blocks are of one kind it stands alone.
+A causal language model of transformers loops over its list of blocks. While a schedule is wanted,
+the list yields stand-ins, of which the last one runs all blocks as one autograd node. Everything
+around the blocks remains transformers' own code: masks, positions, the last norm, head and outputs.
+Where the schedule does not apply, as in evaluation, in generation or when hidden states of single
+blocks are requested, the loop sees the blocks, and the sharded modules do their own all-reduces.
 """
 
 from __future__ import annotations
@@ -20,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,146 +33,14 @@ from lightning_commfree.domino.splits import choose_split, legal_splits
 from lightning_commfree.domino.sublayers import Arguments
 from lightning_commfree.model.meta_init import Materializer
 
-
-class _Stack(torch.autograd.Function):
-    """The whole stack as one node; a `ScheduleRun` computes its inside."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, run: ScheduleRun | TimedRun, arguments: Sequence[Arguments]
-    ) -> Tensor:
-        ctx.run = run
-        return run.forward(hidden, arguments)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            # the inside would add to the gradients of all parameters, asked for or not
-            raise RuntimeError(
-                "A model that is divided and scheduled cannot be differentiated by"
-                " `torch.autograd.grad` or `backward(inputs=...)`: its blocks run their own"
-                " backward, for all parameters. Call `backward()`, or use another strategy."
-            )
-        return ctx.run.backward(gradients[0]), None, None
-
-
-def run_schedule(
-    run: ScheduleRun | TimedRun, hidden: Tensor, arguments: Sequence[Arguments]
-) -> Tensor:
-    """Run `hidden`, shape (B, T, H), through the stack.
-
-    Args:
-        run: a new one.
-        hidden: the residual stream behind the embedding.
-        arguments: what transformers passes to each block besides it, by name; one for all of them,
-            or one for each.
-
-    Returns:
-        The residual stream before the last norm; gradients flow back through it once.
-    """
-    if not hidden.requires_grad:  # frozen embeddings: the node must be in the graph all the same
-        hidden = hidden.detach().requires_grad_()
-
-    output: Tensor = _Stack.apply(hidden, run, arguments)  # type: ignore[no-untyped-call]
-    return output
-
-
-_NOT_FOR_BLOCKS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
-
-RunStack = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
-
-
-class _StandIn:
-    """What a model's loop gets in place of a block; its attributes are the block's.
-
-    Args:
-        block: in whose place it stands.
-        noted: what the blocks of this forward have got so far.
-        run: runs the stack; None: the stream goes on to the next one.
-        as_tensor: a block returns its output as it is, and not in a tuple.
-    """
-
-    def __init__(
-        self, block: nn.Module, noted: list[Arguments], run: RunStack | None, as_tensor: bool
-    ) -> None:
-        self._block, self._noted, self._run, self._as_tensor = block, noted, run, as_tensor
-        self._signature = inspect.signature(type(block).forward)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python asks for those of a copy before there is a block
-            raise AttributeError(name)
-        return getattr(self._block, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
-        return self  # as of a function: a copy of the model is no other rank
-
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        bound = self._signature.bind(self._block, hidden, *args, **kwargs).arguments
-        extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
-        extra.update(extra.pop("kwargs", {}))
-        arguments = {k: v for k, v in extra.items() if k not in _NOT_FOR_BLOCKS}
-        self._noted.append({k: v for k, v in arguments.items() if not k.startswith("encoder_")})
-
-        if self._run is not None:
-            given = list(self._noted)
-            self._noted.clear()  # or a mask would live until the next forward
-            hidden = self._run(hidden, self._block, given)
-        return hidden if self._as_tensor else (hidden,)
-
-
-class _ScheduledBlocks(nn.ModuleList):
-    """A list of blocks that yields their stand-ins while `active`."""
-
-    active = False
-    noted: list[Arguments]
-    stand_ins: list[_StandIn]
-
-    def begin(self, active: bool) -> None:
-        """A forward begins, with or without the schedule."""
-        self.active = active
-        self.noted.clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stand_ins) if self.active else super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        if self.active and isinstance(index, slice):
-            return self.stand_ins
-        return super().__getitem__(index)
-
-
-def become_scheduled(
-    blocks: nn.ModuleList, run: RunStack, one_kind: bool, as_tensor: bool
-) -> Callable[[], None]:
-    """Let a list of blocks yield stand-ins while it is `active`; return what makes it plain again.
-
-    Args:
-        blocks: of a model.
-        run: runs all of them: given the stream, a block, and what the blocks get besides.
-        one_kind: all blocks get the same.
-        as_tensor: see `_StandIn`.
-    """
-    known, noted = list(blocks), list[Arguments]()
-    passed = [] if one_kind else [_StandIn(block, noted, None, as_tensor) for block in known[:-1]]
-    last = _StandIn(known[0] if one_kind else known[-1], noted, run, as_tensor)
-
-    before, scheduled = type(blocks), cast(_ScheduledBlocks, blocks)
-    blocks.__class__ = _ScheduledBlocks
-    scheduled.active, scheduled.noted, scheduled.stand_ins = False, noted, [*passed, last]
-
-    def undo() -> None:
-        blocks.__class__ = before
-        del scheduled.active, scheduled.noted, scheduled.stand_ins
-
-    return undo
-
-
+# outputs and inputs of single blocks, which the schedule does not have
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
+# arguments of a block about caches, which are not scheduled
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """See that a model can be divided among so many ranks; it is not changed.
+    """Check that a model can be sharded among so many ranks, without changing it.
 
     Raises:
         ValueError: it cannot, with the reason.
@@ -192,34 +54,34 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
-            f" tensor-parallel plan. Scheduled are {', '.join(FAMILIES)}; any other model of"
-            " transformers whose config has a `base_model_tp_plan` of column- and row-wise linears"
-            " is divided by it."
+            f" tensor-parallel plan. Supported are {', '.join(FAMILIES)}, with the schedule, and"
+            " any other model of transformers whose config has a `base_model_tp_plan` of column-"
+            " and row-wise linears, without it."
         )
 
 
 class ParallelModel:
-    """A transformers model that is divided and scheduled, in place.
+    """A transformers model that is sharded and scheduled, in place.
 
     Args:
-        model: on every rank the same, with the same weights; of `FAMILIES` also on the `meta`
-            device: it gets fresh values, a layer at a time (`materialize`).
-        channel: to the ranks of the tensor group.
+        model: the same on every rank, with the same weights. One of `FAMILIES` may also be on the
+            `meta` device: it gets fresh values, one layer at a time (`model.meta_init`).
+        channel: the tensor group.
         settings: split and micro-batches.
         seed: of the random numbers that differ from rank to rank.
         init_seed: of the values of a model on `meta`, the same on all ranks.
 
     Attributes:
-        sharding: what is divided, and how.
-        trace: if set, told of every event of the schedule: what, which sublayer, micro-batch.
-        done: if set, told of a sublayer whose gradients are there, in backward.
-        scheduled: the schedule runs its blocks; else they do their own all-reduces.
-        divides_loss: its own loss is computed of this rank's logits.
-        fell_back: told why a batch was split in another way than asked for.
-        trial: finds the split of each size of batches, if that is "auto".
+        sharding: which tensors are sharded, and how.
+        trace: called with every event of the schedule (event, sublayer, micro-batch), if set.
+        done: called in backward with each sublayer whose gradients are complete, if set.
+        scheduled: whether the schedule runs the blocks; else they do their own all-reduces.
+        shards_loss: whether the model's own loss is computed from this rank's logits only.
+        on_fallback: called with a sentence when a batch cannot be split as requested.
+        trial: chooses the split of each size of batch under `split="auto"`.
 
     Raises:
-        ValueError: the model cannot be divided, or not among so many ranks; it is unchanged.
+        ValueError: the model cannot be sharded, or not among so many ranks; it is unchanged.
     """
 
     def __init__(
@@ -241,59 +103,64 @@ class ParallelModel:
         self.sharding = Sharding(model, self.group, Materializer(model, init_seed))
         self.trace: Trace | None = None
         self.done: Done | None = None
-        self.fell_back: Callable[[str], None] = lambda _: None
+        self.on_fallback: Callable[[str], None] = lambda _: None
         self.trial = SplitTrial(channel)
-        self.scheduled = self.divides_loss = False
+        self.scheduled = self.shards_loss = False
+        self._blocks: _ScheduledBlocks
         self._handles: list[Any] = []
         family = family_of(model)
         if family is not None:
+            # the schedule after the sharding: it refers to the sharded modules
             family.shard(self.sharding)
             self.sharding.materializer.materialize_rest()
             self._schedule(model, family)
-            self._divide_loss(model)
+            self._shard_loss(model)
         else:
             apply_plan(self.sharding)
-        self._refuse_to_save(model)
+        self._forbid_saving(model)
 
     def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
-        """Make the model transformers' own again.
+        """Turn the model back into the plain transformers model.
 
         Args:
-            wholes: the whole tensors, by this rank's parts; see `whole_tensor`.
+            wholes: the full tensor of each of this rank's shards; see `whole_tensor`.
         """
         for handle in self._handles:
             handle.remove()
 
         for parameter, whole in wholes.items():
-            parameter.data = whole
-            parameter.grad = None
+            parameter.data = whole  # the same object, which optimizers and tied modules refer to
+            parameter.grad = None  # of the shard's shape
+        # in reverse: a later change may be inside a module that an earlier one replaced
         for undo in reversed(self.sharding.restore):
             undo()
 
-    # -- what is put into the model
+    # -- changes to the model
 
     def _schedule(self, model: Any, family: Family) -> None:
         blocks = self.sharding.blocks
-        if not len(blocks):
+        if not blocks:
             return
 
         self.scheduled = True
         base = getattr(model, model.base_model_prefix)
         kinds = getattr(model.config, "layer_types", None) or ["same"]
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
-        undo = become_scheduled(blocks, self._stack, one_kind, as_tensor)
-        self.sharding.restore.append(undo)
+        self._blocks = _ScheduledBlocks(blocks, self._run_blocks, one_kind, as_tensor)
+        self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
+        # `always_call`: after a failed forward the loop must see the blocks again
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
         ]
 
-    def _divide_loss(self, model: Any) -> None:
-        # the user's own; or adapters around the model call its `forward`, past all hooks
+    def _shard_loss(self, model: Any) -> None:
+        # not a loss of the user's own; and adapters around the model call its `forward` directly,
+        # past the hooks
         if model.loss_function.__name__ != "ForCausalLMLoss" or has_adapters(model):
             return
 
-        self.divides_loss = True
+        self.shards_loss = True
         head = model.lm_head
         first = head.weight.shape[0] * self.group.rank
         self.sharding.restore.append(_put_back_loss(model))
@@ -303,15 +170,31 @@ class ParallelModel:
             model.register_forward_hook(self._end_loss, always_call=True),
         ]
 
-    def _refuse_to_save(self, model: nn.Module) -> None:
+    def _forbid_saving(self, model: nn.Module) -> None:
         if isinstance(getattr(model, "save_pretrained", None), MethodType):
             vars(model)["save_pretrained"] = _refuse_to_save
             self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
-    def _stack(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
+    # -- a forward of the blocks
+
+    def _run_blocks(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
+        """Run `hidden`, the residual stream after the embedding, through all blocks.
+
+        Args:
+            hidden: shape (B, T, H).
+            block: one of them.
+            given: other arguments that transformers passes to a block: one for all of them, or one
+                for each.
+
+        Returns:
+            The residual stream before the last norm; gradients flow back through it once.
+        """
         # masks of other kinds of blocks differ by a window, which matters to no split
         run = self._run(hidden, given[0], _checkpointed(block))
-        return run_schedule(run, hidden, given)
+        if not hidden.requires_grad:  # of frozen embeddings: the node must be in the graph anyway
+            hidden = hidden.detach().requires_grad_()
+        output: Tensor = _Stack.apply(hidden, run, given)  # type: ignore[no-untyped-call]
+        return output
 
     def _run(
         self, hidden: Tensor, arguments: dict[str, Any], checkpoint: bool
@@ -324,38 +207,47 @@ class ParallelModel:
         sublayers = self.sharding.sublayers
         attention, settings, timed = sublayers[0].attention, self.settings, False
         if settings.split == AUTO:
+            # read at most once: looking into a mask waits for the device
             legal = cache(partial(legal_splits, hidden, arguments, attention))
             name, timed = self.trial.choose(Size.of(hidden), legal)
             settings = replace(settings, split=name)
 
         config = getattr(attention, "config", None)
-        split = choose_split(settings, hidden, arguments, config, self.fell_back)
-        embedding_flows = unsummed is not None
+        split = choose_split(settings, hidden, arguments, config, self.on_fallback)
         run = ScheduleRun(
-            sublayers, self.group, split, checkpoint, self.trace, self.done, embedding_flows
+            sublayers,
+            self.group,
+            split,
+            checkpoint,
+            self.trace,
+            self.done,
+            unsummed=unsummed is not None,
         )
         return self.trial.timed(run, name, hidden) if timed else run
 
-    # -- hooks around a forward
+    # -- hooks around a forward of the model
 
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
-        asked = any(
+        requested = any(
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
             for name in _NOT_SCHEDULED
         )
-        # what the model's config implies is put in later: here True was asked for
+        # `use_cache` of the config is filled in later: True here was requested by the caller
         cached = cache is not None or kwargs.get("use_cache") is True
 
-        active = torch.is_grad_enabled() and not asked and not cached
+        active = torch.is_grad_enabled() and not requested and not cached
         self._blocks.begin(active)
-        # a whole stack that is computed again would find no summands, and take them for the sum
-        again = getattr(base, "gradient_checkpointing", False) and not _checkpoints(self._blocks[0])
-        self.group.sums_flow = active and self.sharding.embedding_is_stream and not again
+        # older transformers checkpoint around the call of a block: the recomputed stack would find
+        # no partial sums, and take them for the embedding
+        around = getattr(base, "gradient_checkpointing", False) and not hasattr(
+            self.sharding.blocks[0], "gradient_checkpointing"
+        )
+        self.group.overlap_embedding = active and self.sharding.raw_embedding and not around
 
     def _end(self, base: Any, args: Any, output: Any) -> None:
         self._blocks.begin(False)
-        self.group.sums_flow, self.group.unsummed = False, None
+        self.group.overlap_embedding, self.group.unsummed = False, None
 
     def _begin_loss(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         names = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -367,13 +259,128 @@ class ParallelModel:
         if not local or output is None:
             return output
 
+        # nobody may take this rank's logits for all of them
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
 
-    @property
-    def _blocks(self) -> Any:
-        return self.sharding.blocks
+
+class _ScheduledBlocks(nn.ModuleList):
+    """A list of blocks that yields stand-ins while the schedule is active.
+
+    It replaces the model's own list until `join`. Its children are the blocks under the same names,
+    so parameter names, `modules()` and state dicts do not change.
+
+    Args:
+        blocks: of the model.
+        run: runs all of them.
+        one_kind: all blocks get the same arguments, so one stand-in is enough.
+        as_tensor: a block returns a tensor and not a tuple.
+    """
+
+    def __init__(
+        self, blocks: Sequence[nn.Module], run: RunBlocks, one_kind: bool, as_tensor: bool
+    ) -> None:
+        super().__init__(blocks)
+        self.active = False
+        self._noted: list[Arguments] = []
+        passed = () if one_kind else blocks[:-1]
+        last = blocks[0] if one_kind else blocks[-1]
+        self.stand_ins = [_StandIn(block, self._noted, None, as_tensor) for block in passed]
+        self.stand_ins.append(_StandIn(last, self._noted, run, as_tensor))
+
+    def replace_in(self, owner: nn.Module, name: str) -> Callable[[], None]:
+        """Replace the plain list, an attribute of `owner`; return a function that undoes it."""
+        plain = getattr(owner, name)
+        self.training = plain.training
+        setattr(owner, name, self)
+
+        def undo() -> None:
+            plain.training = self.training
+            setattr(owner, name, plain)
+
+        return undo
+
+    def begin(self, active: bool) -> None:
+        """Prepare for a forward with or without the schedule."""
+        self.active = active
+        self._noted.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stand_ins) if self.active else super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        # a slice of this class would lack the arguments of its constructor
+        return self.stand_ins if self.active else nn.ModuleList(list(self)[index])
+
+
+RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
+
+
+class _StandIn:
+    """Replaces a block in the model's loop; its attributes are the block's.
+
+    It passes the residual stream on and notes the block's other arguments, since each kind of block
+    has a mask of its own. The last stand-in runs all blocks.
+
+    Args:
+        block: that it replaces.
+        noted: arguments of the blocks in this forward so far.
+        run: runs all blocks; None: the stream continues to the next one.
+        as_tensor: a block returns a tensor and not a tuple.
+    """
+
+    def __init__(
+        self, block: nn.Module, noted: list[Arguments], run: RunBlocks | None, as_tensor: bool
+    ) -> None:
+        self._block, self._noted, self._run, self._as_tensor = block, noted, run, as_tensor
+        self._signature = inspect.signature(type(block).forward)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Python asks a copy for these before it has a block
+            raise AttributeError(name)
+        return getattr(self._block, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
+        return self  # like a function: a copy of the model is not another rank
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(self._block, hidden, *args, **kwargs).arguments
+        extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
+        extra.update(extra.pop("kwargs", {}))
+        arguments = {k: v for k, v in extra.items() if k not in _CACHE_ARGUMENTS}
+        self._noted.append({k: v for k, v in arguments.items() if not k.startswith("encoder_")})
+
+        if self._run is not None:
+            given = list(self._noted)
+            self._noted.clear()  # or a mask would live until the next forward
+            hidden = self._run(hidden, self._block, given)
+        return hidden if self._as_tensor else (hidden,)
+
+
+class _Stack(torch.autograd.Function):
+    """All blocks as one autograd node; a `ScheduleRun` computes inside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, run: ScheduleRun | TimedRun, arguments: Sequence[Arguments]
+    ) -> Tensor:
+        ctx.run = run
+        return run.forward(hidden, arguments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
+            # the run would add to the gradients of all parameters, whether requested or not
+            raise RuntimeError(
+                "A model sharded by Domino does not support `torch.autograd.grad` and"
+                " `backward(inputs=...)`: its blocks run their own backward, for all parameters."
+                " Call `backward()`, or use another strategy."
+            )
+        return ctx.run.backward(gradients[0]), None, None
 
 
 def _put_back_loss(model: Any) -> Callable[[], None]:
@@ -390,14 +397,10 @@ def _put_back_loss(model: Any) -> Callable[[], None]:
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "The model is divided: `save_pretrained` would write one rank's part of it. Call it after"
-        " `fit` has returned, or load a checkpoint, which is whole, into a model of your own."
+        "The model is sharded: `save_pretrained` would write only this rank's shard. Call it after"
+        " `fit` has returned, or load a checkpoint, which holds the full model, into a model of"
+        " your own."
     )
-
-
-def _checkpoints(block: Any) -> bool:
-    """Return whether a block checkpoints itself; older transformers do it around its call."""
-    return hasattr(block, "gradient_checkpointing")
 
 
 def _checkpointed(block: Any) -> bool:

@@ -1,17 +1,17 @@
-"""Dividing a model by the tensor-parallel plan in its config; nothing is scheduled.
+"""Shard a model by the tensor-parallel plan in its config, without a schedule.
 
-A plan of transformers gives names, with `*` for any part of one, a style:
+A plan of transformers maps names, with `*` for any part of one, to styles:
 
 =================================  =================================================
-style                              what is done
+style                              how a layer is sharded
 =================================  =================================================
-`colwise`, of a linear             each rank holds some outputs
-`colwise_gather_output`            the same, and its outputs are put together
-`rowwise`, of a linear             each rank holds some inputs
-`rowwise_split_input`              the same, of an input that is whole on every rank
-`moe_tp_experts`                   each rank holds a part of every expert's hidden layer
-`replicated_with_grad_allreduce`   whole on every rank, gradients added up
-any, of an embedding               divided by words with the head, if both are plain
+`colwise`, of a linear             each rank has some outputs
+`colwise_gather_output`            the same, and the outputs are gathered
+`rowwise`, of a linear             each rank has some inputs
+`rowwise_split_input`              the same, of an input that every rank has in full
+`moe_tp_experts`                   each rank has a slice of every expert's hidden layer
+`replicated_with_grad_allreduce`   full on every rank, gradients summed
+any, of an embedding               sharded by words with the head, if both are plain
 =================================  =================================================
 """
 
@@ -57,22 +57,22 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
 
 def has_plan(model: nn.Module) -> bool:
-    """Return whether this is a model of transformers whose config has a plan."""
-    # of its class: an adapter around it would hand both on
+    """Return whether this is a transformers model whose config has a plan."""
+    # asked of the class, since an adapter around a model passes its attributes on
     return bool(plan_of(model)) and hasattr(type(model), "base_model_prefix")
 
 
 def check_plan(model: Any, ranks: int) -> None:
-    """See that a plan can be followed, all of it; nothing is changed.
+    """Check that a model can be sharded by its whole plan, without changing it.
 
     Raises:
-        ValueError: it has a style that is not known here, or heads do not fit the ranks.
+        ValueError: the plan has an unsupported style, or heads or widths do not fit the ranks.
     """
-    name, divides_heads = type(model).__name__, False
+    name, shards_heads = type(model).__name__, False
     if has_adapters(model):
         raise ValueError(
-            f"`{name}` has adapters, and is divided by the tensor-parallel plan in its config,"
-            " which knows none. Nothing was changed; train it with another strategy."
+            f"`{name}` has adapters, which the tensor-parallel plan in its config does not cover."
+            " Nothing was changed; train it with another strategy."
         )
     for path, style, module in _styled(model):
         if isinstance(module, nn.Embedding) or style == _SHARED_STYLE:
@@ -84,17 +84,17 @@ def check_plan(model: Any, ranks: int) -> None:
             if kind in _WHOLE_OUTSIDE:
                 width = module.out_features if style in _COLUMNS else module.in_features
                 _check_even(name, path, width, ranks)
-            elif "att" in path:
-                divides_heads = True
+            elif "att" in path:  # `self_attn`, `attention`, `attn`
+                shards_heads = True
         else:
             known = ", ".join(map(repr, (*_COLUMNS, *_ROWS)))
             raise ValueError(
-                f"The tensor-parallel plan of `{name}` divides '{path}', a"
-                f" `{type(module).__name__}`, as {style!r}, which is not supported: {known} are, of"
-                f" linear layers, and {_EXPERTS_STYLE!r}, of `gate_up_proj` and `down_proj`."
-                " Nothing was changed; train it with another strategy."
+                f"The tensor-parallel plan of `{name}` shards '{path}', a"
+                f" `{type(module).__name__}`, as {style!r}, which is not supported. Supported are"
+                f" {known} of linear layers, and {_EXPERTS_STYLE!r} of `gate_up_proj` and"
+                " `down_proj`. Nothing was changed; train it with another strategy."
             )
-    if divides_heads:
+    if shards_heads:  # a plan that gathers queries and keys first may cut heads anywhere
         _check_heads(model, name, ranks)
 
 
@@ -113,21 +113,21 @@ def _check_heads(model: Any, name: str, ranks: int) -> None:
 
     if key_heads % ranks:
         raise ValueError(
-            f"{name} has {key_heads} key-value heads; by its plan {ranks} ranks cannot"
-            f" share them. Choose a `tensor_parallel_size` that divides {key_heads}."
+            f"{name} has {key_heads} key-value heads, which its plan cannot share among {ranks}"
+            f" ranks. Choose a `tensor_parallel_size` that divides {key_heads}."
         )
 
 
 def apply_plan(sharding: Sharding) -> None:
-    """Divide a model by its plan, which `check_plan` has seen."""
+    """Shard a model by its plan, which has passed `check_plan`."""
     base, ranks = _base(sharding.model), sharding.group.size
 
     for path, style, module in _styled(sharding.model):
         if isinstance(module, nn.Embedding):
             continue
         if style == _SHARED_STYLE:
-            assert isinstance(module, nn.Module), "a style of single parameters is refused"
-            sharding.share(module)  # it sees the rank's heads only
+            assert isinstance(module, nn.Module), "`check_plan` refuses single parameters"
+            sharding.share(module)  # a rank's gradient covers only its own heads
             continue
         if style == _EXPERTS_STYLE:
             experts(sharding, module)
@@ -135,19 +135,20 @@ def apply_plan(sharding: Sharding) -> None:
 
         parent_path, _, child = path.rpartition(".")
         parent = base.get_submodule(parent_path)
-        assert isinstance(module, nn.Linear), "another one is refused"
+        assert isinstance(module, nn.Linear), "`check_plan` refuses anything else"
         if style in _COLUMNS:
             spec = ShardSpec.even(0, module.weight.shape[0], ranks)
             column(sharding, parent, child, spec, _COLUMNS[style])
         else:
             row(sharding, parent, child, _ROWS[style])
-    _divide_vocabulary(sharding)
+    _shard_vocabulary(sharding)
 
 
-def _divide_vocabulary(sharding: Sharding) -> None:
-    """Divide embedding and head by words, where each is plain and used in one place.
+def _shard_vocabulary(sharding: Sharding) -> None:
+    """Shard embedding and head by words, if each is a plain layer used in one place.
 
-    Else they stay whole: a subclass may scale what it finds, or read its weight elsewhere.
+    Otherwise every rank holds them in full: a subclass may scale its output or read its weight
+    elsewhere.
     """
     model: Any = sharding.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -169,7 +170,7 @@ def _divide_vocabulary(sharding: Sharding) -> None:
 
 
 def _experts_width(module: nn.Module | nn.Parameter) -> int:
-    """Return the width of experts as `sharding.experts` divides them; 0 for anything else."""
+    """Return the width of experts that `sharding.experts` can shard; 0 for anything else."""
     if not isinstance(module, nn.Module):
         return 0
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -181,16 +182,16 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
 
 
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
-    """Return path, style and what lies there, of all that the plan names: experts are parameters.
+    """Return path, style and module or parameter of everything that the plan names.
 
-    A name that is not there stands for a layer that some configurations of the model have.
+    A name in the plan may match nothing: only some configurations of a model have such a layer.
     """
     base, plan = _base(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []
-    experts_paths: set[str] = set()
+    experts_paths: set[str] = set()  # their parameters are sharded with the module
     for path, owner in [*base.named_modules(), *base.named_parameters()]:
         style = next((style for pattern, style in plan.items() if fnmatch(path, pattern)), None)
-        if style is None or path.rpartition(".")[0] in experts_paths:  # these are done at once
+        if style is None or path.rpartition(".")[0] in experts_paths:
             continue
         if style == _EXPERTS_STYLE:
             experts_paths.add(path)

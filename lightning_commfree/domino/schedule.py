@@ -1,25 +1,25 @@
-"""Domino's schedule: the sublayers of several micro-batches in turn, both ways.
+"""Domino's schedule: run the sublayers of several micro-batches in turn, forward and backward.
 
-K sublayers, micro-batches i = 0 .. M - 1. Forward, for sublayer k after k, for i after i:
+K sublayers, micro-batches i = 0 .. M - 1. Forward, for each sublayer k, for each i:
 
-1. *land* the sum of sublayer k - 1 of micro-batch i,
+1. *land*: wait for the sum of sublayer k - 1 of micro-batch i,
 2. *enter*: residual stream and norm of sublayer k,
 3. *body*: compute its partial sum,
-4. *launch* the sum. It flies while the other micro-batches compute their sublayer.
+4. *launch* the all-reduce. It is in flight while the other micro-batches compute their sublayer.
 
-Where nothing lies between embedding and first block, the first sublayer lands its sums.
+Where the embedding enters the first block unchanged, the first sublayer lands its sums.
 
 Backward, for k from the last, for i from the last:
 
-1. *land* dx of sublayer k + 1 of micro-batch i,
+1. *land*: wait for dx of sublayer k + 1 of micro-batch i,
 2. *enter*, backward: through norm and residual stream to d(partial) of sublayer k,
-3. *body*, backward: dx of this rank and the gradients of the weights,
-4. *launch* the sum of dx. It flies while the other micro-batches go through their sublayer.
+3. *body*, backward: this rank's dx and the gradients of the weights,
+4. *launch* the all-reduce of dx. It is in flight while the other micro-batches go through theirs.
 
-Autograd alone would run backward in the reverse order of forward: every all-reduce would be waited
-for right after its launch. So each micro-sublayer here has graphs of its own, cut off at its
-borders, and one autograd node for the whole stack runs them. No collective lies inside a
-micro-sublayer: activation checkpointing computes it again from its border and sends nothing twice.
+Autograd alone would run backward in the reverse order of forward and wait for every all-reduce
+right after its launch. So each micro-sublayer has graphs of its own, cut at its borders, and one
+autograd node for all blocks runs them. No collective is inside a micro-sublayer: activation
+checkpointing recomputes it from its border and sends nothing twice.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from lightning_commfree.domino.sublayers import (
 )
 
 Done = Callable[[Sublayer], None]
-Flying = list[Pending[Tensor]]  # the sums of one micro-sublayer: one, or one a slice
+Flying = list[Pending[Tensor]]  # all-reduces of one micro-sublayer: one, or one for each slice
 
 EMBEDDING = "embedding"  # its name in the trace
 
 
 class Autocast(NamedTuple):
-    """The state of autocast in forward, which holds in backward too."""
+    """The state of autocast in forward; backward runs outside of the user's autocast context."""
 
     device_type: str = "cpu"
     enabled: bool = False
@@ -61,26 +61,26 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> Autocast:
-        """Return the state now, on devices of a kind."""
+        """Return the current state for a type of device."""
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def again(self) -> AbstractContextManager[None]:
-        """Return a context with that state, which keeps no copies of weights."""
+    def restored(self) -> AbstractContextManager[None]:
+        """Return a context with this state, and without autocast's cache of weights."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
 @dataclass
 class ScheduleRun:
-    """One pass of one batch through the stack, forward and then backward.
+    """One pass of one batch through all blocks, forward and then backward.
 
     Args:
-        sublayers: of the stack, in order.
+        sublayers: of all blocks, in order.
         group: the tensor group.
-        split: how the batch is divided, and the sums.
-        checkpoint: compute micro-sublayers again in backward instead of keeping what is inside.
-        trace: told of every launch, land, enter and body, with direction.
-        done: told of a sublayer when the gradients of its parameters are there.
-        unsummed: what comes in are this rank's summands of the embedding.
+        split: of the batch and of the sums.
+        checkpoint: recompute micro-sublayers in backward instead of keeping their activations.
+        trace: called with every launch, land, enter and body, with its direction.
+        done: called with a sublayer when the gradients of its parameters are complete.
+        unsummed: the input is this rank's partial sum of the embedding.
     """
 
     sublayers: Sequence[Sublayer]
@@ -99,18 +99,18 @@ class ScheduleRun:
     # -- forward
 
     def forward(self, hidden: Tensor, arguments: Sequence[Arguments]) -> Tensor:
-        """Return the stack's output, shape of `hidden`; nothing of it has a graph.
+        """Return the last block's output, shape of `hidden`, without a graph.
 
         Args:
-            hidden: what goes into the first block.
-            arguments: what goes into each besides; one for all blocks, or one for each.
+            hidden: input of the first block.
+            arguments: its other arguments: one for all blocks, or one for each.
         """
         self._autocast = Autocast.of(hidden.device.type)
         streams = list(self.split.micro_batches(hidden))
         given = [self.split.micro_arguments(of_block, hidden) for of_block in arguments]
-        per_block = len(self.sublayers) // len(given)
+        per_block = len(self.sublayers) // len(given)  # all of them if the arguments are shared
 
-        # copies, for one lands while another is in use
+        # copies, because all-reduce is in place and the micro-batches share the embedding's memory
         embeddings = enumerate(streams) if self.unsummed else ()
         flying = {i: [self._launch(x.clone(), "forward", EMBEDDING, i)] for i, x in embeddings}
 
@@ -121,7 +121,7 @@ class ScheduleRun:
                 inflow = self._inflow(before, streams[i], flying.get(i, []), i)
                 source = MicroInput(sublayer, own, inflow, self._replay(hidden.device))
                 micro, flying[i] = self._compute(source, micros, i)
-                streams[i] = micro.entered.detach()
+                streams[i] = micro.entered.detach()  # the graph is the micro-sublayer's own
                 micros.append(micro)
             self._keep(micros)
             before = sublayer
@@ -148,6 +148,7 @@ class ScheduleRun:
         launched: Flying = []
 
         def launch(sum_of_this_rank: Tensor) -> None:
+            # summed in place: no backward reads the values of a row linear's output
             summand = sum_of_this_rank.detach()
             launched.append(self._launch(summand, "forward", source.sublayer.name, i))
 
@@ -172,6 +173,7 @@ class ScheduleRun:
     ) -> None:
         name, device = micro.sublayer.name, micro.x.device
         self._tell(f"body {direction}", name, i)
+        # switching generators copies states: only where attention's dropout draws from them
         own = self.group.own_random(device) if micro.sublayer.draws_own() else nullcontext()
         with record_function(f"body {name} #{i}"), self.group.under_schedule(), own:
             self.split.run(micro, earlier, launch)
@@ -191,11 +193,13 @@ class ScheduleRun:
     # -- backward
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of `hidden`; those of the parameters are accumulated."""
-        with torch.enable_grad(), self._autocast.again():
+        """Return the gradient of `hidden`; accumulate those of the parameters."""
+        # autograd calls this without grad mode, in which checkpointing could not build graphs again
+        with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)
             order = range(len(d_streams) - 1, -1, -1)
 
+            # the last sublayer has nothing after it to land
             micros = self._next_computed()
             flying = {i: self._body_backward(micros[i], d_partials[i], i) for i in order}
             while self._inputs:
@@ -219,6 +223,7 @@ class ScheduleRun:
         return [d_stream for d_stream, _ in found], [d_partial for _, d_partial in found]
 
     def _next_computed(self) -> list[MicroSublayer]:
+        # popped, so that activations are freed as backward proceeds
         inputs = self._inputs.pop()
         if not self.checkpoint:
             return self._computed.pop()
@@ -227,7 +232,7 @@ class ScheduleRun:
         for i, source in enumerate(inputs):
             with source.replayed():
                 micro = self._enter(source, i, "again")
-                self._body(micro, micros, i, "again", lambda _: None)
+                self._body(micro, micros, i, "again", lambda _: None)  # the sum is known already
             micros.append(micro)
         return micros
 

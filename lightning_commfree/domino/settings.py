@@ -1,4 +1,4 @@
-"""What the user decides about tensor parallelism, checked when it is said."""
+"""The user's settings of tensor parallelism, validated on construction."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ SPLITS = (AUTO, "batch", "token", "weight", "hybrid", "none")
 
 @dataclass(frozen=True)
 class DominoSettings:
-    """The knobs of the schedule; `DominoTPStrategy` says what each is for.
+    """Settings of Domino; `DominoTPStrategy` documents each.
 
     Raises:
-        ValueError: a value outside its range.
-        TypeError: a value of another kind.
+        ValueError: a value is outside its range.
+        TypeError: a value has the wrong type.
     """
 
     tensor_parallel_size: int | None = None
@@ -39,5 +39,5 @@ class DominoSettings:
                 raise ValueError(f"`{name}={value}` must be at least {least}.")
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, as text."""
+        """Return the settings as text; they must be equal on all ranks."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

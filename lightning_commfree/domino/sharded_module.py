@@ -1,31 +1,27 @@
-"""A module with transformers models divided inside: wholes out of parts, and parts of wholes.
-
-Several ranks hold one model together. An algorithm around it asks for:
+"""A module with sharded transformers models inside, as an algorithm around it sees it.
 
 =======================  =======================================================================
-`prepare`                divide the models, before the optimizer is made
-`held`                   the tensors of this rank, and which of them are whole, parts or copies
-`mark_parts`             let the tensors themselves say which of them are parts
-`whole_state_dict`       the module's state as if it were not divided, one tensor at a time
-`part_state_dict`        this rank's parts of such a state
-`own_state`              what is each rank's own: random numbers, and what splits have taken
+`prepare`                shard the models, before the optimizer is created
+`held`                   this rank's tensors, and whether each is whole, a part or a copy
+`mark_parts`             mark the sharded tensors themselves
+`whole_state_dict`       gather the module's full state
+`part_state_dict`        take this rank's shards of a full state
+`own_state`              each rank's own state: random numbers and timings of splits
 `optimizer_parts`        the same of optimizers
-`sum_shared_gradients`   make the gradients of copies what they are of the whole
-`clip_gradients`         by the norm of the whole model's gradient
-`same_batch`             the ranks that must see the same batch
-`check_first`            see that they do
-`join`                   make the models transformers' own again
+`sum_shared_gradients`   sum the gradients of tensors that several ranks hold
+`clip_gradients`         clip by the norm of the full gradient
+`same_batch`             the ranks that must train on the same batch
+`check_first`            check that they do
+`join`                   turn the models back into plain transformers models
 =======================  =======================================================================
 
-What a module, its optimizers and its batches must be, so that its models can be divided.
-
-Optimizer states of divided parameters: wholes out of parts, and parts of wholes.
+Before it: checks of a module, its optimizers and its batches; and `OptimizerParts`, which gathers
+and shards the states of optimizers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,11 +40,11 @@ from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharding import ShardSpec, whole_tensor
 from lightning_commfree.model.fsdp import refuse_wrapped
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.shards import Divided, Wholes, mark_part, with_values
+from lightning_commfree.model.shards import mark_part
 
 
 def find_models(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost models inside that can be divided."""
+    """Return the outermost models inside a module that can be sharded."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for child in module.modules():
@@ -60,16 +56,16 @@ def find_models(module: nn.Module) -> list[nn.Module]:
 
 
 def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
-    """See that there is something to divide among so many ranks, as it is; nothing is changed.
+    """Check that a module has a model that can be sharded, without changing it.
 
     Args:
-        strategy: for the messages.
-        module: not divided yet.
+        strategy: its name, for the messages.
+        module: not sharded yet.
         ranks: of a tensor group.
 
     Raises:
-        ValueError: there is nothing, it is compiled, wrapped, is without values that nobody can
-            give it, does not fit the ranks, or has adapters that cannot be divided.
+        ValueError: there is no such model, or it is wrapped, has tensors on the meta device that
+            get no values, does not fit the ranks, or has unsupported adapters.
     """
     refuse_wrapped(strategy, module)
 
@@ -78,7 +74,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
         names = sorted({type(child).__name__ for child in module.children()})
         raise ValueError(
             f"`{strategy}` found no model in `{type(module).__name__}` that it can divide (its"
-            f" children are {', '.join(names) or 'none'}). It divides {', '.join(FAMILIES)} of"
+            f" children are {', '.join(names) or 'none'}). It supports {', '.join(FAMILIES)} of"
             " transformers, and other models of transformers whose config has a"
             " `base_model_tp_plan`."
         )
@@ -89,31 +85,31 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Refuse, outside of a fit, a model without values.
+    """Refuse a module on the meta device outside of a fit.
 
     Raises:
-        ValueError: it is on the `meta` device.
+        ValueError: it has such tensors.
     """
     if without := on_meta(module):
         raise ValueError(
-            f"{len(without)} tensors, {without[0]!r} among them, are on the meta device and hold no"
-            f" values. `{strategy}` gives them some in `fit` only: call it first, or build the"
+            f"{len(without)} tensors, {without[0]!r} among them, are on the meta device and have no"
+            f" values. `{strategy}` gives them values in `fit` only: call it first, or build the"
             " model on the CPU."
         )
 
 
 def check_states(optimizers: Iterable[Optimizer], parts: Set[nn.Parameter]) -> None:
-    """See that optimizers keep numbers for single elements, after their first step.
+    """Check that optimizers keep state for single elements, after their first step.
 
-    A number for a whole row or column of a parameter would be one for a part of it here. No
-    checkpoint could put those together.
+    State for a full row or column of a parameter, as Adafactor's, would be computed from a shard of
+    it here, and no checkpoint could gather it.
 
     Args:
         optimizers: of the fit.
-        parts: parameters of which this rank holds a part.
+        parts: sharded parameters of this rank.
 
     Raises:
-        ValueError: the state of a part has another shape than the parameter.
+        ValueError: a shard's state has another shape than the shard.
     """
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
@@ -123,31 +119,32 @@ def check_states(optimizers: Iterable[Optimizer], parts: Set[nn.Parameter]) -> N
                     raise ValueError(
                         f"`{type(optimizer).__name__}` keeps a {key!r} of shape"
                         f" {tuple(value.shape)} for a parameter of shape"
-                        f" {tuple(parameter.shape)}, which is a part of a divided one: it would"
-                        " train something else than on the whole one. Take an optimizer that treats"
-                        " elements one by one, such as AdamW, SGD or Lion."
+                        f" {tuple(parameter.shape)}, which is a shard: it would train differently"
+                        " than on the full parameter. Use an optimizer that treats elements one by"
+                        " one, such as AdamW, SGD or Lion."
                     )
 
 
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
-    """See that all ranks of a tensor group have the same batch; collective.
+    """Check that all ranks of a tensor group have the same batch; collective.
 
     Args:
-        channel: to the tensor group.
-        verb: what is done with it.
-        batch: tensors in whatever.
+        channel: the tensor group.
+        verb: "train" or "validate", for the message.
+        batch: tensors in any containers.
 
     Raises:
-        ValueError: they differ; on all of them alike.
+        ValueError: they differ; the same on all ranks.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    # digests instead of batches: a few bytes, and the channel compares them as text
     found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
     try:
         check_agreement(channel, {"the first batch": " ".join(found)})
     except ValueError as error:
         raise ValueError(
-            f"The ranks of a tensor group must {verb} on the same batch, and their first batches"
-            f" differ: ranks {list(channel.ranks)}. Let Lightning put its own sampler in, or give"
+            f"The ranks of a tensor group must {verb} on the same batch, but their first batches"
+            f" differ: ranks {list(channel.ranks)}. Let Lightning insert its own sampler, or pass"
             " your sampler `num_replicas` and `rank` of `trainer.distributed_sampler_kwargs`."
         ) from error
 
@@ -161,9 +158,9 @@ def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module])
     left = [name for name in on_meta(module) if id(tensors[name]) not in gets_values]
     if left:
         raise ValueError(
-            f"{len(left)} tensors, {left[0]!r} among them, are on the meta device and hold no"
-            f" values. `{strategy}` gives values to a {', '.join(FAMILIES)} of which all parameters"
-            " are there, and to nothing else: build the rest on the CPU."
+            f"{len(left)} tensors, {left[0]!r} among them, are on the meta device and have no"
+            f" values. `{strategy}` gives values only to models that are on it with all of their"
+            f" parameters: {', '.join(FAMILIES)}. Build the rest on the CPU."
         )
 
 
@@ -184,25 +181,25 @@ class OptimizerParts:
         self._parts = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def whole_state_dict(
-        self, optimizer: Optimizer, channel: Channel, wholes: Wholes
+        self, optimizer: Optimizer, channel: Channel, keep: bool
     ) -> dict[str, Any]:
         """Return an optimizer's whole state, tensors of divided parameters in CPU memory.
 
-        Collective, one tensor at a time.
+        Collective.
 
         Args:
             optimizer: of the fit.
             channel: to the tensor group.
-            wholes: puts tensors together. Where this rank does not keep them the result is empty.
+            keep: whether this rank wants the result; else it is empty.
         """
         saved = optimizer.state_dict()
         result: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
             for key, value in saved["state"].get(index, {}).items():
-                whole = self._whole(parameter, value, channel, wholes)
-                if wholes.keep:
+                whole = self._whole(parameter, value, channel, keep)
+                if keep:
                     result.setdefault(index, {})[key] = whole
-        return {**saved, "state": result} if wholes.keep else {}
+        return {**saved, "state": result} if keep else {}
 
     def part_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
@@ -218,8 +215,7 @@ class OptimizerParts:
         for index, parameter in enumerate(parameters_of(optimizer)):
             spec, _ = self._parts.get(parameter, (None, None))
             own = dict(state["state"].get(index, {}))
-            for key, saved in own.items():
-                own[key] = value = with_values(saved)
+            for key, value in own.items():
                 if spec is None or not isinstance(value, Tensor) or value.dim() <= spec.dim:
                     continue
                 if value.shape != parameter.shape:  # else it is this rank's already
@@ -228,21 +224,19 @@ class OptimizerParts:
                 parts[index] = own
         return {**state, "state": parts}
 
-    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, wholes: Wholes) -> Any:
+    def _whole(self, parameter: nn.Parameter, value: Any, channel: Channel, keep: bool) -> Any:
         spec, part_shape = self._parts.get(parameter, (None, None))
         if not isinstance(value, Tensor):
             return value
         if spec is None or value.shape != part_shape:
-            return value.cpu() if wholes.keep else value
-        return put_together(value, spec, channel, wholes)
+            return value.cpu() if keep else value
+        return whole_on_host(value, spec, channel, keep)
 
 
-def put_together(part: Tensor, spec: ShardSpec, channel: Channel, wholes: Wholes) -> Tensor:
-    """Return the whole tensor of a part, as `wholes` puts it together; collective."""
-    shape = list(part.shape)
-    shape[spec.dim] = spec.size
-    gather = partial(whole_tensor, part, spec, channel, STATE_TAG)
-    return wholes(Divided(shape, part.dtype, gather))
+def whole_on_host(part: Tensor, spec: ShardSpec, channel: Channel, keep: bool) -> Tensor:
+    """Return the full tensor of a shard in host memory, an empty one without `keep`; collective."""
+    whole = whole_tensor(part, spec, channel, STATE_TAG)
+    return whole.cpu() if keep else whole.new_empty(0)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -257,11 +251,12 @@ class HeldTensor(NamedTuple):
     """A parameter of this rank.
 
     Attributes:
-        name: in the module, the same with and without a division.
+        name: in the module, the same as without sharding.
         tensor: this rank's.
-        kind: "whole": the same on all ranks of the tensor group; "part": numbers that no other rank
-            has; "copy": a part that several ranks have, or a whole one that each uses in part.
-        spec: how it is divided; None for a whole one.
+        kind: "whole": the same on all ranks of the tensor group; "part": a shard that no other rank
+            holds; "copy": a shard that several ranks hold, or a full tensor whose gradients must
+            be summed (`Sharding.share`).
+        spec: of the shard; None for a whole tensor.
     """
 
     name: str
@@ -271,17 +266,17 @@ class HeldTensor(NamedTuple):
 
 
 class ShardedModule:
-    """A module whose transformers models are divided among a tensor group; see `prepare`.
+    """A module whose transformers models are sharded among a tensor group; see `prepare`.
 
     Attributes:
-        models: the divided models.
-        optimizer_parts: what optimizers know of them.
+        models: the sharded models.
+        optimizer_parts: gathers and shards the states of their optimizers.
     """
 
     def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
         self.models = models
         self._module, self._channel = module, channel
-        self._checked: set[str] = set()  # what has been done with a batch
+        self._checked: set[str] = set()  # verbs whose first batch has been checked
         self.optimizer_parts = OptimizerParts(self.specs)
 
     @classmethod
@@ -293,52 +288,39 @@ class ShardedModule:
         seed: int = 0,
         init_seed: int = 0,
     ) -> ShardedModule:
-        """Divide the models inside `module`, in place, before the optimizer is made.
+        """Shard the models inside `module` in place, before the optimizer is created.
 
-        Args:
-            module: the same on every rank.
-            channel: to the tensor group.
-            settings: split and micro-batches.
-            seed: see `ParallelModel`.
-            init_seed: see `ParallelModel`.
+        Args: as of `ParallelModel`; `module` must be the same on every rank.
 
         Raises:
-            ValueError: one of them cannot be divided; none is changed then.
+            ValueError: one of them cannot be sharded; none is changed then.
         """
         found = find_models(module)
-        for model in found:
+        for model in found:  # all of them first, so that an error leaves none changed
             check_divisible(model, channel.size)
         models = [ParallelModel(model, channel, settings, seed, init_seed) for model in found]
         return cls(module, channel, models)
 
-    # -- what this rank holds
+    # -- tensors of this rank
 
     @property
     def specs(self) -> dict[nn.Parameter, ShardSpec]:
-        """How each divided parameter is divided."""
+        """The spec of each sharded parameter."""
         return {p: spec for model in self.models for p, spec in model.sharding.specs.items()}
 
     @property
     def same_batch(self) -> tuple[int, ...]:
-        """The ranks that must see the same batch."""
+        """The ranks that must train on the same batch."""
         return self._channel.ranks
 
     def check_first(self, verb: str, batch: Any) -> None:
-        """See that all have the same batch where something is done for the first time; collective.
-
-        Args:
-            verb: what is done with it.
-            batch: tensors in whatever.
-
-        Raises:
-            ValueError: they differ; on all of them alike.
-        """
+        """Check a verb's first batch as `check_batch` does; collective the first time."""
         if verb not in self._checked:
             self._checked.add(verb)
             check_batch(self._channel, verb, batch)
 
     def held(self) -> list[HeldTensor]:
-        """Return the parameters of this rank, a tied one once, in the order of the module's."""
+        """Return the parameters of this rank, a tied one once, in the module's order."""
         specs, found = self.specs, []
         for name, parameter in self._module.named_parameters():
             spec = specs.get(parameter)
@@ -347,38 +329,38 @@ class ShardedModule:
         return found
 
     def mark_parts(self, argument: str) -> None:
-        """Let the parameters say which of them are parts, to an algorithm that asks them.
+        """Mark the parameters that are shards, for an algorithm that knows nothing of Domino.
 
         Args:
-            argument: what the user calls the size of a tensor group.
+            argument: the user's name for the size of a tensor group.
 
         Raises:
-            ValueError: some ranks hold the same part, and others another one.
+            ValueError: several ranks, but not all, hold the same shard.
         """
         for name, parameter, _, spec in self.held():
             held = set(() if spec is None else spec.ranges)
             if spec is not None and 1 < len(held) < len(spec.ranges):
                 raise ValueError(
-                    f"{name!r} is divided into {len(held)} parts among {self._channel.size} ranks:"
-                    " several of them hold the same one, as key heads that are fewer than ranks."
-                    f" With `inside='domino'` choose `{argument}` up to {len(held)}."
+                    f"{name!r} has {len(held)} shards for {self._channel.size} ranks, so several"
+                    " ranks hold the same one, as of key heads that are fewer than ranks. With"
+                    f" `inside='domino'` choose `{argument}` up to {len(held)}."
                 )
             mark_part(parameter, len(held) > 1)
 
     def forget_parts(self) -> None:
-        """Let no parameter say that it is a part."""
+        """Remove the marks of `mark_parts`."""
         for held in self.held():
             mark_part(held.tensor, False)
 
     # -- states
 
-    def whole_state_dict(self, wholes: Wholes) -> dict[str, Any]:
+    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's whole state, tensors of divided parameters in CPU memory.
 
-        Collective, one tensor at a time.
+        Collective.
 
         Args:
-            wholes: puts tensors together. Where this rank does not keep them the result is empty.
+            keep: whether this rank wants the result; else it is empty.
         """
         specs = {p.data_ptr(): spec for p, spec in self.specs.items()}
         known: dict[int, Tensor] = {}  # tied parameters are gathered once
@@ -388,19 +370,18 @@ class ShardedModule:
             if isinstance(value, Tensor) and value.data_ptr() in specs:
                 place = value.data_ptr()
                 if place not in known:
-                    known[place] = put_together(value, specs[place], self._channel, wholes)
+                    known[place] = whole_on_host(value, specs[place], self._channel, keep)
                 state[name] = known[place]
-        return state if wholes.keep else {}
+        return state if keep else {}
 
     def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's parts of a whole module's state."""
         own = self._module.state_dict(keep_vars=True)
         specs, rank = self.specs, self._channel.rank
-        parts = {}
-        for name, saved in state.items():
-            value = with_values(saved)
-            parts[name] = specs[own[name]].part(value, rank) if own.get(name) in specs else value
-        return parts
+        return {
+            name: specs[own[name]].part(value, rank) if own.get(name) in specs else value
+            for name, value in state.items()
+        }
 
     def own_state(self) -> dict[str, Any]:
         """Return what is each rank's own: random numbers, and what `auto_split` has measured."""
@@ -415,9 +396,9 @@ class ShardedModule:
             model.group.load_own_state(random)
             model.trial.load_state_dict(split)
 
-    def whole_optimizer_state(self, optimizer: Optimizer, wholes: Wholes) -> dict[str, Any]:
+    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         """Return an optimizer's whole state; see `OptimizerParts.whole_state_dict`."""
-        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, wholes)
+        return self.optimizer_parts.whole_state_dict(optimizer, self._channel, keep)
 
     def part_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
@@ -428,20 +409,16 @@ class ShardedModule:
     # -- gradients
 
     def sum_shared_gradients(self) -> None:
-        """Add up the gradients of copies over the ranks that have them; collective."""
+        """Sum the gradients of copies over the ranks that hold them; collective."""
         for model in self.models:
             sum_shared(model.sharding.specs, model.group)
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Return the Euclidean norm of the whole gradient; collective. See `gradients`.
-
-        Args:
-            parameters: of this rank.
-        """
+        """Return the Euclidean norm of the full gradient of this rank's parameters; collective."""
         return gradient_norm(parameters, self.specs, self.models[0].group)
 
     def clip_gradients(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm of the whole model's gradient, every number counted once; collective."""
+        """Clip by the norm of the full gradient, each element counted once; collective."""
         parameters = parameters_of(optimizer)
         norm = self.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
@@ -449,11 +426,11 @@ class ShardedModule:
     # -- the end
 
     def join(self) -> None:
-        """Make the models transformers' own again, whole on every rank; optimizers stay as is."""
+        """Turn the models back into plain ones, full on every rank; optimizers keep their state."""
         for model in self.models:
             wholes = {}
             for parameter, spec in model.sharding.specs.items():
                 whole = whole_tensor(parameter.detach(), spec, self._channel, STATE_TAG)
-                # to CPU memory, where Lightning puts a module after a fit: it may be too big
+                # to the CPU, where Lightning moves a module after a fit: it may not fit the device
                 wholes[parameter] = whole.cpu()
             model.join(wholes)

@@ -1,25 +1,10 @@
-"""Dividing an unmodified transformers model among the ranks of a tensor group, in place.
+"""Shard a transformers model among the ranks of a tensor group, in place.
 
-Parameter names stay what they are. `Sharding` remembers how each tensor was divided, so that whole
-ones can be made again.
+Parameter names do not change. `Sharding` remembers how each tensor is sharded, so that full tensors
+can be gathered again, and how to undo every change.
 
-How a tensor is divided among the ranks of a tensor group, and put together again.
-
-LoRA beside divided linears: peft's layers stay, and what they hold is divided with their base.
-
-y = x W + s (x A) B, with W, A and B in the field's order of (in, out):
-
-=============  =====================  ====================  =======================================
-linear         A, (in, r)             B, (r, out)           whose gradient is added up
-=============  =====================  ====================  =======================================
-column         whole on every rank    a rank's outputs      A's: each rank has that of its outputs
-row            a rank's inputs        whole on every rank   B's: each rank has that of its inputs
-=============  =====================  ====================  =======================================
-
-A rank's product of a row linear is a summand, and so is that of its adapter: one sum serves both,
-and under a schedule nothing else is sent.
-
-Can this be shared equally? What is asked of a model's sizes before anything is changed.
+From top to bottom: `ShardSpec` (how one tensor is sharded), `Sharding` (one model), functions that
+shard one layer each, LoRA beside a sharded linear, and checks of sizes before anything changes.
 """
 
 from __future__ import annotations
@@ -48,17 +33,17 @@ from lightning_commfree.model.meta_init import Materializer
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Each rank holds a range of one dimension, out of every one of several equal blocks.
+    """How one tensor is sharded: each rank holds a range of one dimension.
 
-    A packed q, k, v weight has three blocks and each rank a part of each. Ranges may overlap: a key
-    head that several ranks need is held by all of them.
+    A packed q, k, v weight has three equal blocks, and each rank holds the same range of each.
+    Ranges may overlap: a key head that several ranks need is held by all of them.
 
     Attributes:
-        dim: the dimension that is divided.
-        ranges: first and behind-last index within a block, for every rank.
-        size: length of the whole dimension.
-        blocks: equal parts of it.
-        padded: length to which a whole tensor is padded with zeros before it is divided.
+        dim: the sharded dimension.
+        ranges: start and stop within a block, for every rank.
+        size: length of the full dimension.
+        blocks: number of equal blocks in it.
+        padded: length to which a full tensor is padded with zeros before it is sharded.
     """
 
     dim: int
@@ -69,7 +54,7 @@ class ShardSpec:
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
-        """Divide each block of a dimension evenly; a single block may be padded."""
+        """Shard each block of a dimension evenly; a single block may be padded."""
         block = size // blocks
         part = -(-block // ranks)
         ranges = tuple((rank * part, (rank + 1) * part) for rank in range(ranks))
@@ -79,11 +64,14 @@ class ShardSpec:
 
     @property
     def overlapping(self) -> bool:
-        """Whether some part is held by several ranks."""
+        """Whether several ranks hold the same shard."""
         return len(set(self.ranges)) < len(self.ranges)
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of what `rank` holds of `whole`."""
+        """Return the shard of `whole` that `rank` holds.
+
+        It is a copy: a view would keep the full tensor in memory.
+        """
         if self.padded is not None:
             shape = list(whole.shape)
             shape[self.dim] = self.padded - self.size
@@ -95,7 +83,7 @@ class ShardSpec:
         return torch.cat([whole.narrow(self.dim, f, stop - start) for f in firsts], self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the parts of all ranks together again, without the padding."""
+        """Join the shards of all ranks into the full tensor, without the padding."""
         shape = list(parts[0].shape)
         shape[self.dim] = self.padded or self.size
         whole = parts[0].new_empty(shape)
@@ -108,133 +96,46 @@ class ShardSpec:
         return whole.narrow(self.dim, 0, self.size).contiguous()
 
 
-_LORA = ("peft.tuners.lora.layer", "Linear")
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is an adapter around a layer, by peft's name for the layer."""
-    return isinstance(getattr(module, "base_layer", None), nn.Module)
-
-
-def base_of(module: Any) -> Any:
-    """Return the layer inside an adapter, or the module itself."""
-    return module.base_layer if is_adapted(module) else module
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Return whether some layer of a model has an adapter."""
-    return any(is_adapted(module) for module in model.modules())
-
-
-def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
-    """See that a model's adapters can be divided.
-
-    Args:
-        model: not divided yet.
-        vocabulary: its embedding and head.
-
-    Raises:
-        ValueError: one is of another kind, at another place, or has what is not divided here.
-    """
-    for name, module in model.named_modules():
-        if is_adapted(module) and (why := _why_not(module, vocabulary)):
-            raise ValueError(
-                f"'{name}', a `{type(module).__name__}`, is an adapter that cannot be divided:"
-                f" {why} LoRA of linear layers in the blocks is divided; nothing was changed."
-            )
-
-
-def divide_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
-    """Divide the adapters of a column linear.
-
-    Args:
-        sharding: of the model.
-        layer: peft's.
-        spec: of the outputs, the first dimension.
-    """
-    group = sharding.group
-
-    def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
-        return given if group.scheduled else (spread(given[0], group),)
-
-    for name in layer.lora_A:
-        down, up = layer.lora_A[name], layer.lora_B[name]
-        sharding.share(down)
-        up.weight = sharding.part(up.weight, spec)
-        sharding.restore.append(down.register_forward_pre_hook(before).remove)
-
-
-def divide_row(sharding: Sharding, layer: Any) -> None:
-    """Divide the adapters of a row linear.
-
-    Args:
-        sharding: of the model.
-        layer: peft's.
-    """
-    group = sharding.group
-
-    def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
-        return partial if group.scheduled else summed(partial, group)
-
-    for name in layer.lora_A:
-        down, up = layer.lora_A[name], layer.lora_B[name]
-        down.weight = sharding.part(
-            down.weight, ShardSpec.even(1, down.weight.shape[1], group.size)
-        )
-        sharding.share(up)
-        sharding.restore.append(up.register_forward_hook(after).remove)
-
-
-def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
-    if (type(module).__module__, type(module).__name__) != _LORA:
-        return "it is no LoRA of a plain linear layer."
-    if any(module is known for known in vocabulary):
-        return "it is around the embedding or the head."
-    if module.lora_variant:
-        return "DoRA and other variants need whole weights."
-    if any(module.lora_bias.values()):
-        return "`lora_bias` would be added once by every rank. Leave it out."
-    if any(not isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values()):
-        return "its dropout would differ from rank to rank. Take `lora_dropout=0`."
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return "it is on the meta device. Build the model on the CPU."
-    return ""
+def whole_tensor(part: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> Tensor:
+    """Gather a full tensor from this rank's shard `part` and the others'; collective."""
+    gathered = channel.all_gather(part.detach().to(channel.device).contiguous(), tag).wait()
+    return spec.join(list(gathered)).to(part.device)
 
 
 @dataclass
 class Sharding:
-    """A divided model.
+    """A sharded model.
 
     Attributes:
         model: the transformers model, changed in place.
         group: the tensor group.
-        materializer: gives layers values that have none.
-        specs: of the parameters that are divided; the others are whole on every rank.
-        blocks: of the stack, in order; empty if no schedule is known for the model.
-        sublayers: of the blocks; as many of each.
-        experts: modules whose parameters are experts, divided.
-        embedding_is_stream: the first block gets the embedding as it is.
-        restore: puts the original modules back, for parameters that are whole again.
+        materializer: gives values to layers on the meta device.
+        specs: of the sharded parameters; every rank holds the others in full.
+        blocks: in order; empty if the model is not scheduled.
+        sublayers: of the blocks, equally many of each.
+        experts: modules with sharded expert parameters.
+        raw_embedding: whether the embedding's output enters the first block unchanged.
+        restore: functions that undo the changes, in order of the changes.
     """
 
     model: nn.Module
     group: TensorGroup
     materializer: Materializer
     specs: dict[nn.Parameter, ShardSpec] = field(default_factory=dict)
-    blocks: nn.ModuleList = field(default_factory=nn.ModuleList)
+    blocks: list[nn.Module] = field(default_factory=list)
     sublayers: list[Sublayer] = field(default_factory=list)
     experts: list[nn.Module] = field(default_factory=list)
-    embedding_is_stream: bool = False
+    raw_embedding: bool = False
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
-        """Put `new` in the place of a child, until `restore`."""
+        """Replace a child by `new`, until `restore`."""
         old = getattr(parent, name)
-        new.train(old.training)
+        new.train(old.training)  # dropout depends on it
         setattr(parent, name, new)
 
         for key, _ in new.named_parameters(recurse=False):
-            old.register_parameter(key, None)  # or a rank would keep the whole beside its part
+            old.register_parameter(key, None)  # or a rank would keep the full tensor too
         self.restore.append(lambda: _put_back(parent, name, old, new))
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
@@ -244,19 +145,20 @@ class Sharding:
         self.restore.append(lambda: setattr(owner, name, old))
 
     def part(self, parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
-        """Return this rank's part as a new parameter, and remember the spec."""
+        """Return this rank's shard as a new parameter, and remember the spec."""
         values = spec.part(parameter.detach(), self.group.rank)
-        mine = nn.Parameter(values.clone(), requires_grad=parameter.requires_grad)
+        mine = nn.Parameter(values, requires_grad=parameter.requires_grad)
         self.specs[mine] = spec
         return mine
 
     def share(self, module: nn.Module) -> None:
-        """Mark a module that is whole on every rank, whose gradients are partial.
+        """Mark a module that every rank holds in full and whose gradients must be summed.
 
-        They add up over the group, like those of a key head that several ranks hold.
+        Each rank's gradient covers only its own heads or outputs. It is summed over the group like
+        that of a key head that several ranks hold.
         """
         for parameter in module.parameters():
-            size = parameter.shape[0]
+            size = parameter.shape[0]  # a shard that is the full tensor, on every rank
             self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
 
 
@@ -274,11 +176,11 @@ def column(
     spec: ShardSpec,
     kind: type[ColumnLinear] = ColumnLinear,
 ) -> None:
-    """Divide a linear layer's outputs; `spec` is of the output dimension."""
+    """Shard a linear layer's outputs; `spec` is of the output dimension."""
     old: Any = getattr(parent, name)
     flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
     if is_adapted(old):
-        divide_column(sharding, old, flat)
+        _shard_lora_of_column(sharding, old, flat)
         parent, name, old = old, "base_layer", old.base_layer
 
     weight = sharding.part(old.weight, spec)
@@ -291,10 +193,10 @@ def column(
 def row(
     sharding: Sharding, parent: nn.Module, name: str, kind: type[RowLinear] = RowLinear
 ) -> None:
-    """Divide a linear layer's inputs; the bias stays whole."""
+    """Shard a linear layer's inputs; every rank holds the full bias."""
     old: Any = getattr(parent, name)
     if is_adapted(old):
-        divide_row(sharding, old)
+        _shard_lora_of_row(sharding, old)
         parent, name, old = old, "base_layer", old.base_layer
 
     transposed = not isinstance(old, nn.Linear)
@@ -306,7 +208,7 @@ def row(
 
 
 def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
-    """Let a dropout behind a row linear wait for the sum."""
+    """Let the dropout after a row linear be applied to the sum."""
     old = getattr(parent, name)
     sharding.replace(parent, name, DropoutAfterSum(old.p, sharding.group))
 
@@ -314,7 +216,7 @@ def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
 def vocabulary(
     sharding: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
 ) -> None:
-    """Divide embedding and head by words; a tied weight stays one parameter.
+    """Shard embedding and head by words; a tied weight remains one parameter.
 
     Args:
         sharding: of the model.
@@ -342,7 +244,7 @@ def vocabulary(
 
 
 def experts(sharding: Sharding, module: Any) -> None:
-    """Divide every expert's hidden layer; each rank computes its part of all experts.
+    """Shard the hidden layer of every expert, so that routing sends nothing.
 
     Args:
         sharding: of the model.
@@ -355,6 +257,7 @@ def experts(sharding: Sharding, module: Any) -> None:
     down = ShardSpec.even(2, width, group.size)
     module.down_proj = sharding.part(module.down_proj, down)
 
+    # a rank's gradients of hidden states and of the router's weights cover its slice of the experts
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights, *rest = given
         return spread(hidden, group), indices, spread(weights, group), *rest
@@ -367,30 +270,107 @@ def experts(sharding: Sharding, module: Any) -> None:
     sharding.experts.append(module)
 
 
-def whole_tensor(part: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> Tensor:
-    """Return a tensor as it would be without sharding, on every rank; collective.
+# LoRA beside a sharded linear. peft's layers stay, and their weights are sharded with the base's:
+# y = x W + s (x A) B, with W, A and B in the order (in, out).
+#
+# ======  ===================  ===================  ==============================================
+# linear  A, (in, r)           B, (r, out)          whose gradient is summed over the group
+# ======  ===================  ===================  ==============================================
+# column  full on every rank   a rank's outputs     A's: each rank has that of its outputs
+# row     a rank's inputs      full on every rank   B's: each rank has that of its inputs
+# ======  ===================  ===================  ==============================================
+#
+# A rank's output of a row linear is a partial sum, and so is its adapter's: one all-reduce serves
+# both, and the schedule sends nothing else.
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is an adapter around a layer, by peft's attribute for the layer."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def base_of(module: Any) -> Any:
+    """Return the layer inside an adapter, or the module itself."""
+    return module.base_layer if is_adapted(module) else module
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether some layer of a model has an adapter."""
+    return any(is_adapted(module) for module in model.modules())
+
+
+def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
+    """Check that a model's adapters can be sharded.
 
     Args:
-        part: this rank's.
-        spec: how it is divided.
-        channel: to the tensor group.
-        tag: what for.
+        model: not sharded yet.
+        vocabulary: its embedding and head.
+
+    Raises:
+        ValueError: one is not LoRA of a linear layer in the blocks, or has an unsupported option.
     """
-    gathered = channel.all_gather(part.detach().to(channel.device).contiguous(), tag).wait()
-    return spec.join(list(gathered)).to(part.device)
+    for name, module in model.named_modules():
+        if is_adapted(module) and (why := _why_not(module, vocabulary)):
+            raise ValueError(
+                f"'{name}', a `{type(module).__name__}`, is an adapter that cannot be sharded:"
+                f" {why} Only LoRA of linear layers in the blocks is supported; nothing was"
+                " changed."
+            )
+
+
+def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
+    """Shard the adapters of a column linear; `spec` is of the outputs, the first dimension."""
+    group = sharding.group
+
+    def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        return given if group.scheduled else (spread(given[0], group),)
+
+    for name in layer.lora_A:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        sharding.share(down)
+        up.weight = sharding.part(up.weight, spec)
+        sharding.restore.append(down.register_forward_pre_hook(before).remove)
+
+
+def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
+    """Shard the adapters of a row linear."""
+    group = sharding.group
+
+    def after(_: nn.Module, given: Any, partial: Tensor) -> Tensor:
+        return partial if group.scheduled else summed(partial, group)
+
+    for name in layer.lora_A:
+        down, up = layer.lora_A[name], layer.lora_B[name]
+        down.weight = sharding.part(
+            down.weight, ShardSpec.even(1, down.weight.shape[1], group.size)
+        )
+        sharding.share(up)
+        sharding.restore.append(up.register_forward_hook(after).remove)
+
+
+def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
+    if (type(module).__module__, type(module).__name__) != _LORA:
+        return "it is not LoRA of a plain linear layer."
+    if any(module is known for known in vocabulary):
+        return "it is around the embedding or the head."
+    if module.lora_variant:
+        return "DoRA and other variants need full weights."
+    if any(module.lora_bias.values()):
+        return "`lora_bias` would be added once by every rank. Leave it out."
+    if any(not isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values()):
+        return "its dropout would differ from rank to rank. Set `lora_dropout=0`."
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return "it is on the meta device. Build the model on the CPU."
+    return ""
 
 
 def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
-    """See that attention can be divided.
-
-    Args:
-        name: of the model's class.
-        heads: of the queries.
-        key_heads: of keys and values.
-        ranks: of the tensor group.
+    """Check that the attention heads of a model of class `name` can be sharded.
 
     Raises:
-        ValueError: heads or key heads do not fit the ranks.
+        ValueError: heads, or heads of keys and values, do not fit the ranks.
     """
     if heads % ranks:
         raise ValueError(
@@ -406,13 +386,7 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
 
 
 def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
-    """See that an MLP can be divided.
-
-    Args:
-        model: around it.
-        name: what the model's config calls the width.
-        width: of the hidden layer.
-        ranks: of the tensor group.
+    """Check that an MLP of a model, whose config calls its width `name`, can be sharded.
 
     Raises:
         ValueError: the width does not fit the ranks.

@@ -1,18 +1,14 @@
-"""A transformer block as two sublayers, from the modules that transformers made.
+"""A transformer block as two sublayers, and one sublayer's computation for one micro-batch.
 
-A sublayer is what lies between two all-reduces: the residual stream h comes in with the sum y of
-the sublayer before, and a partial sum goes out.
+A sublayer is the computation between two all-reduces. The residual stream h and the sum y of the
+previous sublayer enter, and a partial sum leaves:
 
-    h <- h + finish(y)        of the sublayer before: what wants the whole sum
+    h <- h + finish(y)        bias, post-norm and dropout of the previous sublayer
     x <- norm(h)
     partial <- body(x)        column linears, attention or activation, row linear
 
-Its collectives lie between the lines: the sum of the partials, and in backward that of dx.
-
-One sublayer of one micro-batch, and what it keeps between forward and backward.
-
-Every micro-sublayer has graphs of its own: what comes in are leaves, and backward leaves their
-gradients there.
+A `MicroSublayer` has autograd graphs of its own, cut at these lines. Its inputs are leaves, where
+backward leaves their gradients, so that the schedule decides when each piece runs:
 
     entered <- h + finish(y)     h and y are leaves
     normed  <- norm(entered)
@@ -31,23 +27,24 @@ from torch import Tensor, nn
 
 from lightning_commfree.domino.layers import DropoutAfterSum, RowLinear
 
-Body = Callable[[Tensor, dict[str, Any]], Tensor]
+Arguments = dict[str, Any]  # that transformers passes to a block besides the hidden state
+Body = Callable[[Tensor, Arguments], Tensor]
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One sublayer of a divided block.
+    """One sublayer of a sharded block.
 
     Attributes:
         name: in traces.
-        norm: makes x of h.
-        body: takes x, and what transformers passes to a block besides the hidden state.
-        row: its last linear.
-        modules: their parameters are used here and nowhere else.
-        dropout: behind the sum; None for none.
-        norm_behind: the same.
-        attention: None for an MLP.
-        draws_own: whether the body now draws random numbers that differ from rank to rank.
+        norm: makes x from h.
+        body: called with x and the block's arguments.
+        row: the last linear of the body.
+        modules: hold the sublayer's parameters, which are used nowhere else.
+        dropout: applied to the sum; None for none.
+        post_norm: a norm applied to the sum, before dropout; None for none.
+        attention: the attention module; None for an MLP.
+        draws_own: returns whether the body draws random numbers that differ from rank to rank.
     """
 
     name: str
@@ -56,60 +53,57 @@ class Sublayer:
     row: RowLinear
     modules: tuple[nn.Module, ...]
     dropout: DropoutAfterSum | None = None
-    norm_behind: nn.Module | None = None
+    post_norm: nn.Module | None = None
     attention: nn.Module | None = None
     draws_own: Callable[[], bool] = lambda: False
 
     def finish(self, total: Tensor) -> Tensor:
-        """Make the sublayer's output of the sum of all ranks' partial ones."""
+        """Compute the sublayer's output from the sum of all ranks' partial sums."""
         total = self.row.finish(total)
-        if self.norm_behind is not None:
-            total = self.norm_behind(total)
+        if self.post_norm is not None:
+            total = self.post_norm(total)
         return total if self.dropout is None else self.dropout.finish(total)
 
 
 def attention_body(module: nn.Module) -> Body:
-    """Return how a block of transformers calls its attention."""
+    """Return a body that calls an attention module as a block of transformers does."""
 
-    def body(x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        partial: Tensor = module(hidden_states=x, **arguments)[0]
+    def body(x: Tensor, arguments: Arguments) -> Tensor:
+        partial: Tensor = module(hidden_states=x, **arguments)[0]  # then the attention weights
         return partial
 
     return body
 
 
 def mlp_body(module: nn.Module) -> Body:
-    """Return how a block of transformers calls its MLP."""
+    """Return a body that calls an MLP as a block of transformers does."""
 
-    def body(x: Tensor, _: dict[str, Any]) -> Tensor:
+    def body(x: Tensor, _: Arguments) -> Tensor:
         partial: Tensor = module(x)
         return partial
 
     return body
 
 
-Arguments = dict[str, Any]
-
-
 def leaf(tensor: Tensor) -> Tensor:
-    """Return a leaf with the same values, which wants a gradient."""
+    """Return a leaf with the same values that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 
 def take_gradient(leaf: Tensor) -> Tensor:
-    """Return what backward has left at a leaf, and forget it there."""
+    """Return a leaf's gradient and clear it there."""
     gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None, "a sublayer depends on all that comes in"
+    assert gradient is not None, "a sublayer depends on all of its inputs"
     return gradient
 
 
 @dataclass(frozen=True)
 class Inflow:
-    """What comes into a sublayer.
+    """The tensors that enter a sublayer.
 
     Attributes:
-        leaves: the residual stream h, shape (B, T, H), and behind a sublayer its sum y.
-        finish: makes the output of the sublayer before out of y; None if there is none before.
+        leaves: the residual stream h, shape (B, T, H), and after the first sublayer the sum y.
+        finish: computes the previous sublayer's output from y; None in the first sublayer.
     """
 
     leaves: tuple[Tensor, ...]
@@ -119,7 +113,7 @@ class Inflow:
         """Return the residual stream, with its graph."""
         if self.finish is None:
             (stream,) = self.leaves
-            return stream.view_as(stream)  # a graph of its own, down to the leaf
+            return stream.view_as(stream)  # a node of its own, whose backward reaches the leaf
 
         stream, total = self.leaves
         return stream + self.finish(total)
@@ -131,13 +125,13 @@ class Inflow:
 
 @dataclass(frozen=True)
 class MicroInput:
-    """What a micro-sublayer is computed from; with activation checkpointing all that is kept.
+    """The inputs of a micro-sublayer; all that activation checkpointing keeps of it.
 
     Attributes:
-        sublayer: which one.
-        arguments: what transformers passes to its block besides the hidden state.
-        inflow: what comes in.
-        replayed: makes a context in which random numbers are the same again.
+        sublayer: that is computed.
+        arguments: of its block, for this micro-batch.
+        inflow: the tensors that enter.
+        replayed: returns a context in which the same random numbers are drawn again.
     """
 
     sublayer: Sublayer
@@ -147,7 +141,10 @@ class MicroInput:
 
 
 class LentTensor:
-    """A key or value tensor of one micro-batch, and the leaves that later ones use in its place."""
+    """A key or value tensor of one micro-batch, lent to later ones as leaves.
+
+    Each borrower's backward runs on its own and leaves a gradient at its leaf.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -160,8 +157,8 @@ class LentTensor:
         return lent
 
     def gradient(self) -> Tensor:
-        """Return the sum of what the leaves have got in backward."""
-        total = torch.zeros_like(self._tensor)
+        """Return the sum of the borrowers' gradients."""
+        total = torch.zeros_like(self._tensor)  # all that the last micro-batch gets
         for lent in self._lent:
             if lent.grad is not None:
                 total += lent.grad
@@ -169,17 +166,15 @@ class LentTensor:
 
 
 class MicroSublayer:
-    """One sublayer of one micro-batch, with its graphs.
-
-    Args:
-        source: what it is computed from.
+    """One sublayer of one micro-batch, with its autograd graphs.
 
     Attributes:
+        source: its inputs.
         entered: h + finish(y), with its graph.
-        normed: its norm, with its graph.
-        x: the same, a leaf.
-        outputs: of the body, with their graph.
-        lent: what later micro-batches use of it.
+        normed: the norm of it, with its graph.
+        x: the same values as a leaf.
+        outputs: of the body, with their graph; set by `Split.run`.
+        lent: keys and values that later micro-batches use.
     """
 
     def __init__(self, source: MicroInput) -> None:
@@ -192,34 +187,30 @@ class MicroSublayer:
         self.lent: list[LentTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
-        """Return what the body makes of `x`.
-
-        Args:
-            more: arguments besides its own.
-        """
-        # a view: autocast would keep the half-precision copy of a leaf, and add its gradients there
+        """Run the body on `x`, with `more` arguments besides the block's."""
+        # a view, because autocast caches the half-precision copy of a leaf and would add the
+        # gradients there
         partial: Tensor = self.sublayer.body(
             self.x.view_as(self.x), {**self.source.arguments, **(more or {})}
         )
         return partial
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
-        """Return the gradient of `x`; those of the parameters are accumulated.
-
-        Args:
-            gradients: of the outputs, whose graph is used up.
-        """
+        """Return the gradient of `x`, given those of the outputs; accumulate the parameters'."""
+        # one call: keys, values and output share the graph of the body
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.lent = [], []
         return take_gradient(self.x)
 
     def backward_entry(self, d_entered: Tensor, d_normed: Tensor) -> list[Tensor]:
-        """Return the gradients of what came in, that of h first; the graph is used up.
+        """Return the gradients of the inflow's leaves, that of h first.
 
         Args:
-            d_entered: of the residual stream behind this sublayer.
+            d_entered: of the residual stream after this sublayer.
             d_normed: of `x`, summed over the tensor group.
         """
+        # one call: both paths meet in the residual stream, whose graph is used once
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
+        # the activations are not needed any more, while this object lives until the next sublayer
         del self.entered, self.normed, self.x
         return self.source.inflow.gradients()

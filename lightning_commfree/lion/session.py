@@ -5,7 +5,7 @@ What all workers must agree on before they vote: the parameters, their order, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
 from lightning_commfree.model.replication import averaged_buffers
-from lightning_commfree.resume.rank_state import REPLICA, Adopted, Saved
 
 
 def agree_on_parameters(
@@ -60,6 +59,8 @@ def agree_on_parameters(
 
 
 BUFFERS_TAG = "buffers"
+# entries of a rank's own state that belong to a worker, wherever it trains
+_OF_WORKER = ("algorithm", "optimizers", "precision", "tensors", "shared")
 _WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momenta
 
 
@@ -154,36 +155,41 @@ class JoinedLion:
         """Return what all workers must have alike, now and at a resume."""
         return self._settings.fingerprint()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what besides parameters and optimizer state an exact resume needs."""
-        return self.voting.state_dict()
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state of the votes, which all workers have equally."""
+        return self.voting.state_dict(), {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Put back what `state_dict` returned."""
-        self.voting.load_state_dict(state)
+        del own
+        self.voting.load_state_dict(shared)
 
-    def adopt(self, saved: Saved) -> Adopted | None:
-        """Give every worker its momentum where it was there, a new one the mean of all."""
-        was = saved.entry["fingerprint"]
+    def adopt(
+        self,
+        was: Mapping[str, str],
+        ranks: int,
+        load: Callable[[Iterable[int]], list[dict[str, Any]]],
+    ) -> tuple[dict[str, Any], str] | None:
+        """Give every worker the momentum that it had, and new workers the mean of all."""
         size, divided = int(was["node_size"]), was.get("inside", _WHOLE) != _WHOLE
         now = self._settings.fingerprint()
         if divided and any(was[name] != now[name] for name in ("node_size", "inside")):
-            return None  # these ranks hold other parts
+            return None  # these ranks hold other shards
         place = self._channels.within.rank if divided else 0
-        workers, between = saved.entry["ranks"] // size, self._channels.between
+        workers, between = ranks // size, self._channels.between
         wanted = [between.rank] if between.rank < workers else range(workers)
 
-        parts = saved.load_all(worker * size + place for worker in wanted)
-        if not parts:
+        found = load(worker * size + place for worker in wanted)
+        if not found:
             return None
-        own = {name: parts[0][name] for name in REPLICA}
-        if len(parts) > 1:
-            own["optimizers"] = [mean_momenta([part["optimizers"][0] for part in parts])]
+        own = {name: found[0][name] for name in _OF_WORKER if name in found[0]}
+        if len(found) > 1:
+            own["optimizers"] = [mean_momenta([one["optimizers"][0] for one in found])]
 
         said = "every worker takes up the momentum that it had"
         if between.size > workers:
             said += f", workers from {workers} on the mean of all"
-        return Adopted(own, said)
+        return own, said
 
     def close(self) -> None:
         """Leave the other workers."""

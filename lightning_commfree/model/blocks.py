@@ -1,4 +1,4 @@
-"""The blocks of a model: the equal modules, one behind the other, that most of it consists of.
+"""Transformer blocks: the equal modules, one after the other, that most of a model consists of.
 
 A *block* is an element of a list of equal modules, like `transformer.h` of GPT-2, `model.layers` of
 Llama, `encoder.block` and `decoder.block` of T5: in every outermost `ModuleList` or `Sequential`
@@ -28,7 +28,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     """Return the names of the outermost modules of some classes below `module`, in its order.
 
     Raises:
-        ValueError: there is none of one of them.
+        ValueError: there is no module of one of these classes.
     """
     found: list[str] = []
     kinds: set[str] = set()
@@ -40,7 +40,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     if lacking := [name for name in classes if name not in kinds]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
-            f"`units` names {', '.join(map(repr, lacking))}, and no module of that class stands in"
-            f" `{type(module).__name__}` but inside of another unit. It has {', '.join(known)}."
+            f"`units` names {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
+            f" module of that class outside of another unit. It has {', '.join(known)}."
         )
     return found

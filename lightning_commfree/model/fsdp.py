@@ -1,6 +1,6 @@
-"""Dividing a module among the ranks of a replica, unit by unit: FSDP2's `fully_shard`.
+"""Shard a module among the ranks of a replica, unit by unit, by FSDP2's `fully_shard`.
 
-What comes of its tensors `parts` knows.
+The sharded tensors are `DTensor`s, see `shards`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lightning_commfree.comm.ledger import all_gather_bytes
 from lightning_commfree.model.blocks import block_names, outermost
 from lightning_commfree.model.meta_init import Materializer
 
-# methods of a module that compute, beside `forward`
+# methods of a LightningModule that compute, besides `forward`
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @dataclass(frozen=True)
 class FSDPSettings:
-    """What `inside="fsdp"` takes for granted.
+    """Settings of `inside="fsdp"`.
 
     Args:
-        units: names of classes. Their outermost modules are gathered one at a time, and what stands
-            in none of them together. Empty: transformer blocks, which are found; a model without
-            blocks is gathered as a whole.
-        folder_above_bytes: checkpoints of a fit whose parameters take more are folders, which all
-            ranks of the first replica write at once, to one disk; `checkpoint.one_file` makes one
-            file of such a folder. None: checkpoints are files.
+        units: class names. The outermost modules of these classes are gathered one at a time, and
+            the rest of the model together. Empty: transformer blocks, which are found; a model
+            without blocks is gathered as a whole.
+        folder_above_bytes: save folders where the parameters take more bytes. All ranks of the
+            first replica write one at once, to a disk that they share (`resume.folders`). None:
+            checkpoints are files, which rank 0 gathers in host memory.
 
     Raises:
-        TypeError: `units` is no sequence of names, or `folder_above_bytes` no number.
-        ValueError: it is negative or NaN.
+        TypeError: `units` is not a sequence of names, or `folder_above_bytes` not a number.
+        ValueError: `folder_above_bytes` is negative or NaN.
     """
 
     units: Sequence[str] = ()
@@ -69,10 +69,10 @@ class FSDPSettings:
 
 
 def why_not_divided() -> str | None:
-    """Return why this release of torch cannot divide a module; None where it can.
+    """Return why this release of torch cannot shard a module; None if it can.
 
-    Older ones leave the outermost unit whole after a forward, whatever they are told, and do not
-    run on CPUs.
+    Older releases keep the outermost unit gathered after a forward, whatever the arguments, and do
+    not run on CPUs.
     """
     if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
         return None
@@ -83,14 +83,10 @@ def why_not_divided() -> str | None:
 
 
 def refuse_wrapped(strategy: str, module: nn.Module) -> None:
-    """See that a model that is to be divided is the plain one.
-
-    Args:
-        strategy: for the message.
-        module: has the model.
+    """Refuse a model that is compiled, or wrapped for DDP or FSDP, before it is sharded.
 
     Raises:
-        ValueError: a part of it is compiled, or wrapped for DDP or FSDP.
+        ValueError: a module in it is.
     """
     for name, child in module.named_modules():
         kind = type(child).__name__
@@ -100,7 +96,7 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
             what = f"'{name}'" if name else "The module"
             raise ValueError(
                 f"{what} is {'compiled' if compiled else 'wrapped'} already, as"
-                f" `{kind}`, and `{strategy}` has to divide the model before that."
+                f" `{kind}`, and `{strategy}` must shard the model before that."
                 " Give it the plain model."
             )
 
@@ -113,29 +109,30 @@ def divide(
     materializer: Materializer | None = None,
     units: Collection[str] = (),
 ) -> None:
-    """Divide a module's parameters among the ranks of a replica; collective over the job.
+    """Shard a module's parameters among the ranks of a replica; collective over the job.
 
-    Every block is a unit, and what stands in none is one more: its parameters are gathered for
-    its forward and its backward, where its gradients become their mean over the replica; see
-    `step_bytes`. The module cannot be made whole again, and its group of ranks lives as long.
+    Every block is a unit, and the rest of the model is one more. A unit is gathered for its forward
+    and its backward, which reduces its gradients to their mean over the replica; see `step_bytes`.
+    The module stays sharded, and its process group is never destroyed.
 
     Args:
         module: plain, on any device; the same on all ranks of a replica.
         groups: the ranks of every replica.
         rank: of this process.
-        device: to which every unit moves, before it is divided.
-        materializer: gives values to a module on `meta`, a unit at a time: no rank ever holds all.
-        units: names of classes whose modules are the units; empty: blocks are.
+        device: where every unit is moved before it is sharded.
+        materializer: gives values to a module on `meta`, a unit at a time, so that no rank ever
+            holds all of it.
+        units: class names of the units; empty: transformer blocks.
 
     Raises:
-        ValueError: the module has none of such a class.
+        ValueError: the module has no module of such a class.
     """
     names = outermost(module, units) if units else list(block_names(module))
     ties = _ties(module)
     made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
     (group,) = (group for ranks, group in made.items() if rank in ranks)
-    # said aloud, or the outermost unit stays whole after a forward without a backward: the weights
-    # of a validation would serve the next training step
+    # explicit, or the outermost unit stays gathered after a forward without a backward, and the
+    # next training step would use the weights of a validation
     how: dict[str, Any] = {
         "mesh": DeviceMesh.from_group(group, device.type),
         "reshard_after_forward": True,
@@ -157,24 +154,24 @@ def divide(
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
     for model in module.modules():  # of transformers and peft
-        _close(model)
+        _refuse_save_pretrained(model)
 
 
-def _close(model: nn.Module) -> None:
+def _refuse_save_pretrained(model: nn.Module) -> None:
     if isinstance(getattr(model, "save_pretrained", None), MethodType):
         vars(model)["save_pretrained"] = _refuse_to_save
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "The model stays divided after `fit`, and `save_pretrained` would find one rank's part of"
-        " it. Call `trainer.save_checkpoint(path)` on all ranks, load the file's `state_dict` into"
-        " an undivided model of your own, and save that one."
+        "The model is still sharded after `fit`; `save_pretrained` would save only this rank's"
+        " shard. Call `trainer.save_checkpoint(path)` on all ranks, load the file's `state_dict`"
+        " into a plain model, and save that one."
     )
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return where the same parameter stands several times: modules and names in them."""
+    """Return the places of every tied parameter: modules and attribute names."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -184,8 +181,8 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """In the body gradients stay on this rank, as large as the model, until a backward after it."""
-    assert isinstance(module, FSDPModule), "`divide` has made it one"
+    """Keep full gradients on this rank in the body; the next backward after it reduces them."""
+    assert isinstance(module, FSDPModule), "`divide` makes it one"
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -194,22 +191,16 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def step_bytes(module: nn.Module) -> tuple[int, int]:
-    """Return what this rank sends for a forward and its backward, by FSDP2's formulas.
+    """Return the bytes that this rank sends to gather, and to reduce-scatter, in a step.
 
-    Of a parameter with r rows n ranks hold ceil(r / n) each, the last ones padded. A unit's are
-    gathered twice, for forward and backward; gradients of those that are trained are reduced and
-    scattered once. Either sends a rank's rows to n - 1 others. Frozen units that no gradient passes
-    are gathered once, and counted twice.
-
-    Args:
-        module: that `divide` has divided.
-
-    Returns:
-        Bytes to gather, bytes to reduce and scatter.
+    By FSDP2's formulas for a forward and its backward. Of a parameter with r rows each of n ranks
+    holds ceil(r / n), with padding. Parameters are gathered twice, for forward and backward, and
+    gradients of trained ones reduce-scattered once. Either sends a rank's rows to n - 1 others.
+    Frozen units that no gradient passes are gathered once, and counted twice.
     """
     gathered = scattered = 0
     for parameter in module.parameters():
-        assert isinstance(parameter, DTensor), "`divide` has made it one"
+        assert isinstance(parameter, DTensor), "`divide` makes it one"
         rows, size = parameter.shape[0], parameter.device_mesh.size()
         numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
         sent = all_gather_bytes(numbers * parameter.element_size(), size)
@@ -219,11 +210,11 @@ def step_bytes(module: nn.Module) -> tuple[int, int]:
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -> None:
-    """See that what is optimized is what this rank trains.
+    """Check that the optimizers hold the sharded parameters, not the originals.
 
     Args:
         optimizers: of the fit.
-        lost: parameters that the module had before it was divided, and has no more.
+        lost: parameters that the module had before it was sharded, and has no more.
 
     Raises:
         ValueError: one of them is in an optimizer.
@@ -232,7 +223,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -
     count = sum(parameter in lost for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer holds {count} parameters of the undivided model, which are trained no"
-            " more: it, or its list of parameters, was made before the fit. Make both in"
-            " `configure_optimizers`, from `self.parameters()`."
+            f"The optimizer holds {count} parameters of the model before it was sharded, which are"
+            " no longer trained: it, or its list of parameters, was made before the fit. Make both"
+            " in `configure_optimizers`, from `self.parameters()`."
         )

@@ -1,18 +1,14 @@
-"""Values for a model that was built on the `meta` device, where tensors have shapes only.
+"""Initialize a model that was built on the `meta` device, layer by layer, while it is sharded.
 
-1. A rank gives one layer its values: from the folder of `saved_weights`, by the model's own
-   `_init_weights`, or by `reset_parameters`.
-2. It keeps its part of them and drops the rest.
-3. The next layer.
+1. A rank gives one layer its values: from a Hugging Face folder (`from_pretrained_on_meta`), by the
+   model's own `_init_weights`, or by `reset_parameters`.
+2. It keeps its shards of them and drops the rest.
+3. It continues with the next layer.
 
-So a rank never holds more than its part of the model and one whole layer. All ranks draw the same
-random numbers, for whole layers: the values do not depend on the number of ranks. A model that is
-built with values has other ones, for it draws them in another order.
-
-A model on the `meta` device whose values lie in a Hugging Face folder.
-
-`from_pretrained` reads all of a model into every process. Here nothing is read until a strategy
-divides the model, and then one layer after another (`materialize`).
+So a rank never holds more than its shards of the model and one full layer, where `from_pretrained`
+reads all of a model into every process. All ranks draw the same random numbers, for full layers, so
+the values do not depend on the number of ranks. They differ from those of a model that is built
+with values, which draws in another order.
 """
 
 from __future__ import annotations
@@ -27,16 +23,16 @@ import torch
 from torch import Tensor, nn
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEAD = 1 << 16  # bytes of a file in which names, shapes and places of its tensors begin
+_HEAD = 1 << 16  # bytes at a file's start, with names, shapes and offsets of its tensors
 
 
 def from_pretrained_on_meta(
     model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
 ) -> Any:
-    """Return a model without values, which a strategy reads from a folder when it divides it.
+    """Return a model without values, which a strategy reads from a folder when it shards it.
 
-    In place of `from_pretrained`, in `configure_model`, where ranks share a model:
-    `inside="fsdp"`, `inside="domino"`, `DominoTPStrategy`. No rank ever holds more than its part
+    Use it in place of `from_pretrained`, in `configure_model`, where ranks share a model:
+    `inside="fsdp"`, `inside="domino"`, `DominoTPStrategy`. No rank ever holds more than its shards
     and one unit or layer.
 
     Args:
@@ -47,7 +43,7 @@ def from_pretrained_on_meta(
             is that of the parameters (default: the saved one).
 
     Raises:
-        TypeError: `config` and changes of it are given.
+        TypeError: both `config` and `config_changes` are given.
         ValueError: the folder has no safetensors, or not a tensor for every parameter.
     """
     from transformers import AutoConfig
@@ -67,13 +63,13 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """The tensors of a folder, by the names of a model.
+    """The tensors of a Hugging Face folder, by the names of a model.
 
     Args:
         folder: with one file of safetensors, or several and their index.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the folder has none.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -93,7 +89,7 @@ class SavedWeights:
         self._files = files
 
     def check(self, model: Any) -> None:
-        """See that the folder has a tensor for every parameter of a model.
+        """Check that the folder has a tensor for every parameter of a model.
 
         Raises:
             ValueError: it lacks one.
@@ -109,12 +105,12 @@ class SavedWeights:
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the name in the folder of a tensor; None: it is not there.
+        """Return the name of a tensor in the folder, None if the folder lacks it.
 
         Args:
-            model: whose tensor it is.
-            names: all that it has in the model. The folder may have been saved by a model with
-                another head, or none.
+            model: has the tensor.
+            names: of the tensor in the model; a tied one has several. The folder may have been
+                saved by a model with another head, or none.
         """
         base = f"{getattr(model, 'base_model_prefix', '')}."
         for name in names:
@@ -130,7 +126,7 @@ class SavedWeights:
         return tensor
 
     def fingerprint(self) -> str:
-        """Return what tells folders of other models apart: sizes of files, and how they begin."""
+        """Return a hash that differs between models: of the sizes and heads of the files."""
         found = blake2b(digest_size=8)
         for name in sorted(set(self._files.values())):
             path = self._folder / name
@@ -155,7 +151,7 @@ def _opened(path: Path) -> Any:
 
 
 def described(module: nn.Module) -> dict[str, str]:
-    """Return what ranks must have alike before they give a model values."""
+    """Return what must be the same on all ranks before they give a model values."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}
@@ -169,12 +165,12 @@ def on_meta(module: nn.Module) -> list[str]:
 
 
 class Materializer:
-    """Gives values to one model, layer by layer, in the order of its calls.
+    """Gives values to one model, layer by layer.
 
     Args:
-        model: of transformers, whose `_init_weights` is used, or the folder that
-            `from_pretrained_on_meta` has named; or a module that holds such models, where what
-            belongs to none has a `reset_parameters`, as torch's layers do.
+        model: of transformers, which gets its values by `_init_weights` or from the folder of
+            `from_pretrained_on_meta`; or a module around such models, whose other layers have a
+            `reset_parameters`, as torch's do.
         seed: of the values, the same on all ranks.
     """
 
@@ -184,6 +180,7 @@ class Materializer:
         for child in model.modules():
             if hasattr(child, "_init_weights") and child not in self._owners:
                 self._owners |= dict.fromkeys(child.modules(), child)
+        # a stream of its own: the values do not depend on what the user's code draws
         self._random = torch.Generator().manual_seed(seed).get_state()
         self._saved: dict[Tensor, tuple[SavedWeights, str]] = {}
         for child in model.modules():
@@ -195,14 +192,14 @@ class Materializer:
 
     @property
     def reads(self) -> bool:
-        """Whether some values lie in a folder."""
+        """Whether some values are read from a folder."""
         return bool(self._saved)
 
     def materialize(self, layer: nn.Module) -> None:
-        """Give values to all tensors of `layer` and below that have none, in CPU memory.
+        """Give values, in CPU memory, to all tensors of `layer` and below that have none.
 
         Raises:
-            ValueError: the model's `_init_weights` leaves some out.
+            ValueError: the model's `_init_weights` skips one.
         """
         self._give_values(list(_children_first(layer)))
 
@@ -221,7 +218,11 @@ class Materializer:
                 for module in modules:
                     self._draw(module)
                 self._random = torch.get_rng_state()
-        for _, old, new in made:  # last: drawing gives a layer's children values too
+        for (
+            _,
+            old,
+            new,
+        ) in made:  # last: drawing overwrites the values of a layer's children
             if old in self._saved:
                 saved, name = self._saved[old]
                 new.copy_(saved.read(name))
@@ -249,7 +250,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Put NaN into a module's own tensors that have no values; return these and their like."""
+    """Replace a module's own tensors on `meta` by NaN; return the old and the new ones."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in own:

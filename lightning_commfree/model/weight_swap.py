@@ -1,7 +1,7 @@
-"""The module holds the weights that replicas share for a while, and gets its local ones back.
+"""Put the weights that replicas share into the module for a while, and the local ones back.
 
-Replicas that train apart have weights of their own between two exchanges. What is evaluated and
-saved is what they share.
+Replicas that train apart have weights of their own between two exchanges. Validations and
+checkpoints use the weights that they share.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ADVICE = (
 
 
 class SharedPart(Protocol):
-    """Some tensors of a module, and what replicas share in their place."""
+    """Some tensors of a module, and the shared values for them."""
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Of the parameters, and of the buffers."""
+        """The names of the parameters, and of the buffers."""
         ...
 
     @property
@@ -38,30 +38,30 @@ class SharedPart(Protocol):
         ...
 
     def outer(self) -> list[Tensor]:
-        """Return what is shared, as tensors like `local`."""
+        """Return the shared values, as tensors like `local`."""
         ...
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy what is shared, or `shown` in its place, into the module."""
+        """Copy the shared values, or `shown` in their place, into the module."""
         ...
 
     def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the module holds what is shared; buffers on demand."""
+        """Return whether the module holds the shared values; buffers on demand."""
         ...
 
     def take_local(self) -> None:
-        """Let what the module holds be what is shared."""
+        """Make the module's values the shared ones."""
         ...
 
 
 class SharedCopy:
-    """The whole model as one part: parameters that are trained, and floating-point buffers.
+    """A copy of the whole model as one part: trained parameters and floating-point buffers.
 
     Args:
         module: the model; all replicas hold the same weights now.
 
     Attributes:
-        names: of the parameters that are trained, and of the buffers that a checkpoint has.
+        names: of the trained parameters, and of the buffers that a checkpoint has.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,11 +81,11 @@ class SharedCopy:
         return [tensor.detach() for tensor in (*parameters, *buffers)]
 
     def outer(self) -> list[Tensor]:
-        """Return what is shared, in the order of `local`; not to be written to."""
+        """Return the shared values in the order of `local`; not to be written to."""
         return self._shared
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy what is shared into the module; `shown`, flat, takes its place."""
+        """Copy the shared values into the module, or `shown`, flat, in their place."""
         parts = self._shared
         if shown is not None:
             sizes = [tensor.numel() for tensor in parts]
@@ -95,25 +95,25 @@ class SharedCopy:
             tensor.copy_(part)
 
     def load(self, shared: Sequence[Tensor]) -> None:
-        """Let this be shared, as `outer` returned it."""
+        """Make these the shared values, in the order of `outer`."""
         for own, value in zip(self._shared, shared, strict=True):
             own.copy_(value)
 
     def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the module holds what is shared; buffers on demand."""
+        """Return whether the module holds the shared values; buffers on demand."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
-        """Let what the module holds be what is shared."""
+        """Make the module's values the shared ones."""
         self.load(self.local)
 
 
 class WeightSwap:
-    """Puts the shared weights into the module and the local ones aside.
+    """Puts the shared weights into the module and keeps the local ones.
 
     Args:
-        parts: all of the model; more may come.
+        parts: of the model, all of them; the list may grow.
 
     Attributes:
         is_in: the module holds the shared weights.
@@ -121,23 +121,23 @@ class WeightSwap:
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
-        self._aside: list[Tensor] = []  # the local copy
-        self._held: list[Tensor] = []  # hashes of what the module got in its place
+        self._aside: list[Tensor] = []  # the local weights
+        self._held: list[Tensor] = []  # hashes of the values that replaced them in the module
         self.is_in = False
 
     @property
     def in_module(self) -> list[Tensor]:
-        """What the module holds now, in the order of `local`."""
+        """The module's tensors now, in the order of `local`."""
         return [tensor for part in self._parts for tensor in part.local]
 
     @property
     def local(self) -> list[Tensor]:
-        """The local copy, wherever it is: part by part, parameters before buffers."""
+        """The local weights, wherever they are: part by part, parameters before buffers."""
         return self._aside if self.is_in else self.in_module
 
     @torch.no_grad()
     def load_local(self, saved: Sequence[Tensor]) -> None:
-        """Put back what `local` was."""
+        """Restore the local weights."""
         for tensor, value in zip(self.local, saved, strict=True):
             tensor.copy_(value)
 
@@ -148,14 +148,14 @@ class WeightSwap:
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Let what the module holds be the shared weights, before the first step."""
+        """Make the module's values the shared ones, before the first step."""
         for part in self._parts:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
         """Return the shared weights and averaged buffers by name; not to be written to.
 
-        In the dtypes of the module's tensors, where the shared copy is. Collective within a
+        In the dtypes of the module's tensors, on the device of the shared copy. Collective within a
         replica.
         """
         return {
@@ -166,7 +166,7 @@ class WeightSwap:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """Let the module hold the local weights in the body, and what it held before after it."""
+        """Let the module hold the local weights in the body."""
         swapped = self.is_in
         self.put_back()
         yield
@@ -175,10 +175,7 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Let the module hold the shared weights in the body; may be nested.
-
-        `shown` as `put_in` takes it; nothing changes in the inner one.
-        """
+        """Let the module hold the shared weights in the body; a nested use changes nothing."""
         if self.is_in:
             yield
             return
@@ -193,27 +190,29 @@ class WeightSwap:
         """Put the shared weights and averaged buffers into the module, if they are not there.
 
         Args:
-            shown: what it gets in their place: for every part values as its `show` takes them.
+            shown: values for the module in their place: for every part as its `show` takes them.
         """
         if not self.is_in:
             self._aside = [tensor.clone() for tensor in self.in_module]
             for p, part in enumerate(self._parts):
                 part.show(None if shown is None else shown[p])
+            # Hashes and not versions: callbacks write through `parameter.data`, which has its own.
             self._held = self._hashes()
             self.is_in = True
 
     @torch.no_grad()
     def put_back(self, check: bool = True) -> None:
-        """Put the local copy back, bit for bit, if it is not there.
+        """Put the local weights back, bit for bit, if they are not there.
 
-        A buffer that was written to meanwhile keeps what was written: a module may count in it
+        A buffer that was written to in between keeps the new values: a module may count in it
         during a validation.
 
         Args:
             check: refuse parameters that were written to.
 
         Raises:
-            RuntimeError: a parameter was written to meanwhile. The local copy is back then too.
+            RuntimeError: a parameter was written to in between. The local weights are back then
+                too.
         """
         if not self.is_in:
             return
@@ -227,7 +226,7 @@ class WeightSwap:
         ):
             if trained and not is_same:
                 written.append(name)
-            if trained or is_same:
+            if trained or is_same:  # parameters always: training continues with the local ones
                 tensor.copy_(kept)
         self._aside, self._held, self.is_in = [], [], False
         if written and check:
@@ -241,22 +240,22 @@ class WeightSwap:
 
 
 class OuterView:
-    """A module, but for its tensors, which are the outer ones where these are exchanged.
+    """A view of a module in which the shared weights replace the exchanged tensors.
 
     Args:
-        module: that is seen.
-        swap: has its outer weights, which are asked for once.
+        module: the module.
+        swap: has its shared weights, which are asked for once.
     """
 
     def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
         self._module, self._swap = module, swap
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield what stands for the module's parameters; not to be written to."""
+        """Yield the parameters, shared ones where there are; not to be written to."""
         return (self._values.get(name, own) for name, own in self._module.named_parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield what stands for the module's buffers; not to be written to."""
+        """Yield the buffers, shared ones where there are; not to be written to."""
         return (self._values.get(name, own) for name, own in self._module.named_buffers())
 
     def __getattr__(self, name: str) -> Any:

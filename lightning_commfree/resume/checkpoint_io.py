@@ -1,4 +1,4 @@
-"""Lightning's plugins for checkpoints: our own, and those of users."""
+"""Lightning's plugins for checkpoints: ours, and those of users."""
 
 from __future__ import annotations
 
@@ -12,38 +12,33 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_commfree.model.shards import with_values
 from lightning_commfree.resume.files import FilePath, local_path, write_whole
-from lightning_commfree.resume.folders import IntoFolder, read_folder
+from lightning_commfree.resume.folders import read_folder
 
 # earlier releases of Lightning do not ask how a file is to be read
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, whose files on a disk replace others whole or not at all.
+    """Lightning's `TorchCheckpointIO`, with files that are complete or absent.
 
     Args:
-        maps: files on a disk are mapped, not read: of a tensor a rank reads what it uses. While
-            such a fit runs the file it resumed from may be replaced or removed, not written to.
-            Of a folder it gets stand-ins (`comm.wholes`).
-
-    Attributes:
-        into: writes checkpoints into folders; None: they are files.
+        maps: map files on a disk instead of reading them, so that a rank with shards reads only
+            these: the file that a fit resumes from may be replaced or removed meanwhile, but not
+            written to. Tensors of a folder are read when they are used.
     """
 
     def __init__(self, maps: bool = False) -> None:
         self._maps = maps
-        self.into: IntoFolder | None = None
 
     @override
     def load_checkpoint(self, path: FilePath, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return a checkpoint, as Lightning does."""
+        """Return a checkpoint, as Lightning does, from a file or a folder."""
         local = local_path(path)
         asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
         if local is not None and local.is_dir():
-            saved: dict[str, Any] = read_folder(local, asked is not False)
-            return saved if self._maps else with_values(saved)
+            saved: dict[str, Any] = read_folder(local, asked is not False, lazy=self._maps)
+            return saved
         if not self._maps or local is None or not zipfile.is_zipfile(local):
             return super().load_checkpoint(path, *args, **kwargs)
         weights_only = asked if _ASKS else False
@@ -56,22 +51,19 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: FilePath, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint; where `path` is no file of this machine, Lightning does it.
+        """Write a checkpoint; Lightning does it where `path` is not on a disk of this machine.
 
         Raises:
-            RuntimeError: it cannot be written; what was there before is as it was.
+            RuntimeError: it cannot be written; the file that was there before is unchanged.
         """
-        local = local_path(path)
-        if self.into is not None and local is not None:
-            self.into.write(checkpoint, local)
-        elif storage_options is not None or local is None:
+        if storage_options is not None or local_path(path) is None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
             write_whole(checkpoint, path)
 
 
 def writing_whole(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the user's plugin, else one whose files are whole; asynchronous ones wrap that."""
+    """Return the user's plugin, or ours; asynchronous plugins get ours to write with."""
     if plugin is None:
         return WholeCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):

@@ -1,44 +1,43 @@
-"""Exact resume: one object of a strategy's, called in the order in which its methods stand here.
+"""Exact resume: what a checkpoint contains, and how each rank gets its own state back.
 
-A checkpoint stays a normal one. What only one rank knows is that rank's *part* of it, a dictionary
-whose entries `_part_of` lists. Rank 0's part lies in the checkpoint, those of the others in files
-beside it (`rank_files`). A fit that resumes on as many ranks with the same settings goes on bit for
-bit. Any other one starts from the checkpoint's weights and takes of the parts what its strategy can
-still use (`RankState.adopt`), and a message says why. What an exact one does not restore, in rare
-cases, another message says.
+`ExactResume` belongs to a strategy, which calls its methods in the order in which they are here.
+It adds one entry to a Lightning checkpoint:
 
-Tensors of the module that are neither trained nor averaged, and may differ from rank to rank.
+    checkpoint["lightning_commfree"] = {
+        "ranks", "token", "folder",      # of this save, and where its rank files are
+        "algorithm", "fingerprint",      # what must be the same for an exact resume
+        "shared",                        # the algorithm's state that all replicas have equally
+        "own",                           # rank 0's own state; every other rank's is in its file
+    }
 
-Hooks move them: the weights of a mean teacher, counters, a queue, a cache. A checkpoint holds those
-of rank 0, and of non-persistent buffers none. A rank's part has all persistent ones, of which those
-that are equal to rank 0's are references that take no room, and such non-persistent ones as are not
-what they were when the fit began. What is trained is not among them, nor floating-point buffers of
-a checkpoint: the strategy restores them.
+A rank's own state has these entries (`_own_state`):
 
-The ranks of a job save as one: a part of each, and what goes with the checkpoints before.
+    "algorithm"                           the algorithm's: local weights, fragments in flight
+    "optimizers", "precision", "tensors"  where every rank has a model of its own
+    "inside", "gradients", "schedulers"   of the layout, of a half-accumulated step, of this rank
+    "random", "epoch_start", "loaders", "ahead"   the position in the data: `data_position`
+    "shared"                              of ranks that hold another shard than rank 0: theirs
+    "lost"                                texts: what an exact resume will not restore
+
+A fit that resumes on as many ranks with the same settings continues bit for bit. Any other fit
+starts from the checkpoint's weights, uses what its algorithm can (`adopt`), and a message says why.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
-from lightning_commfree.comm.digest import digest
-from lightning_commfree.lightning_internals import Patches, in_accumulation
-from lightning_commfree.model.shards import own
+from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.data_position import (
     EpochStart,
@@ -48,173 +47,79 @@ from lightning_commfree.resume.data_position import (
     restore_place,
 )
 from lightning_commfree.resume.files import FilePath
-from lightning_commfree.resume.loops import open_plateaus, restore_loops
-from lightning_commfree.resume.rank_files import Key, Owner, RankFiles, SavedParts, copied, plain
-from lightning_commfree.resume.rank_state import (
-    Agreeing,
-    Part,
-    RankState,
-    ReplicaState,
-    Saved,
-    failing_as_one,
-)
+from lightning_commfree.resume.folders import write_folder
+from lightning_commfree.resume.loops import restore_loops
+from lightning_commfree.resume.own_tensors import OwnTensors
+from lightning_commfree.resume.rank_files import Owner, RankFiles, copied, local_tensors, plain
+
+KEY = "lightning_commfree"  # the checkpoint's entry
+_ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
+
+State = dict[str, Any]
 
 
-class OwnTensors:
-    """Those of one fit.
+class Resumable(Protocol):
+    """What exact resume asks of an algorithm between replicas.
 
-    Args:
-        module: as every fit finds it, on all ranks alike; nothing has been restored into it that
-            only this rank knows.
-        optimizers: of this rank; what they train is left out.
+    Attributes:
+        name: of the algorithm; another one has no use for its state.
+        replicas: every rank, or group of ranks, has a model of its own, with optimizers and
+            untrained tensors of its own. Else all ranks hold shards of one, which a checkpoint puts
+            together.
+        free_at_resume: names in `fingerprint` that may have other values at a resume.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        self._module = module
-        self._optimizers = optimizers
-        self._at_begin = _digests(self._split()[1])
+    name: str
+    replicas: bool
+    free_at_resume: frozenset[str]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return what rank 0 may have otherwise: the module's own tensors, not copies."""
-        persistent, others = self._split()
-        now = _digests(others)
-        changed = {
-            name: tensor for name, tensor in others.items() if now[name] != self._at_begin.get(name)
-        }
-        return {name: tensor.detach() for name, tensor in {**persistent, **changed}.items()}
+    def fingerprint(self) -> dict[str, str]:
+        """Return the settings that must be the same for an exact resume."""
 
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` returned; a buffer that has another size now is replaced."""
-        tensors = {name: tensor for kind in self._split() for name, tensor in kind.items()}
-        for name, saved in state.items():
-            tensor = tensors.get(name)
-            if tensor is not None and tensor.shape == saved.shape:
-                tensor.copy_(saved)
-            elif not isinstance(tensor, nn.Parameter):
-                self._replace(name, saved if tensor is None else saved.to(tensor))
+    def state_dict(self) -> tuple[State, State]:
+        """Return the state that all replicas have equally, and this rank's own.
 
-    def _replace(self, name: str, buffer: Tensor) -> None:
-        owner, _, own_name = name.rpartition(".")
-        module = self._module.get_submodule(owner)
-        if own_name in module._buffers:
-            module._buffers[own_name] = buffer
+        Plain values and tensors, which need not be copies.
+        """
 
-    def _split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what a checkpoint holds of rank 0, and what it does not hold."""
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        trained = {p for group in groups for p in group["params"] if p.requires_grad}
-        kept = self._module.state_dict(keep_vars=True)
-        persistent: dict[str, Tensor] = {}
-        others: dict[str, Tensor] = {}
-        for name, parameter in self._module.named_parameters():
-            if parameter not in trained:
-                persistent[name] = parameter
-        for name, buffer in self._module.named_buffers():
-            if name not in kept:
-                others[name] = buffer
-            elif not buffer.is_floating_point():
-                persistent[name] = buffer
-        return _with_values(persistent), _with_values(others)
-
-
-def accumulate_further(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Put back what `gradients_of` returned, ahead of a resumed fit's first batch."""
-    for name, gradient in gradients.items():
-        parameter = module.get_parameter(name)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)
-
-
-def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: own(tensor)
-        for name, tensor in tensors.items()
-        if not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
-    }
-
-
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    found = {name: digest(tensor.detach().contiguous()) for name, tensor in tensors.items()}
-    return {name: int(value) for name, value in found.items()}
-
-
-class Saving:
-    """What the ranks save and remove.
-
-    Args:
-        ranks: as they tell each other.
-    """
-
-    def __init__(self, ranks: Agreeing) -> None:
-        self._ranks = ranks
-        self._removed: list[FilePath] = []  # checkpoints, by rank 0, since the last save
-
-    def save(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: FilePath,
-        step: int,
-        algorithm: RankState,
-        part: Part,
-        write: Callable[[FilePath], None],
-        later: bool = False,
-    ) -> None:
-        """Write the ranks' files, then the checkpoint, then remove the files of its predecessor.
-
-        Collective.
+    def load_state_dict(self, shared: State, own: State | None) -> None:
+        """Put back what `state_dict` returned, into an algorithm that has not begun.
 
         Args:
-            checkpoint: gets rank 0's part.
-            filepath: where to; rank 0's counts.
-            step: optimizer steps done.
-            algorithm: that keeps the ranks together.
-            part: this rank's.
-            write: writes `checkpoint`.
-            later: it may still be writing when it returns.
-
-        Raises:
-            RuntimeError: a file cannot be written; on all ranks.
+            shared: the state of all replicas.
+            own: this rank's; None: this replica joins others, and has none.
         """
-        ranks = self._ranks
-        # a file's name, and which one goes, may depend on a metric that is not the same everywhere
-        token = f"{step}-{time.time_ns():x}"
-        filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
-        # a name that is free again may be this one, whose files another rank writes already
-        self._forget([path for path in removed if path != filepath])
 
-        files, owner = RankFiles(filepath), Owner(ranks.rank, ranks.size, token)
-        known: set[Key] = set()
-        if owner.rank == 0:
-            said = algorithm.name, algorithm.fingerprint()
-            known = files.enter(checkpoint, owner, *said, part)
-        known = ranks.broadcast(known)
-        with failing_as_one(ranks):
-            if owner.rank:
-                files.save(owner, part, known)
+    def adopt(
+        self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
+    ) -> tuple[State, str] | None:
+        """Choose what this rank can use of a save by other ranks or with other settings.
 
-        write(filepath)
-        # one that is written later may not be there yet, and its predecessor still needs the set
-        # before; by the next save it is taken to be there
-        files.keep_only(token, spare=int(later))
+        Collective over the world: all ranks return something, or all return None.
 
-    def remove(self, filepath: FilePath) -> None:
-        """Remove the files of a checkpoint that rank 0 removes.
+        Args:
+            was: the fingerprint of the save, by the same algorithm.
+            ranks: that saved.
+            load: returns the own states of some ranks, or nothing if any rank lacks a file.
 
-        Those on disks of other nodes go with the next save, or in `settle`.
+        Returns:
+            Some entries of an own state, and a text on what is kept, to follow "Every rank starts
+            from the checkpoint's weights, ".
         """
-        if self._ranks.rank == 0:
-            RankFiles(filepath).remove()
-            self._removed.append(filepath)
 
-    def settle(self) -> None:
-        """Remove what is left to be removed; collective."""
-        self._forget(self._ranks.broadcast(self._removed))
 
-    def _forget(self, removed: list[FilePath]) -> None:
-        """Remove this node's files of checkpoints that rank 0 has removed."""
-        for path in removed:
-            RankFiles(path).remove()
-        self._removed = []
+@contextmanager
+def failing_as_one(ranks: Any) -> Iterator[None]:
+    """If the body fails on some rank, raise on all ranks: their own error, or that rank's text."""
+    failure = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    failed = ranks.all_flags(failure is not None)
+    if any(failed):
+        text = ranks.broadcast(str(failure), failed.index(True))
+        raise failure or RuntimeError(text)
 
 
 @dataclass
@@ -222,205 +127,317 @@ class _Fit:
     """A fit from `begin` to `end`."""
 
     trainer: pl.Trainer
-    owner: RankState
-    inside: ReplicaState
+    algorithm: Resumable
+    inside: Any  # of `strategies.contracts.Inside`
     tensors: OwnTensors
 
 
-@dataclass
-class _Source:
-    """The checkpoint that a fit resumes from."""
+class Save:
+    """A checkpoint that a fit resumes from, and the rank states of its save.
 
-    path: FilePath
-    checkpoint: dict[str, Any]
-    saved: Saved
-    mine: Part | None  # this rank's part, where as many ranks had saved it and it is there
+    Args:
+        path: where the checkpoint was read.
+        checkpoint: as it was read.
+        ranks: of the fit (`strategies.ranks.Ranks`).
+        weights_only: as `Trainer.fit` got it; None stands for True.
+
+    Attributes:
+        entry: the checkpoint's entry, empty if it has none.
+
+    Raises:
+        RuntimeError: the entry has another format.
+    """
+
+    def __init__(
+        self, path: FilePath, checkpoint: State, ranks: Any, weights_only: bool | None = None
+    ) -> None:
+        self.path, self.checkpoint = path, checkpoint
+        self.entry: State = checkpoint.get(KEY, {})
+        if self.entry and not self.entry.keys() >= _ENTRY:
+            raise RuntimeError(
+                f"The entry {KEY!r} of the checkpoint {str(path)!r} was written by another version."
+                " Load its weights alone (`load_from_checkpoint`), or resume with the version that"
+                " saved it."
+            )
+        self._ranks, self._weights_only = ranks, weights_only is not False
+
+    def own_state(self, rank: int) -> State | None:
+        """Return a rank's own state, None if its file is missing.
+
+        Raises:
+            RuntimeError: the file is another rank's, of another save, or damaged.
+        """
+        if rank == 0:
+            return self.entry["own"]  # type: ignore[no-any-return]
+        owner = Owner(rank, self.entry["ranks"], self.entry["token"])
+        found: State | None = RankFiles(self.path).read(
+            owner, self.entry["folder"], self._weights_only
+        )
+        return found
+
+    def load(self, wanted: Iterable[int]) -> list[State]:
+        """Return the own states of some ranks, or nothing if any rank lacks one; collective."""
+        with failing_as_one(self._ranks):
+            found = [self.own_state(rank) for rank in wanted]
+        complete = all(self._ranks.all_flags(None not in found))
+        return [state for state in found if state is not None and complete]
+
+    def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
+        """Return why the ranks cannot use their own states, "" if they can; collective.
+
+        `found` says whether this rank has its own state.
+        """
+        if not self.entry:
+            return (
+                "it has no per-rank state (saved by another strategy, as weights only, or outside"
+                " `fit`)"
+            )
+        if self.entry["algorithm"] != algorithm.name:
+            return f"it was saved by {self.entry['algorithm']}, and this is {algorithm.name}"
+        now, was = algorithm.fingerprint(), self.entry["fingerprint"]
+        changed = [
+            f"{name} was {was.get(name, 'absent')} and is {now.get(name, 'absent')}"
+            for name in sorted((now.keys() | was.keys()) - algorithm.free_at_resume)
+            if now.get(name) != was.get(name)
+        ]
+        if self.entry["ranks"] != self._ranks.size:
+            number = f"it was saved by {self.entry['ranks']} ranks, these are {self._ranks.size}"
+            changed.insert(0, number)
+        if changed:
+            return "; ".join(changed)
+        flags = self._ranks.all_flags(found)
+        missing = ", ".join(str(rank) for rank, has in enumerate(flags) if not has)
+        folder = self.entry["folder"]
+        return f"the files of rank {missing} below {folder!r} are gone" if missing else ""
+
+    def adopted_by(self, algorithm: Resumable) -> tuple[State, str]:
+        """Return what a rank uses that does not resume exactly, and a text; collective."""
+        adopted = None
+        if self.entry.get("algorithm") == algorithm.name:
+            adopted = algorithm.adopt(self.entry["fingerprint"], self.entry["ranks"], self.load)
+        if adopted is not None:
+            return adopted
+        state = "the optimizer state of rank 0" if algorithm.replicas else "its optimizer state"
+        return {}, (
+            f"with {state} if the checkpoint has it. The epoch's data, random numbers and the"
+            " strategy's own state start afresh"
+        )
 
 
 class ExactResume:
-    """Saves what only one rank knows, and puts it back.
+    """Saves and restores each rank's own state.
 
     Args:
         strategy: whose ranks save and resume.
-        ranks: the same, as they tell each other.
+        ranks: all ranks of its job (`strategies.ranks.Ranks`).
     """
 
-    def __init__(self, strategy: DDPStrategy, ranks: Agreeing) -> None:
-        self._strategy, self._ranks, self._saving = strategy, ranks, Saving(ranks)
+    def __init__(self, strategy: Any, ranks: Any) -> None:
+        self._strategy, self._ranks = strategy, ranks
         self._fit: _Fit | None = None
-        self._source: _Source | None = None
-        self._part: Part | None = None  # what this rank goes on with, until all of it is in place
+        self._save: Save | None = None  # that the fit resumes from, until `begin` or `read`
+        self._own: State | None = None  # what this rank resumes with, until all is restored
+        self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Watch a fit's random numbers from its first loader on; in `setup_environment`."""
+        """Record a fit's random numbers from its first loader on; in `setup_environment`."""
         self._epoch_start = EpochStart(trainer, patches)
 
     # -- resuming
 
-    def read(
-        self, path: FilePath, checkpoint: dict[str, Any], weights_only: bool | None = None
-    ) -> None:
-        """Read this rank's part of a checkpoint that a fit resumes; after `load_checkpoint`.
+    def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
+        """Read this rank's own state of a checkpoint that a fit resumes; after `load_checkpoint`.
 
-        Collective.
-
-        Args:
-            path: where the checkpoint was read.
-            checkpoint: as it was read. Schedulers of this rank's own replace those of rank 0, as
-                Lightning restores them later.
-            weights_only: as `Trainer.fit` got it; None stands for True.
+        Collective. Optimizers and schedulers of this rank then replace rank 0's in `checkpoint`,
+        because Lightning restores them later.
 
         Raises:
-            RuntimeError: a part is another rank's, of another save, or damaged; on all ranks.
+            RuntimeError: the state is another rank's, of another save, or damaged; on all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if not fits or (self._fit is not None and not strategy.restore_checkpoint_after_setup):
-            return  # somebody looks at a file
-        saved, mine = Saved(SavedParts(path, checkpoint, weights_only), self._ranks), None
-        if saved.entry.get("ranks") == self._strategy.world_size:
-            (mine,) = saved.load([self._strategy.global_rank])
-        self._source = _Source(path, checkpoint, saved, mine)
+            return  # a hook of the user's reads a file
+        save = Save(path, checkpoint, self._ranks, weights_only)
+        self._own = None
+        if save.entry.get("ranks") == self._ranks.size:
+            with failing_as_one(self._ranks):
+                self._own = save.own_state(self._ranks.rank)
+        self._save = save
         if self._fit is not None:
-            self._take(self._fit, self._source)
+            self._restore_own(self._fit, save)
 
-    def begin(self, trainer: pl.Trainer, owner: RankState, inside: ReplicaState) -> None:
-        """Begin a fit, and put this rank's own weights and tensors in place if it resumes.
+    def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
+        """Begin a fit, and restore this rank's own weights and tensors if it resumes.
 
-        Collective; in `setup`, when module, optimizers and algorithm stand. A checkpoint that is
-        restored after setup is put in place by `read`.
-
-        Args:
-            trainer: of the fit.
-            owner: the algorithm.
-            inside: what holds this rank's replica.
+        Collective; in `setup`, when module, optimizers, algorithm and layout (`inside`) are made.
+        A checkpoint that Lightning restores after setup is restored by `read`.
         """
         tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
-        self._fit = _Fit(trainer, owner, inside, tensors)
-        if self._source is not None:
-            self._take(self._fit, self._source)
+        self._fit = _Fit(trainer, algorithm, inside, tensors)
+        if self._save is not None:
+            self._restore_own(self._fit, self._save)
 
-    def go_on(self) -> bool:
-        """Bring loops, data and random numbers to where they were; in `on_train_start`.
+    def restore_position(self) -> bool:
+        """Restore loops, position in the data and random numbers; in `on_train_start`.
 
         Returns:
-            Whether this rank has something of its own back.
+            Whether this rank has some state of its own back.
         """
-        fit, part = self._fit, self._part
-        if fit is None or part is None:
+        fit, own = self._fit, self._own
+        if fit is None or own is None:
             return False
-        self._part = None
+        self._own = None
         if self._strategy.restore_checkpoint_after_setup:
-            self._put_own_weights(fit, part)
-        if "random" not in part:
+            self._restore_weights(fit, own)
+        if "random" not in own:
             restore_loops(fit.trainer)
-            return bool(part)
-        lost = [*part["lost"], *restore_place(fit.trainer, self._epoch_start, part)]
-        accumulate_further(fit.trainer.lightning_module, part.get("gradients", {}))
+            return bool(own)
+        lost = [*own["lost"], *restore_place(fit.trainer, self._epoch_start, own)]
+        _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
         if lost:
-            rank_zero_warn(f"The fit goes on where it was saved, but: {'; '.join(lost)}.")
+            rank_zero_warn(f"The fit resumes where it was saved, but: {'; '.join(lost)}.")
         return True
 
-    def _take(self, fit: _Fit, source: _Source) -> None:
-        """Put in place what has to be before Lightning restores the rest."""
-        self._source = None
-        part = source.mine or {}
-        if reason := source.saved.why_not_exact(fit.owner, bool(part), self._strategy.world_size):
-            part, said = source.saved.adopted_by(fit.owner)
+    def _restore_own(self, fit: _Fit, save: Save) -> None:
+        """Restore what must be in place before Lightning restores the rest."""
+        self._save = None
+        if reason := save.why_not_exact(fit.algorithm, self._own is not None):
+            self._own, said = save.adopted_by(fit.algorithm)
             rank_zero_warn(
-                f"The fit does not go on exactly where {str(source.path)!r} was saved: {reason}."
-                f" Every rank starts from the checkpoint's weights, {said}."
+                f"Resuming from {str(save.path)!r} is not exact: {reason}. Every rank starts from"
+                f" the checkpoint's weights, {said}."
             )
-        self._part = part
+        own, checkpoint = self._own or {}, save.checkpoint
+        self._own = {"shared": save.entry.get("shared"), **own} if own else {}
 
-        # Lightning, which restores them later, has saved those of rank 0 only
-        if part.get("schedulers"):
-            source.checkpoint["lr_schedulers"] = part["schedulers"]
-        if "optimizers" in part:
-            source.checkpoint["optimizer_states"] = part["optimizers"]
-        if part.get("precision"):  # nothing without a gradient scaler, which takes no nothing
+        # Lightning restores these later, from the checkpoint, which has rank 0's
+        if own.get("schedulers"):
+            checkpoint["lr_schedulers"] = own["schedulers"]
+        if "optimizers" in own:
+            checkpoint["optimizer_states"] = own["optimizers"]
+        if own.get("precision"):  # empty without a gradient scaler, which refuses an empty state
             plugin = type(self._strategy.precision_plugin).__qualname__
-            source.checkpoint[plugin] = part["precision"]
-        if not self._strategy.restore_checkpoint_after_setup:  # else Lightning's weights come later
-            self._put_own_weights(fit, part)
+            checkpoint[plugin] = own["precision"]
+        if not self._strategy.restore_checkpoint_after_setup:
+            self._restore_weights(fit, self._own)  # else Lightning's weights would replace them
 
-    def _put_own_weights(self, fit: _Fit, part: Part) -> None:
-        # first: what the algorithm exchanges is its own to restore
-        fit.tensors.load(part.get("tensors", {}))
-        if "algorithm" in part:
-            fit.owner.load_state_dict(part["algorithm"])
-        if "inside" in part:
-            fit.inside.load_state_dict(part["inside"])
+    @staticmethod
+    def _restore_weights(fit: _Fit, own: State) -> None:
+        # first, because the algorithm restores the tensors that it exchanges
+        fit.tensors.load(own.get("tensors", {}))
+        if "algorithm" in own:
+            fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
+        if "inside" in own:
+            fit.inside.load_state_dict(own["inside"])
 
     # -- saving
 
-    def save(self, checkpoint: dict[str, Any], filepath: FilePath, options: Any = None) -> None:
-        """Write a checkpoint, and in a fit the parts of all ranks; collective.
+    def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
+        """Write a checkpoint, and in a fit the rank files; collective.
 
-        Args:
-            checkpoint: gets rank 0's part.
-            filepath: where to; rank 0's counts.
-            options: for the plugin that writes.
+        `checkpoint` gets our entry on rank 0, whose `filepath` counts; `options` are for the plugin
+        that writes.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.
         """
-        write = partial(self._write, checkpoint, options)
-        if self._fit is None or "optimizer_states" not in checkpoint:  # weights only
-            write(filepath)
+        fit, ranks = self._fit, self._ranks
+        if fit is None or "optimizer_states" not in checkpoint:  # weights only
+            self._write(checkpoint, filepath, options)
             return
-        strategy, fit = self._strategy, self._fit
-        part = _part_of(strategy, fit, checkpoint, self._epoch_start)
-        step, later = fit.trainer.global_step, writes_later(strategy.checkpoint_io)
-        self._saving.save(checkpoint, filepath, step, fit.owner, part, write, later)
+        # a file's name, and which one is removed, may depend on a metric that differs by rank
+        token = f"{fit.trainer.global_step}-{time.time_ns():x}"
+        filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
+        # a path that is free again may be this save's
+        self._remove_files_of(path for path in removed if path != filepath)
 
-    def remove(self, filepath: FilePath) -> None:
-        """Remove the files of a checkpoint that rank 0 removes; in `remove_checkpoint`."""
-        self._saving.remove(filepath)
+        owner, files = Owner(ranks.rank, ranks.size, token), RankFiles(filepath)
+        shared, own = self._state(fit, checkpoint)
+        with failing_as_one(ranks):
+            if owner.rank == 0:
+                checkpoint[KEY] = {
+                    "ranks": ranks.size,
+                    "token": token,
+                    "folder": files.folder(token),
+                    "algorithm": fit.algorithm.name,
+                    "fingerprint": fit.algorithm.fingerprint(),
+                    "shared": local_tensors(shared),
+                    "own": local_tensors(own),
+                }
+            else:
+                files.write(owner, own)
+        self._write(checkpoint, filepath, options)
+        # a checkpoint that is written later may not be there yet, and the one before still needs
+        # its rank files; at the next save it is taken to be there
+        files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
-    def settle(self) -> None:
-        """Remove what is left to be removed; collective, in `on_train_end`."""
-        if self._fit is not None:
-            self._saving.settle()
+    def _state(self, fit: _Fit, checkpoint: State) -> tuple[State, State]:
+        """Return the algorithm's shared state and this rank's own state; no copies."""
+        strategy, trainer = self._strategy, fit.trainer
+        shared, of_algorithm = fit.algorithm.state_dict()
+        own: State = {
+            "algorithm": of_algorithm,
+            "inside": fit.inside.state_dict(),
+            "gradients": half_accumulated(trainer),
+            "schedulers": plain(checkpoint.get("lr_schedulers")),
+            **data_state(trainer, checkpoint, self._epoch_start),
+        }
+        own["lost"] = not_saved(trainer, checkpoint, own)
+        if fit.algorithm.replicas:
+            own |= {
+                # Lightning's: the strategy's own gathers the states of several ranks
+                "optimizers": [
+                    DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
+                ],
+                "precision": strategy.precision_plugin.state_dict(),
+                "tensors": fit.tensors.state(strategy.channels),
+            }
+        if strategy.channels.within.rank:
+            own["shared"] = shared  # of this rank's shards; the checkpoint has rank 0's
+        return shared, own
 
-    def _write(self, checkpoint: dict[str, Any], options: Any, filepath: FilePath) -> None:
-        """Write a checkpoint on rank 0."""
-        writing = nullcontext() if self._fit is None else self._fit.inside.writing()
-        with failing_as_one(self._ranks), writing:
-            if self._strategy.is_global_zero and writes_later(self._strategy.checkpoint_io):
+    def _write(self, checkpoint: State, filepath: FilePath, options: Any) -> None:
+        """Write a checkpoint on rank 0, or a folder on all ranks of the first replica."""
+        strategy = self._strategy
+        with failing_as_one(self._ranks):
+            if strategy.inside.saves_folders:
+                if self._ranks.rank < strategy.inside.size:
+                    write_folder(checkpoint, filepath, strategy.channels.within)
+                return
+            if strategy.is_global_zero and writes_later(strategy.checkpoint_io):
                 # Lightning before 2.6 writes what the tensors have become meanwhile
                 checkpoint = copied(checkpoint)
-            DDPStrategy.save_checkpoint(self._strategy, checkpoint, filepath, options)
+            DDPStrategy.save_checkpoint(strategy, checkpoint, filepath, options)
+
+    # -- removing
+
+    def remove(self, filepath: FilePath) -> None:
+        """Remove the rank files of a checkpoint that rank 0 removes; in `remove_checkpoint`.
+
+        Those on disks of other machines are removed at the next save, or in `remove_leftovers`.
+        """
+        if self._ranks.rank == 0:
+            RankFiles(filepath).remove()
+            self._removed.append(filepath)
+
+    def remove_leftovers(self) -> None:
+        """Remove the last removed checkpoints' rank files here; collective, in `on_train_end`."""
+        if self._fit is not None:
+            self._remove_files_of(self._ranks.broadcast(self._removed))
+
+    def _remove_files_of(self, removed: Iterable[FilePath]) -> None:
+        for path in removed:
+            RankFiles(path).remove()
+        self._removed = []
 
     def end(self) -> None:
         """Forget the fit; in `teardown`."""
-        self._fit = self._source = self._part = None
+        self._fit = self._save = self._own = None
 
 
-def _part_of(
-    strategy: DDPStrategy, fit: _Fit, checkpoint: Mapping[str, Any], begin: EpochStart
-) -> Part:
-    """Return what only this rank knows; no copies."""
-    part: Part = {
-        "algorithm": fit.owner.state_dict(),
-        "inside": fit.inside.state_dict(),
-        "gradients": half_accumulated(fit.trainer),
-        "schedulers": plain(checkpoint.get("lr_schedulers")),
-        **data_state(fit.trainer, checkpoint, begin),
-    }
-    part["lost"] = not_saved(checkpoint, part, strategy.world_size) + open_plateaus(fit.trainer)
-    if in_accumulation(fit.trainer) and not part["gradients"]:
-        part["lost"].append(
-            "the gradients of an optimizer step that was half accumulated are lost: FSDP keeps them"
-            " to itself until the step"
-        )
-    if fit.owner.replicas:
-        part |= {
-            # Lightning's own: a strategy may put whole states together for the checkpoint
-            "optimizers": [
-                DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
-            ],
-            "precision": strategy.precision_plugin.state_dict(),
-            "tensors": fit.tensors.state(),
-        }
-    return part
+def _put_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Put the gradients of a half-accumulated step back, before a resumed fit's first batch."""
+    for name, gradient in gradients.items():
+        parameter = module.get_parameter(name)
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)

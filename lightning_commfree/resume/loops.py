@@ -1,8 +1,8 @@
-"""The moment at which a checkpoint was written, told to Lightning's loops.
+"""Set Lightning's loops to the moment at which a checkpoint was written.
 
-Lightning restores the counters of its loops and concludes from them what is left to do; around the
-end of an epoch it leaves something out or does it twice. Here the loops are set so that a resumed
-fit does what the saved one did after the save:
+Lightning restores the counters of its loops and derives from them what is left to do; around the
+end of an epoch it skips something or does it twice. Here the loops are set so that a resumed fit
+does what the saved one did after the save:
 
 ===================================  ===============================================================
 saved                                the resumed fit begins with
@@ -13,7 +13,7 @@ after the epoch's last batch         that validation, if it had not run; then th
 at the epoch's end, or before the    the next epoch
 first batch of one
 at the end of a fit that ended       the next batch of this epoch, which Lightning has counted as
-within an epoch                      over: it is taken up again
+within an epoch                      over: it is continued
 ===================================  ===============================================================
 """
 
@@ -35,7 +35,7 @@ from lightning_commfree.lightning_internals import (
 
 
 class Moment(NamedTuple):
-    """Where a resumed fit goes on."""
+    """The moment of a save, at which a resumed fit continues."""
 
     epoch: int  # from 0
     batches: int  # of this epoch that have been trained on
@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
-    """Let the fit go on at the moment of the save.
+    """Set the loops to the moment of the save.
 
     Args:
         trainer: in `Strategy.on_train_start` of a resumed fit.
@@ -70,7 +70,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
         begun, over = True, 1
 
     epoch: Any = epochs.current
-    if begun and not MID_EPOCH.works(trainer):  # as Lightning goes on
+    if begun and not MID_EPOCH.works(trainer):  # as Lightning continues
         return Moment(epoch.processed - over, batch.processed, begun, trained, in_hook)
     total: Any = epochs.total
     for tracker in (total, epoch):
@@ -78,7 +78,7 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
         tracker.completed = tracker.processed
         tracker.ready = tracker.started = tracker.processed + begun
     if begun:
-        _go_on_after_batch(trainer, batch.processed, trained, in_hook)
+        _continue_after_batch(trainer, batch.processed, trained, in_hook)
     else:
         _begin_epoch(trainer)
     return Moment(epoch.processed, batch.processed, begun, trained, in_hook)
@@ -91,10 +91,10 @@ def _begin_epoch(trainer: pl.Trainer) -> None:
     loop.epoch_loop.restarting = False  # of its children too
 
 
-def _go_on_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:
-    """Go on after so many batches of an epoch.
+def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:
+    """Continue after so many batches of an epoch.
 
-    After `on_train_batch_end`, where a save may have been, follows the validation, if one is due.
+    A validation that is due follows `on_train_batch_end`, in which the save may have been.
     """
     restart_in_mid_epoch(trainer)
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -115,12 +115,7 @@ def _go_on_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook
 
 
 def left_out(trainer: pl.Trainer, moment: Moment) -> list[str]:
-    """Return what Lightning would have done after the save and does not do after a resume.
-
-    Args:
-        trainer: its fit goes on at `moment`.
-        moment: where it goes on.
-    """
+    """Return texts on what Lightning would have done after the save and skips after a resume."""
     texts, module = [], trainer.lightning_module
     if moment.in_hook and is_overridden("on_train_batch_end", module, pl.LightningModule):
         texts.append(
@@ -129,21 +124,3 @@ def left_out(trainer: pl.Trainer, moment: Moment) -> list[str]:
             " depends on belongs into `training_step` or `optimizer_step`"
         )
     return texts
-
-
-def open_plateaus(trainer: pl.Trainer) -> list[str]:
-    """Return what schedulers that watch a metric do not do after a resume from now.
-
-    Lightning does not save metrics, and leaves out the step of such a scheduler for the batch and
-    at the end of the epoch in which the checkpoint was written.
-    """
-    epoch: Any = trainer.fit_loop.epoch_progress.current
-    if epoch.completed == epoch.started:  # the step of the last epoch was taken
-        return []
-    return [
-        f"the scheduler that watches {config.monitor!r} leaves out its step for the batch or at the"
-        " end of the epoch of the save, as Lightning does not keep metrics. Save in"
-        " `on_train_epoch_start`, or schedule by steps, to go on exactly"
-        for config in trainer.lr_scheduler_configs
-        if config.reduce_on_plateau
-    ]

@@ -178,7 +178,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        resumed = self._resume.go_on()  # after the hooks, whose random draws do not count
+        # after the hooks, whose random draws do not count
+        resumed = self._resume.restore_position()
         self.inside.train_begins()
         self.session.begin(resumed)
 
@@ -233,7 +234,8 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
-        self._resume.settle()  # the last moment at which all ranks are at the same place
+        # the last moment at which all ranks are at the same place
+        self._resume.remove_leftovers()
         super().on_train_end()
 
     @override

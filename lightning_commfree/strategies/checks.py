@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.lightning_internals import is_compiled, validation_seconds
-from lightning_commfree.model.replication import AgreedGradScaler
+from lightning_commfree.model.replication import CommonGradScaler
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -44,8 +44,9 @@ def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:
 
 def agree_on_overflow(precision: Precision, channel: Channel) -> None:
     """Make all ranks skip an optimizer step that one of them must skip, with fp16 scaling."""
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        precision.scaler = AgreedGradScaler(precision.scaler, channel)
+    if not isinstance(precision, MixedPrecision) or precision.scaler is None or channel.size == 1:
+        return
+    precision.scaler = CommonGradScaler(precision.scaler, precision.device, channel)
 
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ Trainer's hooks: a new strategy is a new algorithm, or a new layout inside, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
 from lightning_commfree.model.weight_swap import WeightSwap
-from lightning_commfree.resume.rank_state import Adopted, RankState, Saved
+from lightning_commfree.resume.exact import Resumable, State
 
 
 class Inside(Protocol):
@@ -120,47 +120,50 @@ class Inside(Protocol):
         """Set up the module outside of a fit, by Lightning's `setup` or in place of it."""
         setup(trainer)
 
-    # -- states; a checkpoint holds whole ones
+    # -- states of a sharded model
+
+    @property
+    def saves_folders(self) -> bool:
+        """Whether checkpoints are folders now, which all ranks of the first replica write."""
+        return False
 
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole module's state, on rank 0 at least; collective within a replica.
+        """Return the module's state for a checkpoint: full tensors on rank 0 at least.
+
+        `DTensor`s where a folder is saved. Collective within a replica.
 
         Args:
-            read: finds it in the module as it is.
+            read: returns the state of the module as it is.
         """
         return read()
 
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state, on rank 0 at least; collective within a replica.
+        """Return an optimizer's state for a checkpoint, as `whole_module` returns the module's.
 
         Args:
             optimizer: of the latest fit.
-            state: what it returns by itself.
+            state: as the optimizer itself returns it.
         """
         del optimizer
         return state
 
-    def writing(self) -> AbstractContextManager[None]:
-        """In the body rank 0 writes a checkpoint, of which its replica's ranks may hold parts."""
-        return nullcontext()
-
     def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with what this rank holds of the module."""
+        """Return a checkpoint with this rank's shards of the module's state."""
         return checkpoint
 
     def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with what this rank holds of the optimizers' states.
+        """Return a checkpoint with this rank's shards of the optimizers' states.
 
-        They are whole, or this rank's already: `ExactResume` puts them in.
+        They are full in it, or this rank's already: `ExactResume` puts them in.
         """
         return checkpoint
 
 
-class Between(RankState, Protocol):
+class Between(Resumable, Protocol):
     """An algorithm between replicas, for the length of a fit.
 
     It is made when model and optimizers are set up and all ranks hold the same weights. Its methods
-    run on all ranks after the same step, so that any of them may exchange something. `RankState`
+    run on all ranks after the same step, so that any of them may exchange something. `Resumable`
     has the methods for checkpoints.
     """
 
@@ -194,15 +197,11 @@ class Between(RankState, Protocol):
         """Return what must be equal on all ranks, and as it was for an exact resume."""
         return {}
 
-    def adopt(self, saved: Saved) -> Adopted | None:
-        """Choose what this rank can use of a save by other ranks or with other settings.
-
-        Collective over all ranks, which all return something, or None.
-
-        Args:
-            saved: by the same algorithm.
-        """
-        del saved
+    def adopt(
+        self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
+    ) -> tuple[State, str] | None:
+        """Use nothing of a save by other ranks or with other settings."""
+        del was, ranks, load
         return None
 
     def close(self) -> None:

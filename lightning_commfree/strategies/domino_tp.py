@@ -115,9 +115,8 @@ class DominoTPStrategy(ReplicaStrategy):
         split: "batch": rows of the batch (a batch of one is split by tokens instead); "token":
             pieces of the sequence, under causal attention; "weight": outputs of the row linears,
             which hides less; "hybrid": rows and outputs; "none": every all-reduce is waited for.
-            "auto": what is fastest here of "batch", "token" and "none", tried in turns in the first
-            batches of each size: 30, or up to 435 where they are nearly as fast
-            (`domino.auto_split`).
+            "auto": the fastest of "batch", "token" and "none", chosen by timing the first 30
+            batches of each size (`domino.auto_split`).
         num_micro_batches: parts, 2 or more.
         **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
             them. A link may be down for half of `timeout` (30 minutes by default), and for at most

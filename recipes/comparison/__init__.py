@@ -1,6 +1,6 @@
-"""One job under several strategies, and a page that sets them side by side.
+"""Run one job under several strategies and compare the results on a page.
 
-In reading order: `jobs` (one list of overrides becomes one per strategy), `running` (each in
-processes of its own, kept once it is done), `watching` (how far it is), `outcome` (what a run has
-left), `figures` and `page`.
+In reading order: `jobs` (one list of overrides becomes one per strategy), `running` (runs each in
+its own processes and keeps finished ones), `watching` (shows the progress), `outcome` (reads the
+results of a run), `figures` and `page`.
 """

@@ -1,9 +1,10 @@
-"""A comparison: its jobs run, its page written."""
+"""Run the jobs of a comparison and write its page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -19,20 +20,20 @@ FIGURE_FILE = "comparison.png"
 
 
 def compare(plan: Plan, words: Sequence[str], command: str, console: Console) -> int:
-    """Run the jobs that are not done yet, and write page and figure.
+    """Run the unfinished jobs, and write page and figure.
 
     Args:
         plan: of the comparison.
-        words: overrides of the job; the comparison's own among them are left out.
-        command: makes the page again.
+        words: overrides of the command line; the comparison's own are ignored here.
+        command: that reproduces the page.
         console: where to print.
 
     Returns:
         The number of jobs that failed.
 
     Raises:
-        ValueError: something that was asked for is not legal. Before anything is run.
-        LaboratoryUnavailable: there is a bandwidth, and this machine has no laboratory. Likewise.
+        ValueError: the plan is not legal.
+        LaboratoryUnavailable: there is a bandwidth, but no network laboratory on this machine.
     """
     jobs = build_jobs(plan, words)
     check_laboratory(plan)
@@ -49,33 +50,14 @@ def compare(plan: Plan, words: Sequence[str], command: str, console: Console) ->
 
 
 def read_plan(cfg: DictConfig, folder: Path, config_dir: str | None = None) -> Plan:
-    """Return what `conf/compare.yaml` asks for; see `Plan` for `folder` and `config_dir`.
-
-    Raises:
-        ValueError: a value has the wrong kind or lies outside its range.
-    """
-    names, overrides = cfg.strategies, OmegaConf.to_container(cfg.overrides)
-    if not OmegaConf.is_list(names):
-        raise ValueError(f"`strategies={names}` must be a list: 'strategies=[ddp,domino_tp]'.")
-    assert isinstance(overrides, dict), "Hydra lets no other kind take its place"
-    settings_by_name = {str(name): settings for name, settings in overrides.items()}
-    for name, settings in settings_by_name.items():
-        if settings is not None and not isinstance(settings, dict):
-            raise ValueError(
-                f"`overrides.{name}={settings}` must give keys their values:"
-                f" 'overrides.{name}={{optimizer.lr:5e-4}}'."
-            )
-    minutes = cfg.timeout_minutes
-    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
-        raise ValueError(f"`timeout_minutes={minutes}` must be a number above 0, or null for none.")
-    if not isinstance(cfg.nodes, int):
-        raise ValueError(f"`nodes={cfg.nodes}` must be a whole number.")
+    """Return the plan in a checked configuration; `Plan` documents the other arguments."""
+    overrides = cast("dict[str, Any]", OmegaConf.to_container(cfg.overrides))
     return Plan(
-        strategies=tuple(names),
+        strategies=tuple(cfg.strategies),
         bandwidth=cfg.bandwidth,
         nodes=cfg.nodes,
-        timeout_s=None if minutes is None else 60.0 * minutes,
-        overrides={name: settings or {} for name, settings in settings_by_name.items()},
+        timeout_s=None if cfg.timeout_minutes is None else 60.0 * cfg.timeout_minutes,
+        overrides={name: settings or {} for name, settings in overrides.items()},
         folder=folder,
         config_dir=config_dir,
     )

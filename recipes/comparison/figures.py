@@ -1,4 +1,4 @@
-"""The four pictures of a comparison: together as one PNG, one by one as SVG for the page."""
+"""The four figures of a comparison: together as a PNG, and one by one as SVG for the page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from matplotlib.ticker import EngFormatter
 from recipes.comparison.outcome import Measured, Outcome, Times, times, tokens
 
 _COLORS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-_COMPUTING, _HIDDEN, _EXPOSED = "#d9d9d9", "#86c5ea", "#c8443a"  # parts of a run's time
+_COMPUTING, _HIDDEN, _EXPOSED = "#d9d9d9", "#86c5ea", "#c8443a"  # parts of a run's duration
 
 
 def color(place: int) -> str:
-    """Return the color of the strategy at a place of the list."""
+    """Return the color of the strategy with this index."""
     return _COLORS[place % len(_COLORS)]
 
 
@@ -46,7 +46,7 @@ def draw_loss_over_seconds(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 
 
 def draw_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    """Draw what rank 0's steps had sent, over tokens; dashed where that is computed."""
+    """Draw the bytes that rank 0 sent in steps over tokens; dashed where they are computed."""
     most = 0
     for name, shade, (summary, history) in _curves(outcomes):
         done = [step - history.first_step for step in history.steps]
@@ -56,7 +56,7 @@ def draw_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         axes.plot(x, y, style, color=shade, label=name)
         most = max(most, summary.bytes_in_steps)
     if most > 0:
-        axes.set_yscale("log", nonpositive="mask")  # strategies lie orders of magnitude apart
+        axes.set_yscale("log", nonpositive="mask")  # strategies differ by orders of magnitude
     axes.set(title="Bytes sent by one rank in steps", ylabel="sum so far")
     axes.yaxis.set_major_formatter(EngFormatter("B"))
     _label_tokens(axes)
@@ -65,7 +65,7 @@ def draw_bytes(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 
 
 def draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
-    """Draw a bar per run: computing, computing while communication is hidden, waiting."""
+    """Draw a bar per run: computing, computing with hidden communication, waiting."""
     good = [outcome for outcome in outcomes if outcome.measured is not None]
     for row, outcome in enumerate(good):
         spent = times(outcome)
@@ -75,9 +75,9 @@ def draw_times(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         for width, shade in ((computing, _COMPUTING), (hidden, _HIDDEN), (exposed, _EXPOSED)):
             axes.barh(row, width, left=left, color=shade, height=0.5)
             left += width
-        axes.text(0, row - 0.32, _told(spent), va="bottom", fontsize="small", color="0.25")
+        axes.text(0, row - 0.32, _label(spent), va="bottom", fontsize="small", color="0.25")
     axes.set_yticks(range(len(good)), [outcome.job.name for outcome in good])
-    axes.set_ylim(len(good) - 0.5, -1.0)  # the first on top, below the legend
+    axes.set_ylim(len(good) - 0.5, -1.0)  # the first run on top, below the legend
     axes.set(title="Where the seconds of a run went", xlabel="seconds")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -97,8 +97,8 @@ DRAWINGS: dict[str, Callable[[Axes, Sequence[Outcome]], None]] = {
 
 
 def write_png(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
-    """Write all four pictures as one PNG."""
-    # Figure and canvas by hand: pyplot keeps global state and may look for a display
+    """Write all four figures as one PNG."""
+    # without pyplot, which keeps global state and may look for a display
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize="medium")
@@ -108,12 +108,12 @@ def write_png(outcomes: Sequence[Outcome], title: str, path: Path) -> None:
 
 
 def svg(draw: Callable[[Axes, Sequence[Outcome]], None], outcomes: Sequence[Outcome]) -> str:
-    """Return one picture as SVG that needs no font, wide enough for a phone."""
+    """Return one figure as SVG without fonts, legible on a phone."""
     figure = Figure(figsize=(5.4, 3.7), layout="constrained")
     FigureCanvasSVG(figure)
     _draw(figure.subplots(), draw, outcomes)
     file = io.StringIO()
-    # without a date and with fixed names inside, so that equal figures are equal files
+    # without a date and with fixed ids, so that equal figures give equal files
     with mpl.rc_context({"svg.fonttype": "path", "svg.hashsalt": "comparison"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
@@ -129,7 +129,7 @@ def _draw(
 
 
 def _curves(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, Measured]]:
-    """Yield name, color and figures of the runs that ended well."""
+    """Yield the name, color and measurements of the successful runs."""
     for place, outcome in enumerate(outcomes):
         if outcome.measured is not None:
             yield outcome.job.name, color(place), outcome.measured
@@ -138,11 +138,11 @@ def _curves(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, str, Measured]]:
 def _draw_loss(
     axes: Axes, x: Sequence[float], end: float, measured: Measured, name: str, shade: str
 ) -> None:
-    # the yardstick is wide and pale: another curve may lie upon it
+    # the reference is wide and pale, because another curve may cover it
     first = not axes.lines
     look = {"lw": 5, "alpha": 0.35} if first else {"lw": 1.5, "marker": "o", "ms": 3}
     axes.plot(x, measured.history.validation_loss, color=shade, label=name, **look)
-    # not joined to the curve: validations on the way may take fewer batches
+    # not joined to the curve: validations during training may use fewer batches
     axes.plot([end], [measured.summary.validation_loss], "*", color=shade, ms=10)
 
 
@@ -158,11 +158,11 @@ def _finish_loss(axes: Axes) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:  # without a run that ended well there is none
+    if axes.get_legend_handles_labels()[0]:  # there is no legend without a successful run
         axes.legend(frameon=False, fontsize="small")
 
 
-def _told(spent: Times) -> str:
+def _label(spent: Times) -> str:
     if spent.exposed is None:
         return f"{spent.total:.3g} s; exposed: not measured"
     hidden = "not known" if spent.hidden is None else f"at least {spent.hidden:.3g} s"

@@ -1,4 +1,4 @@
-"""From one command line to one job per strategy, all with the same tokens per step."""
+"""Derive one job per strategy from one command line, all with the same tokens per step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from lightning_commfree import DistributedLionStrategy, DominoTPStrategy
-from recipes.configuration.keys import nearest
-from recipes.configuration.values import check_values
+from recipes.configuration.checking import check_config, nearest
 from recipes.training.length import count_ranks
 
-RECIPE = "pretrain"  # module and configuration of the job
+RECIPE = "pretrain"  # module and primary configuration of the job
 OWN_KEYS = ("strategies", "bandwidth", "nodes", "timeout_minutes", "overrides", "run_dir")
 _LION_OPTIMIZER = "optimizer=distributed_lion"
-# these mean the same to every optimizer; what else is asked for AdamW would be wrong for Lion
+# keys with the same meaning for every optimizer; other values for AdamW would be wrong for Lion
 _COMMON_OPTIMIZER_KEYS = ("total_steps", "warmup_steps", "final_lr_fraction")
 
 Config = dict[str, Any]
@@ -31,16 +30,16 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """What a comparison is asked to do, but for the job itself.
+    """Settings of a comparison, except the job itself.
 
     Attributes:
-        strategies: names of files in `conf/strategy/`; the first is the yardstick.
+        strategies: names of files in `conf/strategy/`; the first is the reference.
         bandwidth: of every node's link, as `tc` writes it; None: all ranks on this machine.
-        nodes: of one rank each, where there is a bandwidth.
-        timeout_s: of one job, seconds; None: no limit.
-        overrides: of one strategy's job alone, key to value.
-        folder: the page's; a job writes into the folder of its name in it.
-        config_dir: what `--config-dir` named; None: nothing.
+        nodes: number of nodes with one rank each, if there is a bandwidth.
+        timeout_s: limit for one job in seconds; None: no limit.
+        overrides: for the job of one strategy only, key to value.
+        folder: of the page, with a subfolder for each job.
+        config_dir: value of `--config-dir`, if given.
     """
 
     strategies: tuple[str, ...]
@@ -58,11 +57,11 @@ class Job:
 
     Attributes:
         name: of the strategy.
-        words: overrides of `recipes.pretrain`, but for the folder.
-        folder: where the run writes.
-        notes: what differs from the other jobs besides the strategy, as sentences for the page.
+        words: overrides for `recipes.pretrain`, without the folder.
+        folder: of the run.
+        notes: further differences from the other jobs, as sentences for the page.
         tokens_per_step: of all ranks.
-        config_dir: a folder with more files of configuration; None: there is none.
+        config_dir: value of `--config-dir`, if given.
     """
 
     name: str
@@ -74,28 +73,27 @@ class Job:
 
     @property
     def arguments(self) -> list[str]:
-        """What follows `python` on the command line."""
+        """Arguments of `python` that run the job."""
         flags = config_dir_flags(self.config_dir)
         words = [*self.words, _word("hydra.run.dir", str(self.folder))]
         return ["-m", f"recipes.{RECIPE}", *flags, *words]
 
 
 def config_dir_flags(config_dir: str | None) -> list[str]:
-    """Return what names a folder of configuration on a command line; it is no override."""
+    """Return the command-line arguments that select a folder of configurations."""
     return [] if config_dir is None else ["--config-dir", config_dir]
 
 
 def build_jobs(plan: Plan, words: Sequence[str]) -> list[Job]:
-    """Return a job per strategy. Everything is composed and checked, nothing is written.
+    """Compose and check a job for each strategy, without writing anything.
 
     Args:
         plan: of the comparison.
-        words: the command line's overrides; the comparison's own are left out here.
+        words: overrides of the command line; the comparison's own are ignored here.
 
     Raises:
-        ValueError: an unknown strategy, a strategy's setting among the common ones, ranks that are
-            given twice, jobs whose tokens per step differ, or a value that its reader does not
-            take.
+        ValueError: a strategy is unknown, a common override sets something of one strategy, ranks
+            are given twice, tokens per step differ, or a value is not legal.
     """
     check_strategies(plan.strategies)
     common = [word for word in words if _key(word).partition(".")[0] not in OWN_KEYS]
@@ -113,10 +111,10 @@ def build_jobs(plan: Plan, words: Sequence[str]) -> list[Job]:
 
 
 def check_strategies(names: Sequence[str]) -> None:
-    """Check that there is a file for every strategy, and each is named once.
+    """Check that every strategy exists and is named once.
 
     Raises:
-        ValueError: it is not so.
+        ValueError: a strategy does not exist or is named twice.
     """
     legal = GlobalHydra.instance().config_loader().get_group_options("strategy")
     listed = f"Legal are {', '.join(legal)}."
@@ -126,12 +124,12 @@ def check_strategies(names: Sequence[str]) -> None:
         if name not in legal:
             near = nearest(str(name), legal)
             hint = f" Did you mean {near}?" if near else ""
-            raise ValueError(f"`strategies`: '{name}' is no strategy. {listed}{hint}")
+            raise ValueError(f"`strategies`: '{name}' is not a strategy. {listed}{hint}")
         if list(names).count(name) > 1:
             raise ValueError(
                 f"`strategies` names {name} twice. To compare two settings of one strategy, write"
-                " the second as a file of its own (a folder of yours that has strategy/NAME.yaml,"
-                " with --config-dir)."
+                " the second into a file strategy/NAME.yaml in a folder of your own, and name that"
+                " folder by --config-dir."
             )
 
 
@@ -140,20 +138,20 @@ def _check_common(words: Sequence[str], plan: Plan) -> None:
         key = _key(word)
         if key == "strategy" or key.startswith("strategy."):
             raise ValueError(
-                f"`{word}` came for all strategies, which have no settings in common. Name them in"
-                " `strategies=[...]` and give settings to one alone:"
+                f"`{word}` applies to all strategies, but they have no settings in common. Name"
+                " them in `strategies=[...]` and give settings to one of them:"
                 " 'overrides.streaming_diloco={strategy.sync_every:50}'."
             )
         if plan.bandwidth and key in ("trainer.devices", "trainer.num_nodes"):
             raise ValueError(
-                f"`{word}` does not go with a bandwidth: in the network laboratory every node has"
-                " one rank. Choose their number by nodes=."
+                f"`{word}` cannot be combined with a bandwidth: in the network laboratory every"
+                " node has one rank. Set their number by nodes=."
             )
     if plan.bandwidth is None and plan.nodes != 2:
         raise ValueError(
-            f"`nodes={plan.nodes}` counts the nodes of the network laboratory, which takes a"
-            " bandwidth: add bandwidth=100mbit. Without one, trainer.devices= is the number of"
-            " ranks."
+            f"`nodes={plan.nodes}` counts the nodes of the network laboratory, which needs a"
+            " bandwidth: add bandwidth=100mbit. Without one, set the number of ranks by"
+            " trainer.devices=."
         )
 
 
@@ -176,7 +174,7 @@ def _build_job(plan: Plan, name: str, common: Sequence[str]) -> Job:
         notes.append(note)
         config = _composed([*words, *own])
     words += [*_with_group(config, name, plan.folder), *own]
-    check_values(compose(RECIPE, [*words, _word("run_dir", str(plan.folder))]), RECIPE)
+    check_config(compose(RECIPE, [*words, _word("run_dir", str(plan.folder))]), RECIPE)
     if own:
         notes.append(f"For it alone: {', '.join(f'`{word}`' for word in own)}.")
     return Job(
@@ -190,26 +188,26 @@ def _build_job(plan: Plan, name: str, common: Sequence[str]) -> Job:
 
 
 def _check_shared(name: str, config: Config, plan: Plan) -> None:
-    """Refuse what an experiment or a file for the Trainer has set and a comparison cannot do."""
+    """Refuse settings of an experiment or trainer file that a comparison cannot use."""
     if config["experiment"]:
         known = _composed([f"strategy={name}"])["strategy"]
         foreign = [key for key in config["strategy"] if key not in known]
         if foreign:
             raise ValueError(
-                f"`strategy.{foreign[0]}` is no setting of {name}: experiment="
+                f"`strategy.{foreign[0]}` is not a setting of {name}: experiment="
                 f"{config['experiment']} sets it for another strategy. Leave the experiment out and"
                 " give its other overrides."
             )
     if plan.bandwidth is None and config["trainer"]["num_nodes"] != 1:
         raise ValueError(
-            f"trainer.num_nodes={config['trainer']['num_nodes']} asks for other machines, and a"
-            " comparison launches all ranks on this one. Use trainer.num_nodes=1, or a bandwidth"
+            f"trainer.num_nodes={config['trainer']['num_nodes']} asks for other machines, but a"
+            " comparison runs all ranks on this one. Use trainer.num_nodes=1, or a bandwidth"
             " and nodes= for the network laboratory."
         )
 
 
 def _with_lion(words: Sequence[str]) -> tuple[list[str], str]:
-    """Return the words with Lion's optimizer and without what is meant for another, and a note."""
+    """Return the words with Lion's optimizer in place of another one's settings, and a note."""
     kept: list[str] = []
     dropped: list[str] = []
     for word in words:
@@ -217,7 +215,7 @@ def _with_lion(words: Sequence[str]) -> tuple[list[str], str]:
         stays = group != "optimizer" or key in _COMMON_OPTIMIZER_KEYS
         (kept if stays else dropped).append(word)
     kept.append(_LION_OPTIMIZER)
-    if any(_key(word) == "experiment" for word in words):  # which may set an optimizer's values
+    if any(_key(word) == "experiment" for word in words):  # may set optimizer values
         asked, lions = _composed(kept)["optimizer"], _composed([_LION_OPTIMIZER])["optimizer"]
         for key, value in lions.items():
             if key not in _COMMON_OPTIMIZER_KEYS and asked[key] != value:
@@ -226,16 +224,16 @@ def _with_lion(words: Sequence[str]) -> tuple[list[str], str]:
     note = f"Its optimizer is Lion (`{_LION_OPTIMIZER}`)."
     if dropped:
         listed = ", ".join(f"`{word}`" for word in dropped)
-        note += f" Not passed on to it, since meant for another: {listed}."
+        note += f" Not applied to it, because meant for another: {listed}."
     return kept, note
 
 
 def _with_whole_batch(config: Config, plan: Plan) -> tuple[list[str], str]:
-    """Return what gives a tensor group the batch that its ranks would have one by one."""
+    """Return overrides that give a tensor-parallel group the batch of all its ranks, and a note."""
     size, words = config["strategy"]["tensor_parallel_size"], []
     if size is None:
         size = _num_ranks(config)
-        if plan.bandwidth:  # of a node, which is what None stands for, there is one rank
+        if plan.bandwidth:  # None means the ranks of a node, of which there is one here
             words = [f"strategy.tensor_parallel_size={size}"]
     batch = config["data"]["batch_size"]
     return [*words, f"data.batch_size={batch * size}"], (
@@ -245,7 +243,7 @@ def _with_whole_batch(config: Config, plan: Plan) -> tuple[list[str], str]:
 
 
 def _with_group(config: Config, name: str, folder: Path) -> list[str]:
-    """Return what puts the runs of a comparison into one group of W&B, with a tag each."""
+    """Return overrides that put the runs of a comparison into one W&B group, each with a tag."""
     settings = config["logger"]["wandb"]
     if settings is None:
         return []
@@ -271,9 +269,9 @@ def _num_ranks(config: Config) -> int:
 
 
 def _composed(words: Sequence[str]) -> Config:
-    """Return what is looked at here of the composed job, in plain containers."""
+    """Return the parts of the composed job that this module reads, in plain containers."""
     config = compose(RECIPE, list(words), return_hydra_config=True)
-    # not as a whole: `run_dir` points to Hydra's folder, which is the comparison's while it runs
+    # not as a whole: `run_dir` refers to Hydra's folder, which is the comparison's here
     some = {
         "data": ("batch_size", "block_size"),
         "trainer": ("accelerator", "devices", "num_nodes", "accumulate_grad_batches"),
@@ -293,7 +291,7 @@ def _key(word: str) -> str:
 
 
 def _word(key: str, value: Any) -> str:
-    """Return an override as Hydra reads it, in quotes where it takes them."""
+    """Return an override in Hydra's syntax, quoted if necessary."""
     if isinstance(value, str) and re.fullmatch(r"[\w./+:@-]+", value):
         return f"{key}={value}"
     return f"{key}={json.dumps(value)}"

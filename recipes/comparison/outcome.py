@@ -1,6 +1,6 @@
-"""What a finished job has left, and the figures that a comparison makes of it.
+"""Read the results of a finished job and derive the figures of the comparison.
 
-Read from `summary.json` and `history.json`, never from printed output.
+Reads `summary.json` and `history.json`, never printed output.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "": 1.0}
 
 
 class Measured(NamedTuple):
-    """What a job that ended well has measured, on rank 0."""
+    """Measurements of a successful job, on rank 0."""
 
     summary: RunSummary
     history: History
@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """A job, how it ended, and what it measured; None if it failed."""
+    """A job, its record, and its measurements, which are None if it failed."""
 
     job: Job
     record: Record
@@ -38,15 +38,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Times:
-    """Where the seconds of a run went, on rank 0.
+    """How rank 0 spent the seconds of a run.
 
     Attributes:
         total: from the first batch to the end of training, validations included.
-        exposed: waited for communication, and for other ranks to join in, since the first step;
+        exposed: time spent waiting for communication and for other ranks since the first step;
             None: not measured.
-        hidden: communication that rank 0 did not wait for, a lower bound: what the bytes that it
-            sent since the first step need at the link's rate, less `exposed`. None: there is no
-            link of known rate.
+        hidden: communication that rank 0 did not wait for, as a lower bound: the time that the
+            bytes it sent since the first step take at the link's rate, minus `exposed`. None: the
+            rate of the link is unknown.
     """
 
     total: float
@@ -55,10 +55,10 @@ class Times:
 
 
 def read_outcome(job: Job, record: Record) -> Outcome:
-    """Return what a job has left.
+    """Read the results of a job.
 
     Raises:
-        ValueError: it ended well, but its files are not there or not of this version.
+        ValueError: it succeeded, but its files are missing or of another version.
     """
     if record.returncode != 0:
         return Outcome(job, record, None)
@@ -74,7 +74,7 @@ def read_outcome(job: Job, record: Record) -> Outcome:
 
 
 def times(outcome: Outcome) -> Times:
-    """Return where the seconds of a run that ended well went."""
+    """Return how rank 0 of a successful run spent its seconds."""
     assert outcome.measured is not None, "the job ended well"
     summary, rate = outcome.measured.summary, outcome.record.bandwidth
     exposed = summary.seconds_waited
@@ -87,7 +87,7 @@ def times(outcome: Outcome) -> Times:
 
 
 def bits_per_second(rate: str) -> float:
-    """Return a rate that the laboratory takes, such as "100mbit", as a number."""
+    """Convert a rate of the network laboratory, such as "100mbit", to a number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     assert found is not None, "the laboratory has checked it"
     return float(found[1]) * _BITS[found[2]]

@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file that needs no other."""
+"""The page of a comparison: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ ON_TERMINAL = (
 )
 
 
-_HEAD_LETTERS = 10  # of a line of a column's head, in a terminal
+_HEAD_LETTERS = 10  # width of a column's head in a terminal
 
 
 class Cell(NamedTuple):
-    """A figure of the table, and in small letters what is to be known of it."""
+    """A figure of the table, with a remark in small print."""
 
     text: str
     remark: str = ""
@@ -48,9 +48,9 @@ def write_html(outcomes: Sequence[Outcome], plan: Plan, command: str, path: Path
     """Write the page.
 
     Args:
-        outcomes: of all jobs; the first is the yardstick.
+        outcomes: of all jobs; the first is the reference.
         plan: of the comparison.
-        command: makes the page again.
+        command: that reproduces the page.
         path: of the page.
     """
     folder = FileSystemLoader(Path(__file__).parent)
@@ -77,7 +77,7 @@ def title(outcomes: Sequence[Outcome]) -> str:
 
 
 def lead(outcomes: Sequence[Outcome], plan: Plan) -> str:
-    """Return in a few sentences what has been compared."""
+    """Describe the comparison in a few sentences."""
     runs = [outcome.measured for outcome in outcomes if outcome.measured]
     if not runs:
         return "No job ended well."
@@ -95,7 +95,7 @@ def lead(outcomes: Sequence[Outcome], plan: Plan) -> str:
 
 
 def warnings(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what a reader must know before believing the table."""
+    """Return warnings that affect how to read the table."""
     found = []
     failed = [outcome.job.name for outcome in outcomes if outcome.measured is None]
     if failed:
@@ -121,7 +121,7 @@ def heads(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
 
 
 def table(outcomes: Sequence[Outcome], plan: Plan) -> Table:
-    """Return the page's table for a terminal: the columns for which 80 letters have room."""
+    """Return the page's table for a terminal, with the columns that fit into 80 characters."""
     names = heads(outcomes, plan)
     shown = [names.index(name) for name in names if name in ON_TERMINAL or "against" in name]
     found = Table(box=SIMPLE_HEAD, padding=0)
@@ -139,11 +139,11 @@ def table(outcomes: Sequence[Outcome], plan: Plan) -> Table:
 
 
 def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
-    """Return the table's cells of a run that ended well, after its name.
+    """Return the table cells of a successful run, without its name.
 
     Args:
         outcome: of the run.
-        first: what the yardstick has measured; None if it failed.
+        first: measurements of the reference; None if it failed.
         plan: of the comparison.
     """
     assert outcome.measured is not None, "the job ended well"
@@ -151,7 +151,7 @@ def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
     against = "-"
     if first is not None and first is not outcome.measured:
         difference = summary.validation_loss / first.summary.validation_loss - 1
-        against = f"{round(100 * difference, 2) + 0.0:+.2f} %"  # + 0.0: never -0.00
+        against = f"{round(100 * difference, 2) + 0.0:+.2f} %"  # + 0.0 turns -0.00 into 0.00
     sent, of_ddp = summary.bytes_in_steps, "nothing sent"
     if sent and summary.ddp_bytes:
         of_ddp = share(summary.ddp_bytes / sent)
@@ -174,7 +174,7 @@ def cells(outcome: Outcome, first: Measured | None, plan: Plan) -> list[Cell]:
 
 
 def methods(outcomes: Sequence[Outcome], plan: Plan) -> list[str]:
-    """Return how each figure was got, a sentence or some for each."""
+    """Explain how each figure was obtained."""
     lines = [
         "Validation loss and perplexity: of the weights after training, over the whole validation"
         " split, in nats per token. The curves are of the validations on the way, over what"
@@ -242,7 +242,7 @@ def _pictures(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
 
 
 def _provenances(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Return where the figures come from, once per kind: jobs that were kept may be older."""
+    """Return the provenance of the figures; jobs kept from earlier runs may differ in it."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for outcome in outcomes:
         lines = tuple(line.removeprefix("- ").replace("`", "") for line in outcome.record.made_by)

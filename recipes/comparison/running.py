@@ -1,7 +1,7 @@
-"""Runs the jobs of a comparison one after the other, and keeps what is done.
+"""Run the jobs of a comparison one after the other and keep finished ones.
 
-A job's folder holds, beside what the recipe writes, `job.json` (what was asked and how it ended)
-and `output.log` (all that it printed; in the laboratory one per node).
+Besides the recipe's files, a job's folder contains `job.json` (its command and how it ended) and
+`output.log` (everything it printed; in the laboratory one per node).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from recipes.comparison.watching import watched
 from recipes.training.provenance import lines_of
 
 RECORD_FILE = "job.json"
-LOG_FILE = "output.log"  # of the laboratory's jobs there is one for each node, when they have ended
+LOG_FILE = "output.log"  # in the laboratory there is one per node, written when the jobs have ended
 TIMED_OUT = 124  # the exit code of coreutils' `timeout`
-_GRACE_S = 5.0  # for a job that is told to end
+_GRACE_S = 5.0  # for a job to end after SIGTERM
 _TAIL_LINES = 15
 
 
@@ -38,13 +38,13 @@ class Record:
     """How a job ended; `job.json` holds it.
 
     Attributes:
-        command: what ran, but for the interpreter.
-        bandwidth: of every node's link; None: no laboratory.
-        nodes: of the laboratory; None: no laboratory.
-        returncode: 0 when all went well; None: it was interrupted.
-        interface_bytes: what each node's interface has sent, from start to end of the job, with
-            headers and with what Lightning sends by itself; None: no laboratory.
-        logs: files with what it has printed.
+        command: arguments of the interpreter.
+        bandwidth: of every node's link; None without the laboratory.
+        nodes: of the laboratory; None without it.
+        returncode: 0 after success; None: interrupted.
+        interface_bytes: sent by each node's interface during the whole job, including headers and
+            Lightning's own messages; None without the laboratory.
+        logs: files with its output.
         made_by: commit, hardware and versions, as lines of Markdown.
     """
 
@@ -58,10 +58,10 @@ class Record:
 
 
 def check_laboratory(plan: Plan) -> None:
-    """Check that the laboratory can be had, where the plan asks for it.
+    """Check that the laboratory is available if the plan needs it.
 
     Raises:
-        LaboratoryUnavailable: it cannot; with the reason.
+        LaboratoryUnavailable: it is not; with the reason.
         ValueError: bandwidth or number of nodes is not legal.
     """
     if plan.bandwidth is None:
@@ -73,17 +73,18 @@ def check_laboratory(plan: Plan) -> None:
 
 
 def finished(job: Job, plan: Plan) -> Record | None:
-    """Return the record of a job that is done; None for one that is to be run (again).
+    """Return the record of a finished job; None for a job that still has to run.
 
     Raises:
-        ValueError: its folder holds something else.
+        ValueError: its folder contains something else.
     """
     path = job.folder / RECORD_FILE
     if not job.folder.exists():
         return None
     if not path.exists():
         raise ValueError(
-            f"{job.folder} exists and is no job of a comparison. Give another folder: run_dir=..."
+            f"{job.folder} exists but is not a job of a comparison. Give another folder:"
+            " run_dir=..."
         )
     record, asked = Record(**json.loads(path.read_text())), _asked(job, plan)
     if (record.command, record.bandwidth, record.nodes) != (
@@ -92,14 +93,14 @@ def finished(job: Job, plan: Plan) -> Record | None:
         asked.nodes,
     ):
         raise ValueError(
-            f"{job.folder} holds a job of another command: {_shown(record)}. This one is"
+            f"{job.folder} contains a job of another command: {_shown(record)}. This one is"
             f" {_shown(asked)}. Give the same command, or another folder: run_dir=..."
         )
     return record if record.returncode == 0 else None
 
 
 def run_all(jobs: Sequence[Job], plan: Plan, console: Console) -> list[Record]:
-    """Run what is not done yet, and say on the console how it goes.
+    """Run the unfinished jobs and report their progress on the console.
 
     Args:
         jobs: of the comparison.
@@ -107,10 +108,10 @@ def run_all(jobs: Sequence[Job], plan: Plan, console: Console) -> list[Record]:
         console: where to print.
 
     Returns:
-        A record per job. A job that failed does not keep the others from running.
+        A record per job. The other jobs run even if one fails.
 
     Raises:
-        ValueError: a job's folder holds something else. Before any is run.
+        ValueError: a job's folder contains something else; raised before any job runs.
     """
     kept = [finished(job, plan) for job in jobs]
     records = []
@@ -134,12 +135,12 @@ def run_all(jobs: Sequence[Job], plan: Plan, console: Console) -> list[Record]:
 
 
 def run(job: Job, plan: Plan) -> Record:
-    """Run a job from the start; what an interrupted one has left in its folder is removed."""
+    """Run a job from the start, after removing the files of an interrupted one."""
     if job.folder.exists():
         shutil.rmtree(job.folder)
     job.folder.mkdir(parents=True)
     asked = _asked(job, plan)
-    _save(job, asked)  # from here on the folder is known as ours, even if this is cut off
+    _save(job, asked)  # marks the folder as ours, even if this process is killed
     if plan.bandwidth is None:
         log = job.folder / LOG_FILE
         returncode = _run_here(job, log, plan.timeout_s)
@@ -151,7 +152,7 @@ def run(job: Job, plan: Plan) -> Record:
 
 
 def failure_text(record: Record) -> str:
-    """Return how a job failed and where its output lies, with the last lines of it."""
+    """Describe how a job failed, with the path and the last lines of its output."""
     code = record.returncode
     how = "took too long and was ended" if code == TIMED_OUT else f"ended with exit code {code}"
     texts = [f"It {how}. All that it printed: {', '.join(record.logs)}"]
@@ -170,7 +171,8 @@ def _run_here(job: Job, log: Path, timeout_s: float | None) -> int:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is for us: we end the job and all its ranks
+            # so that Ctrl-C reaches only this process, which then ends the job and all its ranks
+            start_new_session=True,
         )
     try:
         return process.wait(timeout_s)
@@ -181,19 +183,19 @@ def _run_here(job: Job, log: Path, timeout_s: float | None) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the job, if it has not ended, and what it has left of its session."""
+    """End the job and any processes left in its session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
-    with suppress(ProcessLookupError):  # when nothing is left
+    with suppress(ProcessLookupError):  # no process is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _run_in_laboratory(job: Job, asked: Record, plan: Plan) -> Record:
     command = [sys.executable, *job.arguments]
-    # what torchrun would say: the nodes share the cores of this machine
+    # as torchrun would set it: the nodes share the cores of this machine
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     start = time.monotonic()
     with NetLab(plan.nodes, plan.bandwidth) as laboratory:
@@ -202,7 +204,7 @@ def _run_in_laboratory(job: Job, asked: Record, plan: Plan) -> Record:
     for log, result in zip(logs, results, strict=True):
         log.write_text(result.output)
     codes = [result.returncode for result in results]
-    # of the one that failed by itself, if there is one, not of those that were ended for it
+    # prefer the rank that failed by itself over those that were ended because of it
     returncode = max(codes) or min(codes)
     if returncode < 0 and plan.timeout_s and time.monotonic() - start > plan.timeout_s:
         returncode = TIMED_OUT
@@ -218,7 +220,7 @@ def _run_in_laboratory(job: Job, asked: Record, plan: Plan) -> Record:
 
 def _asked(job: Job, plan: Plan) -> Record:
     nodes = plan.nodes if plan.bandwidth else None
-    made_by = lines_of("")[1:]  # the page has the command
+    made_by = lines_of("")[1:]  # the page shows the command
     return Record(job.arguments, plan.bandwidth, nodes, None, None, [], made_by)
 
 
@@ -231,4 +233,4 @@ def _save(job: Job, record: Record) -> None:
     path = job.folder / RECORD_FILE
     half = path.with_suffix(".tmp")
     half.write_text(json.dumps(asdict(record), indent=1) + "\n")
-    half.replace(path)  # a reader never sees half a file
+    half.replace(path)  # never leaves half a file

@@ -1,4 +1,4 @@
-"""What a job says of its progress, shown while it runs: what it prints goes into a file."""
+"""Show the progress of a running job, whose output goes into a file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.text import Text
 
 _POLL_S = 0.5
-_PROGRESS = "step "  # what `StepProgressBar` begins its lines in a file with
+_PROGRESS = "step "  # how `StepProgressBar` begins its lines in a file
 _TAIL_BYTES = 2_000
 
 
 @contextmanager
 def watched(log: Path, place: str, console: Console) -> Iterator[None]:
-    """Show the newest progress in a job's output during the body; in a file, every line of it.
+    """Show a job's latest progress line during the body; if output is a file, every line.
 
     Args:
-        log: the job's output; need not be there yet.
-        place: the job's, such as "[1/4] ddp".
+        log: the job's output, which may not exist yet.
+        place: of the job, such as "[1/4] ddp".
         console: where to print.
     """
     is_over = threading.Event()
@@ -48,7 +48,7 @@ def _watch(log: Path, place: str, console: Console, is_over: threading.Event) ->
 
 
 def newest_progress(log: Path) -> str:
-    """Return the last line of a job's output that tells its step; empty if there is none."""
+    """Return the last progress line of a job's output; empty if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(log.stat().st_size - _TAIL_BYTES, 0))

@@ -1,6 +1,6 @@
-"""The way into every recipe: Hydra's, with every key checked and every refusal in a sentence.
+"""From the command line to a checked configuration, with every refusal in one sentence.
 
-In reading order: `application` (makes a command of a function), `keys` (which keys somebody reads),
-`values` and `ranges` (which values they take), `sentences` (what to tell the user of an error),
-`help` (what may be chosen).
+In reading order: `application` (makes a command of a function), `checking` (finds wrong keys and
+values), `schema` and `signatures` (which ones are legal), `sentences` (what to tell the user of an
+error), `help` (the page of `--help`).
 """

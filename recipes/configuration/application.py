@@ -1,4 +1,4 @@
-"""A command made of a function: composed by Hydra, checked, and ended by a sentence if it fails."""
+"""Make a command of a function: compose its configuration, check it, end errors in a sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -14,73 +14,67 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from recipes.configuration.help import check_experiment, help_text
-from recipes.configuration.keys import CONF, check_keys
-from recipes.configuration.sentences import sentence
-from recipes.configuration.values import check_values
+from recipes.configuration.help import CONF, check_experiment, help_text
 from recipes.stages import stage
 
 Task = Callable[[DictConfig], Any]
 
-_LIBRARIES = ("torch", "lightning.pytorch", "transformers")  # of all tasks: seconds, told as such
+_LIBRARIES = ("torch", "lightning.pytorch", "transformers")  # of all tasks; loading takes seconds
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own variable: "1" asks for tracebacks
 HINT = f"Set the environment variable {FULL_ERROR}=1 for a complete stack trace."
 
 
 def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
-    """Make the command of a recipe: `conf/CONFIG_NAME.yaml`, the words of the command line, a task.
+    """Make the command of a recipe from its task and `conf/CONFIG_NAME.yaml`.
 
-    It stands for `hydra.main` and does two things besides. A key that nobody reads, or a value that
-    its reader does not take, is refused before the task begins. And an error that the user can
-    repair, in the configuration or raised on purpose by a recipe, is told in a sentence, exit code
-    1; any other shows its traceback, and with HYDRA_FULL_ERROR=1 all do.
-
-    Args:
-        config_name: of the primary configuration, without its suffix.
-
-    Example::
-
-        @application("pretrain")
-        def main(cfg: DictConfig) -> None: ...
+    Like `hydra.main`, but it refuses unknown keys and illegal values before the task begins, and
+    ends with exit code 1 and one sentence where the user can repair an error: one in the
+    configuration, or one that a recipe raises on purpose. Other errors show their traceback; with
+    HYDRA_FULL_ERROR=1 all do.
     """
 
     def decorate(task: Task) -> Callable[[], None]:
         @functools.wraps(task)
         def checked(cfg: DictConfig) -> Any:
-            config_name = HydraConfig.get().job.config_name
-            with _loading():
-                check_keys(cfg, config_name)
-                check_values(cfg, config_name)
+            # at once, or a user would look at an empty screen for seconds
+            is_first = "torch" not in sys.modules
+            told = "loading torch, Lightning and transformers"
+            with stage(told, at_once=True) if is_first else nullcontext():
+                from recipes.configuration.checking import check_config
+
                 for library in _LIBRARIES:
                     import_module(library)
+                check_config(cfg, HydraConfig.get().job.config_name)
             return task(cfg)
 
         @functools.wraps(task)
         def job(cfg: DictConfig) -> Any:
-            with _environment(FULL_ERROR, None):  # processes that the job starts inherit it
+            with _full_error(None):  # processes that the job starts inherit it
                 return checked(cfg)
 
         as_hydra = hydra.main(config_path=str(CONF), config_name=config_name, version_base="1.3")
 
         @functools.wraps(task)
         def main() -> None:
+            words = sys.argv[1:]
             if os.environ.get(FULL_ERROR) == "1":
                 as_hydra(checked)()
-                return
-            try:
-                words = sys.argv[1:]
-                if not {"--help", "-h"}.isdisjoint(words):
-                    print(help_text(config_name))
-                    return
-                check_experiment(config_name, words)
-                # with the variable Hydra lets errors through, of which it would only print the text
-                with _environment(FULL_ERROR, "1"):
-                    as_hydra(job)()
-            except Exception as error:
-                told = sentence(error)
-                if told is None:
-                    raise
-                sys.exit(f"{told}\n\n{HINT}")
+            elif not {"--help", "-h"}.isdisjoint(words):
+                print(help_text(config_name))
+            else:
+                try:
+                    check_experiment(config_name, words)
+                    # makes Hydra pass errors on, of which it would only print the text
+                    with _full_error("1"):
+                        as_hydra(job)()
+                except Exception as error:
+                    # here: pydantic is not needed for a job that ends well, nor for --help
+                    from recipes.configuration.sentences import sentence
+
+                    told = sentence(error)
+                    if told is None:
+                        raise
+                    sys.exit(f"{told}\n\n{HINT}")
 
         return main
 
@@ -88,27 +82,14 @@ def application(config_name: str) -> Callable[[Task], Callable[[], None]]:
 
 
 @contextmanager
-def _loading() -> Iterator[None]:
-    """Say at once that a command has begun: whoever reads its keys loads libraries for seconds."""
-    if "torch" in sys.modules:
-        yield
-        return
-    with stage("loading torch, Lightning and transformers", at_once=True):
-        yield
-
-
-@contextmanager
-def _environment(name: str, value: str | None) -> Iterator[None]:
-    before = os.environ.get(name)
-    _set(name, value)
+def _full_error(value: str | None) -> Iterator[None]:
+    """Set Hydra's variable for a while; None removes it."""
+    before = os.environ.pop(FULL_ERROR, None)
+    if value is not None:
+        os.environ[FULL_ERROR] = value
     try:
         yield
     finally:
-        _set(name, before)
-
-
-def _set(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+        os.environ.pop(FULL_ERROR, None)
+        if before is not None:
+            os.environ[FULL_ERROR] = before

@@ -1,88 +1,87 @@
-"""What `--help` prints: the command's own text, and what may be chosen for it.
+"""The page that `--help` prints: the command's own text, and the choices in each group.
 
-Hydra's page would take every file of `conf/` for a choice of every command, and is told of nothing
-before all libraries are loaded.
+Hydra's own page offers every file in `conf/` to every command, and appears only after all libraries
+are imported, which takes seconds.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+from pathlib import Path
 from string import Template
 
 from omegaconf import OmegaConf
 
-from recipes.configuration.keys import CONF, choices, primary_groups
-
-_WIDTH = 80  # the narrowest terminal that people use; a page does not follow a wider one
-_EXPERIMENT = "experiment"
-_NO_KEYS = r"^(defaults|hydra):"  # paragraphs of a primary configuration that are Hydra's
+CONF = Path(__file__).parents[2] / "conf"
+_WIDTH = 80  # of the narrowest terminal in use
+_HYDRAS = r"^(defaults|hydra):"  # paragraphs of a primary configuration that are Hydra's
 
 
 def help_text(config_name: str) -> str:
-    """Return the page of a command.
-
-    Args:
-        config_name: of its primary configuration, `conf/CONFIG_NAME.yaml`.
-    """
+    """Return the page of the command whose primary configuration is `conf/CONFIG_NAME.yaml`."""
     page = OmegaConf.load(CONF / "hydra" / "help" / f"{config_name}.yaml")
-    parts = {"APP_CONFIG_GROUPS": _choices(config_name), "CONFIG": _keys(config_name)}
-    return Template(page.template).substitute(parts)
+    lines = []
+    for group in _groups_of(config_name):
+        names = _experiments(config_name) if group == "experiment" else choices(group)
+        lines += textwrap.wrap(
+            f"{group}: {', '.join(names)}",
+            _WIDTH,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    paragraphs = (CONF / f"{config_name}.yaml").read_text().strip().split("\n\n")
+    keys = [p for p in paragraphs if not re.search(_HYDRAS, p, re.MULTILINE)]
+    return Template(page.template).substitute(
+        APP_CONFIG_GROUPS="\n".join(lines), CONFIG="\n".join(keys)
+    )
 
 
 def check_experiment(config_name: str, words: list[str]) -> None:
-    """Refuse an experiment that is another command's.
-
-    Args:
-        config_name: of the command's primary configuration.
-        words: of its command line.
+    """Refuse an experiment of another command.
 
     Raises:
-        ValueError: names the command that takes it.
+        ValueError: names the command that accepts it.
     """
-    for word in words:
-        _, found, name = word.partition(f"{_EXPERIMENT}=")
-        if not found or not (CONF / _EXPERIMENT / f"{name}.yaml").is_file():
-            continue
-        theirs = _command_of(name)
-        if theirs != _trained_by(config_name):
-            raise ValueError(
-                f"`{_EXPERIMENT}={name}` is no run of recipes.{config_name}, whose experiments are"
-                f" {', '.join(_experiments(config_name))}. Run it by python -m recipes.{theirs}"
-                f" {_EXPERIMENT}={name}"
-            )
+    own = _experiments(config_name)
+    for command in ("pretrain", "finetune"):
+        for name in {*_experiments(command)} - {*own}:
+            if f"experiment={name}" in words:
+                raise ValueError(
+                    f"recipes.{config_name} cannot run `experiment={name}`; its experiments are"
+                    f" {', '.join(own)}. Run it by python -m recipes.{command} experiment={name}"
+                )
 
 
-def _choices(config_name: str) -> str:
-    lines = []
-    for group in primary_groups(config_name):
-        legal = _experiments(config_name) if group == _EXPERIMENT else choices(group)
-        listed = f"{group}: {', '.join(legal)}"
-        lines += textwrap.wrap(
-            listed, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    return "\n".join(lines)
+def choices(group: str) -> list[str]:
+    """Return the names of the files in a group of `conf/`, sorted."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def groups() -> list[str]:
+    """Return the groups of `conf/` without Hydra's own, sorted."""
+    folders = (path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
+    return sorted(path.name for path in folders)
 
 
 def _experiments(config_name: str) -> list[str]:
-    trained_by = _trained_by(config_name)
-    return [name for name in choices(_EXPERIMENT) if _command_of(name) == trained_by]
+    """Return the experiments of a command; the first lines of each file contain its command."""
+    command = "pretrain" if config_name == "compare" else config_name  # whose jobs pretrain
+    return [
+        name
+        for name in choices("experiment")
+        if f"-m recipes.{command} experiment={name}"
+        in (CONF / "experiment" / f"{name}.yaml").read_text()
+    ]
 
 
-def _trained_by(config_name: str) -> str:
-    """Return whose runs a command starts: a comparison's jobs are pretrainings."""
-    return "pretrain" if config_name == "compare" else config_name
-
-
-def _command_of(experiment: str) -> str:
-    """Return the command that an experiment is for: the first one that its file's head names."""
-    text = (CONF / _EXPERIMENT / f"{experiment}.yaml").read_text()
-    found = re.search(rf"^# .*-m recipes\.(\w+) {_EXPERIMENT}={experiment}\b", text, re.MULTILINE)
-    assert found is not None, f"conf/{_EXPERIMENT}/{experiment}.yaml begins with its command"
-    return found[1]
-
-
-def _keys(config_name: str) -> str:
-    """Return the keys of a primary configuration as its file has them, with what they mean."""
-    paragraphs = (CONF / f"{config_name}.yaml").read_text().strip().split("\n\n")
-    return "\n".join(p for p in paragraphs if not re.search(_NO_KEYS, p, re.MULTILINE))
+def _groups_of(config_name: str) -> list[str]:
+    """Return the groups in a primary configuration's list of defaults, sorted."""
+    found: set[str] = set()
+    for entry in OmegaConf.load(CONF / f"{config_name}.yaml").defaults:
+        if isinstance(entry, str):  # the primary configuration that this one extends
+            found.update(_groups_of(entry) if entry != "_self_" else ())
+        else:
+            found.update(map(str, entry))
+    return sorted(found & set(groups()))

@@ -1,7 +1,8 @@
-"""From text files to the batches of a rank.
+"""Data for the recipes: from text files to the batches of a rank.
 
-In reading order: `corpus` (where text comes from), `hub` (a Hugging Face dataset as one),
-`tokenizer`, `token_blocks` (a corpus as one row of tokens in a memory-mapped file), `token_data`
-(the LightningDataModule), `shards` (ready-made files of tokens), `resumable` (a loader that knows
-where it is), `cache`.
+In reading order: `corpus` (sources of text), `hub` (a corpus from a Hugging Face dataset),
+`tokenizer`, `token_blocks` (a tokenized corpus in a memory-mapped file), `token_data` (the
+LightningDataModule), `shards` (ready-made files of tokens), `resumable` (a data loader that resumes
+in the middle of an epoch), `cache`; for fine-tuning `examples`, `conversations`, `dialogues`,
+`example_rows` and `example_data`.
 """

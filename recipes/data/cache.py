@@ -1,4 +1,4 @@
-"""Files that are made once and found again: by the next run and by ranks that start together."""
+"""Build cached files once, for later runs and for ranks that start at the same time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recipes.stages import stage
 
 
 def cache_key(*parts: object) -> str:
-    """Return a short key of everything that decides what a cached file contains.
+    """Return a short hash of everything that determines the content of a cached file.
 
     Args:
-        *parts: strings, numbers, lists and dicts (anything that JSON can write).
+        *parts: anything that JSON can represent.
     """
     written = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(written.encode()).hexdigest()[:16]
@@ -38,15 +38,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Return `path`, made by `build` if it is not there yet.
+    """Return `path`; call `build` to create it if it does not exist.
 
-    Safe when several processes start together: one of them builds, under a lock and beside the
-    place where the result belongs, and renames; the others wait. A build that is interrupted leaves
-    nothing at `path`.
+    Safe when several processes start together: one of them holds a lock, builds in a temporary
+    place and renames the result, while the others wait. An interrupted build leaves nothing at
+    `path`.
 
     Args:
-        path: a file or folder; never half written.
-        build: makes the file or folder at the path it is given.
+        path: of a file or folder.
+        build: creates the file or folder at the path that it is given.
     """
     if path.exists():
         return path

@@ -1,4 +1,4 @@
-"""Conversations, made texts by a chat template, and where in them the assistant speaks."""
+"""Render conversations with a chat template and find the assistant's turns in the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.data.corpus import Split
 from recipes.data.examples import Example
 from recipes.data.json_lines import JsonLines, Record, text_of
 
-Span = tuple[int, int]  # first character, and the one behind the last
+Span = tuple[int, int]  # offsets of the first character and of the one after the last
 Message = dict[str, Any]
 
 PLAIN_TEMPLATE = Path(__file__).parent / "templates" / "plain.jinja"
@@ -24,19 +24,19 @@ _MARKS = {"generation": "\ue000generation\ue000", "endgeneration": "\ue000endgen
 
 
 class Conversations:
-    """Conversations, made a text by a chat template; targets are the assistant's turns.
+    """Conversations rendered with a chat template; the targets are the assistant's turns.
 
-    Where they are is said by the template if it has `{% generation %}` blocks. Otherwise a turn is
-    what the text has more than that of the messages before it, the generation prompt included; that
-    needs a template by which the text of a conversation's beginning is the beginning of its text,
-    and every conversation is checked.
+    The template's `{% generation %}` blocks mark the turns, if it has any. Otherwise a turn is the
+    text that a message adds to the rendering of the messages before it and the generation prompt.
+    This requires that the rendering of a conversation's first messages is a prefix of the whole
+    rendering, which is checked for every conversation.
 
     Args:
         train: files of JSON lines; see `JsonLines`.
-        validation: likewise; None: some of the training examples are kept for validation.
-        messages_key: of the list of messages, each with the texts `role` and `content`.
-        chat_template: a Jinja template or the path of a file with one; the tuned model's tokenizer
-            keeps it. None: the tokenizer's own.
+        validation: the same; None: some of the training examples are held out for validation.
+        messages_key: key of the list of messages, each with the texts `role` and `content`.
+        chat_template: a Jinja template or the path of a file with one, which is saved with the
+            tuned model's tokenizer. None: the tokenizer's own.
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
@@ -56,35 +56,35 @@ class Conversations:
         self._template = None if chat_template is None else _template(chat_template)
 
     def fingerprint(self) -> str:
-        """See `ExampleCorpus`."""
+        """Return a hash of everything that determines the examples, except the tokenizer."""
         return json.dumps([self._lines.fingerprint(), self._messages_key, self._template])
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """See `ExampleCorpus`.
+        """Store the chat template in the tokenizer, and check that it can be used.
 
         Raises:
-            ValueError: there is no template, or the tokenizer cannot say where its tokens stand.
+            ValueError: there is no template, or the tokenizer has no character offsets.
         """
         if self._template is not None:
             tokenizer.chat_template = self._template
         if tokenizer.chat_template is None:
             raise ValueError(
-                "The tokenizer has no chat template, which makes a text of a conversation. Give one"
-                " by `data.corpus.chat_template`, as Jinja text or the path of a file. There is a"
+                "The tokenizer has no chat template, so conversations cannot be rendered. Set"
+                " `data.corpus.chat_template` to Jinja text or to the path of a file, for example a"
                 f" plain one: data.corpus.chat_template={os.path.relpath(PLAIN_TEMPLATE)}"
             )
         if not tokenizer.is_fast:
             raise ValueError(
-                f"`{type(tokenizer).__name__}` does not tell where in a text its tokens stand,"
-                " which the assistant's turns are found by. Use a fast tokenizer (tokenizer.json)."
+                f"`{type(tokenizer).__name__}` has no character offsets, which are needed to find"
+                " the assistant's turns. Use a fast tokenizer (tokenizer.json)."
             )
 
     def examples(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
-        """See `ExampleCorpus`.
+        """Yield the examples of a split, always in the same order.
 
         Raises:
-            ValueError: a line is not as it should be, the template refuses a conversation, or a
-                turn cannot be found; with file and line number.
+            ValueError: a line is malformed, the template refuses a conversation, or a turn cannot
+                be found; with file and line number.
         """
         template = tokenizer.get_chat_template()
         marked = _with_marks(template)
@@ -124,7 +124,7 @@ def _template(text_or_path: str) -> str:
     if not path.is_file():
         raise FileNotFoundError(
             f"data.corpus.chat_template: '{text_or_path}' is neither a Jinja template (there is no"
-            f" {{% or {{{{ in it) nor a file (looked from '{Path.cwd()}')."
+            f" {{% or {{{{ in it) nor a file (relative to '{Path.cwd()}')."
         )
     return path.read_text()
 
@@ -143,16 +143,15 @@ def _render(
 
 
 def _with_marks(template: str) -> str | None:
-    """Return a template that writes marks around its generation blocks; None if it has none.
+    """Return a template that writes marks around its generation blocks; None if there are none.
 
-    transformers can itself say which tokens are the assistant's, by `return_assistant_tokens_mask`.
-    It asks which token a block's first and last character belong to, and where that character is in
-    none (spaces, of which many tokenizers strip their tokens) it leaves out the turn, or takes all
-    that follows for the assistant's (5.23, read and tried).
+    transformers' own `return_assistant_tokens_mask` is not reliable (5.23): where the first or last
+    character of a block belongs to no token (a space, which many tokenizers strip), it skips the
+    turn or marks everything after it as the assistant's.
     """
     marked = template
     for word, mark in _MARKS.items():
-        # statements and not `{{ }}`: the template's line breaks are trimmed behind statements
+        # statements instead of `{{ }}`: line breaks of the template are trimmed after statements
         written = r"{%\1 if true %}{{ '" + mark + r"' }}{% endif \2%}"
         marked = re.sub(r"{%(-?)\s*" + word + r"\s*(-?)%}", written, marked)
     return None if marked == template else marked
@@ -177,10 +176,10 @@ def _turns(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> tuple
         upto = _render(tokenizer, messages[: i + 1])
         if not (upto.startswith(before) and whole.startswith(upto)):
             raise ValueError(
-                f"message {i + 1}, the assistant's, cannot be found in the text: by this chat"
-                " template a conversation's beginning reads otherwise once it goes on. Give a"
-                " template with {% generation %} blocks around the assistant's words"
-                " (`data.corpus.chat_template`), or split the conversation."
+                f"message {i + 1}, the assistant's, cannot be found in the text: this chat template"
+                " renders earlier messages differently when later ones follow. Set"
+                " `data.corpus.chat_template` to a template with {% generation %} blocks around the"
+                " assistant's words, or split the conversation."
             )
         spans.append((len(before), len(upto)))
     return whole, spans
@@ -190,7 +189,7 @@ def _example(tokenizer: PreTrainedTokenizerBase, text: str, spans: list[Span]) -
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     is_target, behind = [], 0
     for start, stop in encoded["offset_mapping"]:
-        # a token without a character is one of spaces that the tokenizer has stripped
+        # a token without characters comes from spaces that the tokenizer has stripped
         first = start if start < stop else min(start, behind)
         is_target.append(any(first < end and stop > begin for begin, end in spans))
         behind = stop

@@ -1,4 +1,4 @@
-"""Where text comes from: the user's files, the bundled Shakespeare, or a Markov chain."""
+"""Sources of text: the user's files, the bundled Shakespeare, or a Markov chain."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
+from pydantic import Field, PositiveFloat, PositiveInt
 
+from recipes.configuration.ranges import Seed
 from recipes.data.cache import cache_key
 from recipes.stages import Advance, stage
 
@@ -30,21 +32,21 @@ class Corpus(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a key of the content: two corpora with one key hold the same documents."""
+        """Return a hash of the content; equal for corpora with the same documents."""
         ...
 
 
 class TextFiles:
     """UTF-8 text files, plain or compressed with xz (`.xz`).
 
-    A file is read whole: one larger than memory must be cut into several, or be read line by line
-    with `recipes.data.hub.HubText` (`data=hub data.corpus.path=text`).
+    A file is read as a whole. Split a file that is larger than memory, or read it line by line with
+    `recipes.data.hub.HubText` (`data=hub data.corpus.path=text`).
 
     Args:
-        train: a path or glob (`~` and `**` are understood), or a list of them.
-        validation: likewise; no file may be in both splits.
-        document_separator: regular expression at which a file is split into documents; None: a file
-            is a document.
+        train: a path or glob (with `~` and `**`), or a list of them.
+        validation: the same; no file may be in both splits.
+        document_separator: regular expression that splits a file into documents; None: each file is
+            one document.
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
@@ -58,24 +60,24 @@ class TextFiles:
         document_separator: str | None = None,
     ) -> None:
         self.document_separator = document_separator
-        self._fingerprint: str | None = None  # made once and on demand: it reads every byte
+        self._fingerprint: str | None = None  # computed on demand: it reads every byte
         self.files = find_splits("data.corpus", train, validation)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Yield the documents of a split: files in order of their paths, empty ones left out."""
+        """Yield the documents of a split in order of their paths, without empty ones."""
         for path in self.files[split]:
             text = _read(path)
             parts = re.split(self.document_separator, text) if self.document_separator else [text]
             yield from (part for part in parts if part)
 
     def num_bytes(self, split: Split) -> int | None:
-        """Return the bytes of a split's text; None: it is compressed."""
+        """Return the size of a split's text in bytes; None if it is compressed."""
         paths = self.files[split]
         plain = all(path.suffix != ".xz" for path in paths)
         return sum(path.stat().st_size for path in paths) if plain else None
 
     def fingerprint(self) -> str:
-        """Return a key of the files' bytes and of how they are split; dates do not matter."""
+        """Return a hash of the files' bytes and of the separator, independent of dates."""
         if self._fingerprint is None:
             sizes = (path.stat().st_size for paths in self.files.values() for path in paths)
             with stage("reading the text", sum(sizes)) as advance:
@@ -90,7 +92,7 @@ class TextFiles:
 class Shakespeare(TextFiles):
     """The bundled corpus: 39 works to train on; Hamlet, The Tempest and the Sonnets to validate."""
 
-    # two blank lines also stand inside works: only a title tells where the next one begins
+    # works also contain two blank lines: only a title marks the beginning of the next one
     SEPARATOR = r"\n{3}(?=[^\n]+\n+by William Shakespeare)"
 
     def __init__(self) -> None:
@@ -101,19 +103,18 @@ class Shakespeare(TextFiles):
 
 
 class MarkovChain:
-    """Text of which the entropy is known: letters from a Markov chain of order one.
+    """Text with known entropy: letters from a first-order Markov chain.
 
-    Every transition matrix row is drawn from a symmetric Dirichlet distribution. With the tokenizer
-    `bytes` a letter is a token, and no model can have a lower expected loss than `entropy_nats`; a
-    bigram model reaches it.
+    Each row of the transition matrix is drawn from a symmetric Dirichlet distribution. With the
+    tokenizer `bytes` each letter is a token, and `entropy_nats` is the lowest possible expected
+    loss, which a bigram model reaches.
 
     Args:
         num_states: letters in use, 2 to 26.
         train_characters: length of the training text.
         validation_characters: length of the validation text.
-        concentration: of the Dirichlet distribution; small values give a text that is easy to
-            foretell.
-        seed: of matrix and texts.
+        concentration: of the Dirichlet distribution; small values make the text easy to predict.
+        seed: of the matrix and the texts.
 
     Raises:
         ValueError: `num_states` is outside 2 to 26.
@@ -121,11 +122,11 @@ class MarkovChain:
 
     def __init__(
         self,
-        num_states: int = 16,
-        train_characters: int = 400_000,
-        validation_characters: int = 40_000,
-        concentration: float = 0.3,
-        seed: int = 0,
+        num_states: Annotated[int, Field(ge=2, le=26)] = 16,
+        train_characters: PositiveInt = 400_000,
+        validation_characters: PositiveInt = 40_000,
+        concentration: PositiveFloat = 0.3,
+        seed: Seed = 0,
     ) -> None:
         if not 2 <= num_states <= 26:
             raise ValueError(
@@ -150,20 +151,20 @@ class MarkovChain:
         return float(stationary_S @ row_entropies_S)
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Yield the split's one document."""
+        """Yield the only document of the split."""
         rng = np.random.default_rng([self._seed, 1 if split == "train" else 2])
         num_states = len(self.transitions_SS)
         rows = [list(accumulate(row)) for row in self.transitions_SS.tolist()]
         state, letters = 0, []
         for uniform in rng.random(self._lengths[split]).tolist():
             row = rows[state]
-            # rounding may leave the last sum a little below 1: the last letter takes the rest
+            # rounding may leave the last sum slightly below 1: the last letter takes the rest
             state = next((i for i, bound in enumerate(row) if uniform < bound), num_states - 1)
             letters.append(chr(ord("a") + state))
         yield "".join(letters)
 
     def fingerprint(self) -> str:
-        """Return a key of the settings, which decide the text."""
+        """Return a hash of the settings, which determine the text."""
         return cache_key("markov", self._settings)
 
 
@@ -173,9 +174,9 @@ def find_splits(
     """Return the files of both splits, sorted by their paths.
 
     Args:
-        key: under which a configuration has `train` and `validation`.
-        train: a path or glob (`~` and `**` are understood), or a list of them.
-        validation: likewise.
+        key: of the configuration section with `train` and `validation`, for errors.
+        train: a path or glob (with `~` and `**`), or a list of them.
+        validation: the same.
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
@@ -189,7 +190,7 @@ def find_splits(
     if both:
         raise ValueError(
             f"{len(both)} file(s) are in the training and in the validation split, for example"
-            f" '{min(both)}': a loss on text that was trained on says nothing. Give each file to"
+            f" '{min(both)}': the loss on training text is no validation. Give each file to"
             f" one split (`{key}.train`, `{key}.validation`)."
         )
     return files
@@ -202,7 +203,7 @@ def _find(key: str, patterns: str | Sequence[str]) -> list[Path]:
         found = [Path(name) for name in glob.glob(expanded, recursive=True) if Path(name).is_file()]
         if not found:
             raise FileNotFoundError(
-                f"{key}: '{pattern}' matches no file (looked from '{Path.cwd()}'). Give a file, or"
+                f"{key}: '{pattern}' matches no file (relative to '{Path.cwd()}'). Give a file, or"
                 " a glob in quotes, such as 'books/**/*.txt'."
             )
         files += found
@@ -210,11 +211,11 @@ def _find(key: str, patterns: str | Sequence[str]) -> list[Path]:
 
 
 def digest(path: Path, advance: Advance | None = None) -> str:
-    """Return a key of a file's bytes, and of its suffix, which decides how they are read.
+    """Return a hash of a file's bytes and of its suffix, which selects how they are read.
 
     Args:
         path: of the file.
-        advance: is told of the bytes that have been read.
+        advance: called with the number of bytes read.
     """
     found = hashlib.sha256(path.suffix.encode())
     with path.open("rb") as file:
@@ -231,7 +232,7 @@ def _read(path: Path) -> str:
         raw = lzma.decompress(raw) if path.suffix == ".xz" else raw
         return raw.decode("utf-8")
     except lzma.LZMAError as error:
-        raise ValueError(f"'{path}' is no whole xz file: {error}.") from error
+        raise ValueError(f"'{path}' is not a complete xz file: {error}.") from error
     except UnicodeDecodeError as error:
         unpacked = " of its unpacked content" if path.suffix == ".xz" else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Prompts and responses without a file of one's own: what is said on Shakespeare's stage."""
+"""Prompts and responses from the bundled Shakespeare, without any file of the user's."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from pydantic import PositiveInt
+
 from recipes.data.corpus import Shakespeare, Split
 from recipes.data.examples import Responses
 
-# a line with a name and a full stop, and the lines that are spoken
+# a line with a speaker's name and a full stop, then the spoken lines
 _SPEECH = re.compile(r"(?P<speaker>[A-Z][A-Za-z' ]{1,20}\.)\n(?P<words>[^\[].*)", re.DOTALL)
 
 
 class Dialogues(Responses):
-    """Two short speeches that follow each other; the second speaker's name belongs to the prompt.
+    """Pairs of successive short speeches; the second speaker's name belongs to the prompt.
 
-    From the bundled works, with the plays of the validation text for validation.
+    The plays in the bundled validation text are the validation split.
 
     Args:
-        max_characters: of both speeches together.
+        max_characters: limit for both speeches together.
     """
 
     has_validation = True
 
-    def __init__(self, max_characters: int = 120) -> None:
+    def __init__(self, max_characters: PositiveInt = 120) -> None:
         self._works = Shakespeare()
         self._max_characters = max_characters
 
     def fingerprint(self) -> str:
-        """See `ExampleCorpus`."""
+        """Return a hash of everything that determines the examples, except the tokenizer."""
         return json.dumps([self._works.fingerprint(), self._max_characters])
 
     def pairs(self, split: Split) -> Iterator[tuple[str, str]]:
-        """Yield prompt and response, in the order of the plays."""
+        """Yield prompts and responses in the order of the plays."""
         for work in self._works.documents(split):
             paragraphs = re.split(r"\n{2,}", work)
             for first, second in pairwise(_SPEECH.fullmatch(text.strip()) for text in paragraphs):

@@ -1,13 +1,15 @@
-"""From examples to the batches of a rank."""
+"""The LightningDataModule for fine-tuning: from examples to the batches of a rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import InnerFraction, Seed
 from recipes.data.cache import cache_key
 from recipes.data.corpus import SPLITS, Split
 from recipes.data.example_rows import (
@@ -22,32 +24,32 @@ from recipes.data.examples import ExampleCorpus
 from recipes.data.token_blocks import fingerprint
 from recipes.data.training_data import TrainingData
 
-_SPLIT_SEED = 0  # not the run's: runs that differ in it are validated on the same examples
+_SPLIT_SEED = 0  # independent of the run's seed: all runs are validated on the same examples
 
 
 class ExampleDataModule(TrainingData):
-    """Rows of examples, each for one rank: in training once an epoch, in validation exactly once.
+    """Rows of examples, distributed over the ranks; validation reads each row exactly once.
 
-    For the batches see `Collator`.
+    `Collator` documents the batches.
 
     Args:
-        corpus: where the examples come from.
-        tokenizer: the model's tokenizer; it keeps the corpus's chat template, if there is one.
+        corpus: source of the examples.
+        tokenizer: the model's tokenizer; receives the chat template of the corpus, if there is one.
         cache_dir: folder for files of tokens.
-        block_size: tokens of a row; longer examples are cut at their end, and left out if nothing
-            to foretell remains.
+        block_size: tokens of a row; longer examples are truncated, and dropped if no target
+            remains.
         batch_size: rows per rank and micro-batch.
-        packing: whole examples share rows, as many as fit; otherwise each has a row of its own,
-            filled up to the longest of its batch.
-        validation_fraction: of the training examples, drawn for validation where the corpus has no
-            examples for that.
-        num_workers: processes that read ahead; 0 reads in the training process.
-        seed: of the order of the training rows, which is another one in every epoch.
+        packing: put as many whole examples into a row as fit; otherwise each has its own row,
+            padded to the longest of its batch.
+        validation_fraction: of the training examples to hold out where the corpus has no validation
+            split.
+        num_workers: processes that prefetch; 0 reads in the training process.
+        seed: of the order of the training rows, which changes every epoch.
 
     Raises:
-        ValueError: `validation_fraction` is not between 0 and 1, or the tokenizer lacks a token
-            that is needed. From `prepare_data`: an example is not as it should be, or none has
-            anything to foretell. From `setup`: there are fewer rows than the ranks need.
+        ValueError: `validation_fraction` is not between 0 and 1, or the tokenizer lacks a required
+            token. From `prepare_data`: an example is malformed, or none has a target. From
+            `setup`: there are fewer rows than the ranks need.
     """
 
     def __init__(
@@ -55,12 +57,12 @@ class ExampleDataModule(TrainingData):
         corpus: ExampleCorpus,
         tokenizer: PreTrainedTokenizerBase,
         cache_dir: str,
-        block_size: int = 512,
-        batch_size: int = 8,
+        block_size: PositiveInt = 512,
+        batch_size: PositiveInt = 8,
         packing: bool = True,
-        validation_fraction: float = 0.05,
-        num_workers: int = 0,
-        seed: int = 0,
+        validation_fraction: InnerFraction = 0.05,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         if not 0 < validation_fraction < 1:
@@ -77,7 +79,7 @@ class ExampleDataModule(TrainingData):
         self._rows: dict[Split, ExampleRows] = {}
 
     def rows(self, split: Split) -> ExampleRows:
-        """Return the rows of a split; `prepare_data` must have been called by some process."""
+        """Return the rows of a split; some process must have called `prepare_data`."""
         if split not in self._rows:
             file, fitted = self._fitted(split)
             rows = ExampleRows(file, fitted.kept, self.block_size, self.packing)
@@ -92,9 +94,9 @@ class ExampleDataModule(TrainingData):
             _, fitted = self._fitted(split)
             if fitted.num_dropped and not len(fitted.kept):
                 raise ValueError(
-                    f"None of the {fitted.num_dropped} {split} examples has anything to foretell"
-                    f" within {self.block_size} tokens: no response, or no turn of the role"
-                    " 'assistant'. Look at the data, or raise `data.block_size`."
+                    f"None of the {fitted.num_dropped} {split} examples has a target within"
+                    f" {self.block_size} tokens: there is no response, or no turn of the role"
+                    " 'assistant'. Check the data, or raise `data.block_size`."
                 )
 
     @override
@@ -113,14 +115,14 @@ class ExampleDataModule(TrainingData):
         fitted = [self._fitted(split)[1] for split in SPLITS]
         num_cut, num_dropped = (sum(f.num_cut for f in fitted), sum(f.num_dropped for f in fitted))
         if num_cut:
-            text += f"; {num_cut:,} are cut behind {self.block_size} tokens"
+            text += f"; {num_cut:,} are truncated to {self.block_size} tokens"
         if num_dropped:
-            text += f"; {num_dropped:,} are left out, with nothing to foretell within them"
+            text += f"; {num_dropped:,} are dropped, because no target is left"
         return text
 
     @override
     def prompt(self) -> str:
-        """Return what the first validation example begins with, up to its first target."""
+        """Return the text of the first validation example before its first target."""
         [example, *_] = self.rows("validation")[0]
         return str(self.tokenizer.decode(example.tokens[: example.is_target.index(True)]))
 
@@ -158,11 +160,11 @@ class ExampleDataModule(TrainingData):
 
 
 def _filler(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that rows are filled up with: masked and no target, so any would do."""
+    """Return the padding token; any would do, because padding is masked and never a target."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
     raise ValueError(
         "The tokenizer has neither a padding token (`pad_token`) nor an end-of-text token"
-        " (`eos_token`), one of which rows are filled up with. Save the tokenizer with one."
+        " (`eos_token`), and rows need one as padding. Save the tokenizer with one."
     )

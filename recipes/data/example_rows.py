@@ -1,4 +1,4 @@
-"""Examples in files, cut to a model's context, put into rows, and rows put into batches."""
+"""Store tokenized examples in files, pack them into rows, and collate rows into batches."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from recipes.stages import stage
 Indices = NDArray[np.int64]
 Row = list[Example]
 
-NO_TARGET = -100  # transformers' label of a position that is not to be foretold
+NO_TARGET = -100  # transformers' label of a position that is not a target
 _FILES = ("tokens", "is_target", "ends")
 
 
 def write_examples(path: Path, examples: Iterable[Example]) -> None:
-    """Write examples into a folder, made in one go: after an error there is none."""
+    """Write examples into a new folder; after an error no folder is left."""
 
     def build(folder: Path) -> None:
         folder.mkdir()
@@ -46,11 +46,11 @@ def write_examples(path: Path, examples: Iterable[Example]) -> None:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Which examples a model of a given context can be tuned on."""
+    """The examples that fit a context and still contain a target."""
 
-    kept: Indices  # those with a target within the context
-    num_cut: int  # kept, without what lies behind the context
-    num_dropped: int  # not kept
+    kept: Indices  # examples with a target within the context
+    num_cut: int  # kept, but truncated
+    num_dropped: int  # dropped
 
 
 class ExampleFile:
@@ -68,7 +68,7 @@ class ExampleFile:
         self._starts: Indices = np.concatenate([[0], self._ends[:-1]])
 
     def __reduce__(self) -> tuple[type[ExampleFile], tuple[Path]]:
-        # pickled, for a process that is spawned, a memory map would become all that it maps
+        # pickling a memory map for a spawned process would copy its whole content
         return ExampleFile, (self._path,)
 
     def __len__(self) -> int:
@@ -76,19 +76,19 @@ class ExampleFile:
 
     @property
     def lengths(self) -> Indices:
-        """Tokens of each example, whole."""
+        """Number of tokens of each example, before truncation."""
         return self._ends - self._starts
 
     def example(self, index: int, block_size: int) -> Example:
-        """Return an example, cut behind `block_size` tokens."""
+        """Return an example, truncated to `block_size` tokens."""
         start = int(self._starts[index])
         stop = min(int(self._ends[index]), start + block_size)
         return Example(self._tokens[start:stop].tolist(), self._is_target[start:stop].tolist())
 
     def fit(self, indices: Indices, block_size: int) -> Fitted:
-        """Return which of the examples `indices` have something to foretell in `block_size` tokens.
+        """Return which of the examples `indices` have a target within `block_size` tokens.
 
-        The first token is nothing to foretell: there is none before it.
+        The first token is never a target: nothing precedes it.
         """
         before = np.concatenate([[0], np.cumsum(self._is_target, dtype=np.int64)])
         starts, ends = self._starts[indices], self._ends[indices]
@@ -99,17 +99,17 @@ class ExampleFile:
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put whole examples into rows: the longest first, each into the fullest row that has room.
+    """Pack whole examples into rows: the longest first, each into the fullest row with room.
 
     Args:
         lengths: of the examples, each at most `capacity`.
         capacity: tokens of a row.
 
     Returns:
-        The examples of each row; the same for the same lengths.
+        The examples of each row; deterministic.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room and row, ascending
+    free: list[tuple[int, int]] = []  # (room, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         found = bisect_left(free, (lengths[index], 0))
         if found < len(free):
@@ -128,9 +128,9 @@ class ExampleRows(Dataset[Row]):
 
     Args:
         file: of the examples.
-        kept: those that are used, each with a target.
+        kept: examples to use, each with a target.
         block_size: tokens of a row, at most.
-        packing: several examples may share a row; otherwise each has its own.
+        packing: let several examples share a row.
     """
 
     def __init__(self, file: ExampleFile, kept: Indices, block_size: int, packing: bool) -> None:
@@ -149,16 +149,16 @@ class ExampleRows(Dataset[Row]):
 
 
 class Collator:
-    """Makes a batch of rows, filled up on the right to the longest of them; B rows, T tokens.
+    """Collate B rows into a batch, padded on the right to the T tokens of the longest.
 
     A batch has `input_ids` and `labels`, int64 of shape (B, T); a label is the position's own
-    token, -100 where it is not to be foretold. Packed rows come with `position_ids`, which begin
-    again at every example and at what fills up, and by which transformers keeps examples apart;
-    others with `attention_mask`, 1 but for what fills up.
+    token, -100 where it is not a target. Packed rows come with `position_ids`, which restart at
+    every example and at the padding; transformers keeps the examples apart by them. Other rows come
+    with `attention_mask`, 0 for the padding.
 
     Args:
         packing: rows may have several examples.
-        filler: token that rows are filled up with.
+        filler: padding token.
     """
 
     def __init__(self, packing: bool, filler: int) -> None:
@@ -176,7 +176,7 @@ class Collator:
             start = 0
             for example in row:
                 tokens = torch.tensor(example.tokens)
-                # the token before an example's first one is another example's
+                # the token before an example's first one belongs to another example
                 is_target = torch.tensor([False, *example.is_target[1:]])
                 part = slice(start, start + len(tokens))
                 tokens_BT[b, part] = tokens

@@ -1,10 +1,10 @@
-"""Examples to tune a model on: what it is given, and what it shall answer.
+"""Examples for fine-tuning: a prompt and the response to learn.
 
 Two kinds of JSON lines. `Responses`, here::
 
     {"prompt": "Translate to French: cheese", "response": "fromage"}
 
-and `conversations.Conversations`, which the tokenizer's chat template makes a text of::
+and `conversations.Conversations`, which are rendered with the tokenizer's chat template::
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]}
 
@@ -24,10 +24,10 @@ from recipes.data.json_lines import JsonLines, text_of
 
 
 class Example(NamedTuple):
-    """A text as tokens, and which of them a model shall foretell."""
+    """A tokenized text and which of its tokens are targets."""
 
     tokens: list[int]
-    is_target: list[bool]  # as many
+    is_target: list[bool]  # one for each token
 
 
 class ExampleCorpus(Protocol):
@@ -40,25 +40,25 @@ class ExampleCorpus(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return a key of everything that decides the examples, but for the tokenizer."""
+        """Return a hash of everything that determines the examples, except the tokenizer."""
         ...
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """See that the tokenizer has what the examples need, and give it what it shall keep."""
+        """Check that the tokenizer fits the examples, and store their chat template in it."""
         ...
 
 
 class Responses:
     """Prompts and responses. The tokenizer's end-of-text token closes each response.
 
-    Prompt and response are tokenized apart, as they are when the tuned model is used: it is given
-    the tokens of the prompt, those that the tokenizer puts in front of a text (Llama's) included.
+    Prompt and response are tokenized separately, as when the tuned model is used: it then sees the
+    tokens of the prompt only, including those that a tokenizer such as Llama's puts in front.
 
     Args:
         train: files of JSON lines; see `JsonLines`.
-        validation: likewise; None: some of the training examples are kept for validation.
-        prompt_key: of the text that the model is given; it may be empty.
-        response_key: of the text that it shall answer.
+        validation: the same; None: some of the training examples are held out for validation.
+        prompt_key: key of the prompt, which may be empty.
+        response_key: key of the response.
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
@@ -77,26 +77,26 @@ class Responses:
         self._prompt_key, self._response_key = prompt_key, response_key
 
     def fingerprint(self) -> str:
-        """See `ExampleCorpus`."""
+        """Return a hash of everything that determines the examples, except the tokenizer."""
         return json.dumps([self._lines.fingerprint(), self._prompt_key, self._response_key])
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """See `ExampleCorpus`.
+        """Check that the tokenizer has an end-of-text token.
 
         Raises:
-            ValueError: the tokenizer has no end-of-text token.
+            ValueError: it has none.
         """
         if tokenizer.eos_token_id is None:
             raise ValueError(
-                "The tokenizer has no end-of-text token (`eos_token`): nothing would close a"
-                " response, and the tuned model would never stop. Save the tokenizer with one."
+                "The tokenizer has no end-of-text token (`eos_token`), so the tuned model could not"
+                " learn to stop. Save the tokenizer with one."
             )
 
     def examples(self, split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
-        """See `ExampleCorpus`.
+        """Yield the examples of a split, always in the same order.
 
         Raises:
-            ValueError: a line is not as it should be; with file and line number.
+            ValueError: a line is malformed; with file and line number.
         """
         for prompt, response in self.pairs(split):
             given = self._given(prompt, tokenizer)
@@ -105,7 +105,7 @@ class Responses:
             yield Example(given + answer, [False] * len(given) + [True] * len(answer))
 
     def pairs(self, split: Split) -> Iterator[tuple[str, str]]:
-        """Yield prompt and response of every line; errors as in `examples`."""
+        """Yield the prompt and response of every line; raises as `examples` does."""
         for place, record in self._lines.records(split):
             prompt = text_of(place, record, self._prompt_key, "data.corpus.prompt_key")
             response = text_of(place, record, self._response_key, "data.corpus.response_key")
@@ -114,7 +114,8 @@ class Responses:
     def _given(self, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
         if tokens and tokens[-1] == tokenizer.eos_token_id:
-            tokens.pop()  # some tokenizers close every text, and this one goes on
+            tokens.pop()  # some tokenizers end every text with it, but the response follows here
         if not tokens and tokenizer.bos_token_id is not None:
-            return [tokenizer.bos_token_id]  # or nothing would foretell the response's first token
+            # with nothing before it the response's first token could not be predicted
+            return [tokenizer.bos_token_id]
         return tokens

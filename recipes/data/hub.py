@@ -1,4 +1,4 @@
-"""A corpus of the Hugging Face `datasets` library, larger than memory if need be."""
+"""A corpus from the Hugging Face `datasets` library; may be larger than memory."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import PositiveInt
+
 from recipes.data.cache import cache_key
 from recipes.data.corpus import Split, digest
 
 
 class HubText:
-    """The texts of a dataset, read as a stream: a document at a time is in memory.
+    """The texts of a dataset, streamed one document at a time.
 
-    The stream is tokenized once, into the memory-mapped file that every corpus becomes
-    (`token_blocks`), and not trained from: a file is read in a random order that is another one in
-    every epoch, and is resumed exactly at any step by any number of ranks. With a `revision` that
-    is a commit it is there without a network, and stays the same data. The price is disk, two or
-    four bytes a token, and that training begins when the last document is through; `max_documents`
-    bounds both.
+    The stream is tokenized once into a memory-mapped file (`token_blocks`) instead of training from
+    it directly, because a file can be shuffled in every epoch and resumed exactly at any step
+    on any number of ranks. With a commit as `revision` later runs need no network and see the same
+    data. The costs are disk space, two or four bytes per token, and that training starts only after
+    the last document; `max_documents` limits both.
 
     Args:
-        path: an id on the hub, a local folder, or "json", "text", "parquet" and what else the
-            library reads, with `data_files`.
-        name: of the dataset's configuration, where it has several.
-        data_files: split to a path or glob, or a list of them.
+        path: an id on the hub, a local folder, or with `data_files` a format of the library such as
+            "json", "text" or "parquet".
+        name: of the dataset's configuration, if it has several.
+        data_files: a path or glob, or a list of them, for each split.
         train: name of the split to train on.
         validation: name of the split to validate on; None: the first `validation_documents` of the
-            training split, which are then not trained on.
-        validation_documents: to validate on, at most.
-        max_documents: to train on, at most; None: all.
-        text_column: that holds the text.
-        revision: commit, branch or tag on the hub; None: its newest. The hub is asked for the
-            commit at every start, but where this is one of 40 hexadecimal digits.
+            training split, which are then excluded from training.
+        validation_documents: limit for validation.
+        max_documents: limit for training; None: all.
+        text_column: column with the text.
+        revision: commit, branch or tag on the hub; None: the newest. Every start asks the hub for
+            the commit, unless this already is one (40 hexadecimal digits).
 
     Raises:
         ImportError: `datasets` is not installed.
         FileNotFoundError: an entry of `data_files` matches no file.
         ValueError: a number of documents is not positive; or (from `documents` and `fingerprint`)
-            the dataset cannot be reached or read, or has no such column.
+            the dataset cannot be read, or lacks the column.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class HubText:
         data_files: Mapping[str, str | Sequence[str]] | None = None,
         train: str = "train",
         validation: str | None = None,
-        validation_documents: int = 1000,
-        max_documents: int | None = None,
+        validation_documents: PositiveInt = 1000,
+        max_documents: PositiveInt | None = None,
         text_column: str = "text",
         revision: str | None = None,
     ) -> None:
@@ -67,10 +68,10 @@ class HubText:
         self._held_out = 0 if validation else validation_documents
         self._counts = {"train": max_documents, "validation": validation_documents}
         self._column = text_column
-        self._fingerprint: str | None = None  # made once and on demand: it reads files or asks
+        self._fingerprint: str | None = None  # computed on demand: it reads files or asks the hub
 
     def documents(self, split: Split) -> Iterator[str]:
-        """Yield the documents of a split in the dataset's order, empty ones left out."""
+        """Yield the documents of a split in the dataset's order, without empty ones."""
         start = self._held_out if split == "train" else 0
         count = self._counts[split]
         rows = islice(self._rows(split), start, None if count is None else start + count)
@@ -85,7 +86,7 @@ class HubText:
                 yield text
 
     def fingerprint(self) -> str:
-        """Return a key of the content: of the bytes of local files, of the commit on the hub."""
+        """Return a hash of the bytes of local files, or of the commit on the hub."""
         if self._fingerprint is None:
             self._fingerprint = cache_key(
                 self._content(),
@@ -152,7 +153,7 @@ def _find(data_files: Mapping[str, str | Sequence[str]]) -> dict[str, list[str]]
             files = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
             if not files:
                 raise FileNotFoundError(
-                    f"data.corpus.data_files.{split}: '{pattern}' matches no file (looked from"
+                    f"data.corpus.data_files.{split}: '{pattern}' matches no file (relative to"
                     f" '{Path.cwd()}')."
                 )
             found.setdefault(split, []).extend(files)

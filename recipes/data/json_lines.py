@@ -1,4 +1,4 @@
-"""Files of JSON lines: one object a line, each with the place where it stands, for messages."""
+"""Read files of JSON lines, with the file and line of each object for error messages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class JsonLines:
     """UTF-8 files with a JSON object on every line, plain or compressed with xz (`.xz`).
 
     Args:
-        train: a path or glob (`~` and `**` are understood), or a list of them.
-        validation: likewise; None: some of the training files' records are kept for validation.
+        train: a path or glob (with `~` and `**`), or a list of them.
+        validation: the same; None: some of the training files' records are held out.
 
     Attributes:
-        has_validation: whether validation has files of its own.
+        has_validation: whether there are files for validation.
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
@@ -36,10 +36,10 @@ class JsonLines:
         self._files = TextFiles(train, validation if validation is not None else [])
 
     def records(self, split: Split) -> Iterator[tuple[str, Record]]:
-        """Yield place ("FILE, line N") and object of every line that is not blank.
+        """Yield the place ("FILE, line N") and the object of every line that is not blank.
 
         Raises:
-            ValueError: a line is no JSON object, a file is no UTF-8, or the split has no record.
+            ValueError: a line is not a JSON object, a file is not UTF-8, or the split is empty.
         """
         found = False
         for path in self._files.files[split]:
@@ -54,21 +54,21 @@ class JsonLines:
             )
 
     def fingerprint(self) -> str:
-        """Return a key of the files' bytes; dates do not matter."""
+        """Return a hash of the files' bytes, independent of dates."""
         return self._files.fingerprint()
 
 
 def text_of(place: str, record: Record, key: str, setting: str) -> str:
-    """Return a record's text under `key`.
+    """Return the text at `key` in a record.
 
     Args:
-        place: where the record stands.
-        record: an object of a line, or one in it.
+        place: of the record, for errors.
+        record: the object of a line, or one inside it.
         key: of the text.
-        setting: configuration key that names `key`, for the message; empty if there is none.
+        setting: configuration key that changes `key`, for errors; empty if there is none.
 
     Raises:
-        ValueError: the key is missing, or is no text.
+        ValueError: the key is missing, or its value is not text.
     """
     hint = f" Other names are given by `{setting}`." if setting else ""
     if key not in record:
@@ -76,7 +76,7 @@ def text_of(place: str, record: Record, key: str, setting: str) -> str:
         raise ValueError(f"{place}: there is no key '{key}' among the keys {keys}.{hint}")
     text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{place}: '{key}' must be text, and it is {json.dumps(text)[:60]}.")
+        raise ValueError(f"{place}: '{key}' must be text, but it is {json.dumps(text)[:60]}.")
     return text
 
 
@@ -90,9 +90,9 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 if line.strip():
                     yield place, line
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place} or after: this is no UTF-8 text ({error.reason}).") from error
+        raise ValueError(f"{place} or after: this is not UTF-8 text ({error.reason}).") from error
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{path} is named .xz and is no xz file ({error}).") from error
+        raise ValueError(f"{path} is named .xz but is not an xz file ({error}).") from error
 
 
 def _parse(place: str, line: str) -> Record:
@@ -100,11 +100,11 @@ def _parse(place: str, line: str) -> Record:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{place}: this is no JSON ({error.msg}, column {error.colno}). Every line must be a"
-            " JSON object of its own, without a comma behind it."
+            f"{place}: this is not JSON ({error.msg}, column {error.colno}). Every line must be a"
+            " JSON object of its own, without a comma after it."
         ) from error
     if not isinstance(record, dict):
         raise ValueError(
-            f"{place}: a line must be a JSON object, as {{...}}, and this is {line.strip()[:60]}."
+            f"{place}: a line must be a JSON object, as {{...}}, but this is {line.strip()[:60]}."
         )
     return record

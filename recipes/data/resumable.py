@@ -1,11 +1,11 @@
-"""A data loader that knows where it is, for runs that are resumed in the middle of an epoch.
+"""A data loader that can be resumed in the middle of an epoch.
 
 Lightning saves and restores the `state_dict` of any training loader that has one. torchdata's
-`StatefulDataLoader` has, and does not work here (torchdata 0.11.0, Lightning 2.6.6, tried):
-Lightning restores the loader and makes its iterator before it tells the sampler the epoch, so from
-the second epoch on a resumed run saw the first epoch's order; and a run resumed from a checkpoint
-of an epoch's last batch went through one epoch without batches. Both are cured by looking at the
-epoch when the first batch is asked for, not before.
+`StatefulDataLoader` has one but does not work here (torchdata 0.11.0, Lightning 2.6.6): Lightning
+restores the loader and creates its iterator before it tells the sampler the epoch, so from the
+second epoch on a resumed run read the first epoch's order, and a run resumed from a checkpoint at
+an epoch's last batch ran one epoch without batches. Reading the epoch only when the first batch is
+requested fixes both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 class ResumableSampler(DistributedSampler):
-    """A `DistributedSampler` whose next pass leaves out the first `skip` samples of this rank."""
+    """A `DistributedSampler` whose next pass skips the first `skip` samples of this rank."""
 
     skip: int = 0
 
@@ -28,15 +28,15 @@ class ResumableSampler(DistributedSampler):
 
 
 class ResumableDataLoader(DataLoader[Any]):
-    """A `DataLoader` that resumes after the last batch that was handed out, workers or not.
+    """A `DataLoader` that resumes after the last batch it returned, with or without workers.
 
-    The state says how many samples *all* ranks have taken in which epoch. It is the same on every
-    rank, so the one that Lightning saves (rank 0's) serves all; and because the sampler deals
-    samples out in turn, a run resumed on another number of ranks neither repeats nor loses more
-    than a part of one batch.
+    The state is the epoch and the number of samples that *all* ranks have read in it. It is the
+    same on every rank, so the state that Lightning saves (rank 0's) is enough. Because the sampler
+    deals samples round-robin, a run resumed on a different number of ranks repeats or loses at most
+    part of one batch.
 
     Args:
-        sampler: decides the order; Lightning tells it the epoch.
+        sampler: determines the order; Lightning sets its epoch.
         batch_size: samples per batch.
         **kwargs: of `torch.utils.data.DataLoader`.
     """
@@ -51,7 +51,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self._resume: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # a generator: this runs when the first batch is asked for, when the sampler knows the epoch
+        # a generator: this runs when the first batch is requested, after the epoch has been set
         state, self._resume = self._resume, None
         same_epoch = state is not None and state["epoch"] == self.sampler.epoch
         self._samples_before = state["samples"] if state is not None and same_epoch else 0
@@ -62,10 +62,10 @@ class ResumableDataLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and how many samples all ranks together have taken in it."""
+        """Return the epoch and the number of samples that all ranks together have read in it."""
         taken = self._samples_before + self._batches_taken * self._samples_per_batch
         return {"epoch": self.sampler.epoch, "samples": taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Make the next pass go on after `state`, if it is a pass through the same epoch."""
+        """Make the next pass continue after `state` if it is a pass through the same epoch."""
         self._resume = dict(state)

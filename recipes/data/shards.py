@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import Seed
 from recipes.data.cache import build_once, cache_key
 from recipes.data.corpus import SPLITS, Split, find_splits
 from recipes.data.token_blocks import JoinedBlocks, TokenBlocks
@@ -16,34 +18,34 @@ from recipes.data.token_data import BlockDataModule
 from recipes.stages import stage
 
 DTYPES = ("uint16", "uint32")
-# llm.c's files, and so those of FineWeb for GPT-2 that many use, begin with 256 int32: a number
-# that tells the width of a token, a version, the tokens in the file, zeros
+# llm.c's files, such as its FineWeb for GPT-2, begin with 256 int32: a magic number that gives the
+# width of a token, a version, the number of tokens, zeros
 HEADER_BYTES = 1024
 _WIDTH_OF_HEADER = {20240520: "uint16", 20240801: "uint32"}
 
 
 class TokenShards(BlockDataModule):
-    """Files of tokens, memory-mapped, so that they may be larger than memory; one after the other.
+    """Blocks of memory-mapped files of tokens, which may be larger than memory.
 
-    Little-endian unsigned integers, and before them nothing (nanoGPT) or llm.c's header, which is
-    recognized. Every id is looked at once, when files are used for the first time: one that the
-    model has no embedding for would end a run on a GPU in the middle, without a name.
+    The files contain little-endian unsigned integers, after llm.c's header, which is recognized, or
+    without one (nanoGPT). The first use of a file checks every id: on a GPU an id without an
+    embedding would end a run in the middle with an obscure error.
 
     Args:
-        train: a path or glob (`~` and `**` are understood), or a list of them; in order of paths.
-        validation: likewise.
-        tokenizer: the one that made the tokens.
-        cache_dir: folder where it is kept which files have been looked at.
-        dtype: of a token in files without a header, "uint16" or "uint32".
-        block_size: see `BlockDataModule`, as all that follow.
-        batch_size: likewise.
-        num_workers: likewise.
-        seed: likewise.
+        train: a path or glob (with `~` and `**`), or a list of them; read in order of their paths.
+        validation: the same.
+        tokenizer: the one that produced the tokens.
+        cache_dir: folder that remembers which files have been checked.
+        dtype: of the tokens in files without a header, "uint16" or "uint32".
+        block_size: as for `BlockDataModule`.
+        batch_size: as for `BlockDataModule`.
+        num_workers: as for `BlockDataModule`.
+        seed: as for `BlockDataModule`.
 
     Raises:
         FileNotFoundError: a path or glob matches no file.
         ValueError: a file is in both splits; or (from `prepare_data`) an id is too large for the
-            tokenizer, or a file's size fits no whole number of tokens.
+            tokenizer, or a file's size is not a whole number of tokens.
     """
 
     def __init__(
@@ -53,10 +55,10 @@ class TokenShards(BlockDataModule):
         tokenizer: PreTrainedTokenizerBase,
         cache_dir: str,
         dtype: str = "uint16",
-        block_size: int = 128,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 8,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         if dtype not in DTYPES:
@@ -67,7 +69,7 @@ class TokenShards(BlockDataModule):
 
     @override
     def blocks(self, split: Split) -> JoinedBlocks:
-        """Return the blocks of a split, which never reach from one file into the next."""
+        """Return the blocks of a split, none of which crosses the end of a file."""
         return JoinedBlocks([self._open(path) for path in self._files[split]])
 
     @override
@@ -85,8 +87,8 @@ class TokenShards(BlockDataModule):
             offset = HEADER_BYTES
         if size < offset or (size - offset) % np.dtype(dtype).itemsize:
             raise ValueError(
-                f"'{path}' has {size} bytes, which is no whole number of {dtype} tokens"
-                f"{' behind its header' if offset else ''}. It was cut short, or data.dtype is"
+                f"'{path}' has {size} bytes, which is not a whole number of {dtype} tokens"
+                f"{' after its header' if offset else ''}. It is truncated, or data.dtype must be"
                 f" another one of {', '.join(DTYPES)}."
             )
         return TokenBlocks(path, self.block_size, dtype, offset)
@@ -100,7 +102,7 @@ class TokenShards(BlockDataModule):
 
         def build(file: Path) -> None:
             with stage(f"looking at the tokens of {path.name}"):
-                file.write_text(str(tokens.max()))  # numpy goes through the mapped file in pieces
+                file.write_text(str(tokens.max()))  # numpy reads the mapped file in chunks
 
         largest = int(build_once(self._cache_dir / f"largest-id-{key}.txt", build).read_text())
         if largest >= size:

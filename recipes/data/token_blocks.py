@@ -1,4 +1,4 @@
-"""A corpus as one long row of tokens in a memory-mapped file, read in blocks."""
+"""Tokenize a corpus into a memory-mapped file and read it in blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipes.data.cache import build_once, cache_key
 from recipes.data.corpus import Corpus, Split, TextFiles
 from recipes.stages import Advance, stage
 
-_DOCUMENTS_PER_CALL = 64  # the tokenizer works on them in parallel
+_DOCUMENTS_PER_CALL = 64  # documents that the tokenizer processes in parallel
 _KEY_LETTERS = 16
 _PIECE = 2**22  # tokens
 
@@ -25,17 +25,17 @@ _PIECE = 2**22  # tokens
 def tokenize(
     corpus: Corpus, split: Split, tokenizer: PreTrainedTokenizerBase, cache_dir: str
 ) -> Path:
-    """Return the file of a split's tokens, made now or found in the cache.
+    """Return the file with a split's tokens, from the cache or tokenized now.
 
-    The tokens of all documents follow each other, each document closed by the tokenizer's
-    end-of-text token where it has one. The format is raw little-endian uint16, or uint32 (suffix
+    The documents follow each other, each ended by the tokenizer's end-of-text token if it has one.
+    The format is raw little-endian uint16, or uint32 (suffix
     `.uint32`) for vocabularies above 65536.
 
     Args:
         corpus: the text.
         split: "train" or "validation".
         tokenizer: any Hugging Face tokenizer.
-        cache_dir: folder for the file, which is named by the content of corpus and tokenizer.
+        cache_dir: folder for the file, whose name hashes the content of corpus and tokenizer.
     """
     width = np.dtype("uint16" if len(tokenizer) <= 2**16 else "uint32")
     key = cache_key(corpus.fingerprint(), fingerprint(tokenizer))[:_KEY_LETTERS]
@@ -50,16 +50,16 @@ def tokenize(
 
 
 class TokenBlocks(Dataset[Tensor]):
-    """Blocks of `block_size` + 1 tokens of a file of tokens, as `tokenize` makes it.
+    """Blocks of `block_size` + 1 tokens from a file as `tokenize` writes it.
 
     Neighbours share one token: block i reads tokens i*block_size to (i+1)*block_size inclusive.
     Inputs are all tokens but the last, targets all but the first, so every token but the file's
-    first is a target exactly once. What is left at the end and fills no block is not used.
+    first is a target exactly once. An incomplete block at the end is not used.
 
     Args:
         path: the file of tokens, little-endian.
         block_size: predictions per block.
-        dtype: of a token, "uint16" or "uint32"; None: what the file's suffix says.
+        dtype: of a token, "uint16" or "uint32"; None: determined by the suffix.
         offset: bytes before the first token.
 
     Attributes:
@@ -73,14 +73,14 @@ class TokenBlocks(Dataset[Tensor]):
         self.block_size = block_size
         self._made_of = (path, block_size, dtype, offset)
         width = np.dtype(dtype or path.suffix[1:]).newbyteorder("<")
-        empty = path.stat().st_size == offset  # which cannot be mapped
+        empty = path.stat().st_size == offset  # an empty file cannot be mapped
         self.tokens: np.ndarray[Any, Any] = (
             np.empty(0, width) if empty else np.memmap(path, width, mode="r", offset=offset)
         )
         self.parts = [self]
 
     def __reduce__(self) -> tuple[type[TokenBlocks], tuple[Any, ...]]:
-        # pickled, for a process that is spawned, a memory map would become all that it maps
+        # pickling a memory map for a spawned process would copy its whole content
         return TokenBlocks, self._made_of
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class TokenBlocks(Dataset[Tensor]):
 
 
 class JoinedBlocks(ConcatDataset[Tensor]):
-    """The blocks of several files, one file after the other; no block reaches into the next file.
+    """The blocks of several files in turn; no block crosses the end of a file.
 
     Args:
         parts: the files, at least one.
@@ -112,14 +112,14 @@ Blocks = TokenBlocks | JoinedBlocks
 
 
 def num_tokens(blocks: Blocks) -> int:
-    """Return the tokens of all files together."""
+    """Return the number of tokens in all files together."""
     return sum(len(part.tokens) for part in blocks.parts)
 
 
 def count_tokens(
     rows: Iterable[np.ndarray[Any, Any]], vocab_size: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return how often each id occurs, shape (vocab_size,), int64.
+    """Count how often each id occurs; int64 of shape (vocab_size,).
 
     Args:
         rows: of tokens, each shape (num_tokens,); memory-mapped ones may be larger than memory.
@@ -127,7 +127,7 @@ def count_tokens(
     """
     counts_V = np.zeros(vocab_size, np.int64)
     for row in rows:
-        # in pieces: numpy counts in a copy of int64, four times as large
+        # in chunks: numpy counts in an int64 copy, four times as large
         for start in range(0, len(row), _PIECE):
             counts_V += np.bincount(row[start : start + _PIECE], minlength=vocab_size)
     return counts_V
@@ -139,7 +139,7 @@ def _token_rows(
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     iterator = iter(documents)
     while batch := list(islice(iterator, _DOCUMENTS_PER_CALL)):
-        # special tokens would be put into every document; `verbose` warns of documents longer than
+        # special tokens would be added to every document; `verbose` warns of documents longer than
         # a model's context
         encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
         advance(sum(len(document.encode()) for document in batch))
@@ -147,7 +147,7 @@ def _token_rows(
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a key of what the tokenizer does: its definition, or for slow ones the vocabulary."""
+    """Return a hash of the tokenizer's definition, or of its vocabulary if it is a slow one."""
     if tokenizer.is_fast:
         definition = tokenizer.backend_tokenizer.to_str()
     else:

@@ -1,18 +1,20 @@
-"""From a corpus to the batches of a rank."""
+"""LightningDataModules for pretraining: from a corpus to the batches of a rank."""
 
 from __future__ import annotations
 
 import numpy as np
+from pydantic import NonNegativeInt, PositiveInt
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import Seed
 from recipes.data.corpus import SPLITS, Corpus, Split
 from recipes.data.token_blocks import Blocks, TokenBlocks, count_tokens, num_tokens, tokenize
 from recipes.data.training_data import TrainingData
 
 
 class BlockDataModule(TrainingData):
-    """Blocks of tokens; a subclass says where they are.
+    """Blocks of tokens, which a subclass provides.
 
     A batch is an int64 tensor of shape (batch_size, block_size + 1): inputs are all columns but the
     last, targets all but the first.
@@ -21,8 +23,8 @@ class BlockDataModule(TrainingData):
         tokenizer: the model's tokenizer.
         block_size: predictions per block; the model's context.
         batch_size: blocks per rank and micro-batch.
-        num_workers: processes that read ahead; 0 reads in the training process.
-        seed: of the order of the training blocks, which is another one in every epoch.
+        num_workers: processes that prefetch; 0 reads in the training process.
+        seed: of the order of the training blocks, which changes every epoch.
 
     Raises:
         ValueError: (from `setup`) there are fewer blocks than the ranks need.
@@ -31,10 +33,10 @@ class BlockDataModule(TrainingData):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        block_size: int = 128,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 8,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
 
@@ -69,7 +71,7 @@ class BlockDataModule(TrainingData):
         tokens = num_tokens(blocks)
         if tokens == 0:
             raise ValueError(
-                f"The {split} split is empty: what `data` names for it holds no text at all."
+                f"The {split} split is empty: the files or dataset in `data` contain no text."
             )
         if len(blocks) < num_blocks:
             raise ValueError(
@@ -80,16 +82,16 @@ class BlockDataModule(TrainingData):
 
 
 class TokenDataModule(BlockDataModule):
-    """The blocks of a corpus, tokenized once.
+    """Blocks of a corpus, which is tokenized once.
 
     Args:
-        corpus: where the text comes from.
+        corpus: source of the text.
         tokenizer: the model's tokenizer.
         cache_dir: folder for files of tokens.
-        block_size: see `BlockDataModule`, as all that follow.
-        batch_size: likewise.
-        num_workers: likewise.
-        seed: likewise.
+        block_size: as for `BlockDataModule`.
+        batch_size: as for `BlockDataModule`.
+        num_workers: as for `BlockDataModule`.
+        seed: as for `BlockDataModule`.
     """
 
     def __init__(
@@ -97,10 +99,10 @@ class TokenDataModule(BlockDataModule):
         corpus: Corpus,
         tokenizer: PreTrainedTokenizerBase,
         cache_dir: str,
-        block_size: int = 128,
-        batch_size: int = 8,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt = 128,
+        batch_size: PositiveInt = 8,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__(tokenizer, block_size, batch_size, num_workers, seed)
         self.corpus = corpus
@@ -108,17 +110,16 @@ class TokenDataModule(BlockDataModule):
 
     @override
     def blocks(self, split: Split) -> TokenBlocks:
-        """Return the blocks of a split; tokenizes the corpus if no run has done so before."""
+        """Return the blocks of a split, tokenizing the corpus if no run has done so before."""
         path = tokenize(self.corpus, split, self.tokenizer, self._cache_dir)
         return TokenBlocks(path, self.block_size)
 
 
 def unigram_loss(train: Blocks, validation: Blocks, vocab_size: int) -> float:
-    """Return the loss of the model that knows only how often each token occurs, in nats per token.
+    """Return the loss of a unigram model in nats per token.
 
-    It is fitted to all training tokens, with one added to every count (a token that never occurred
-    would cost infinity), and evaluated on the targets of all validation blocks, the very tokens on
-    which the model is.
+    It is fitted to all training tokens, with add-one smoothing (an unseen token would cost
+    infinity), and evaluated on the targets of all validation blocks, as the trained model is.
     """
     counts_V = count_tokens((part.tokens for part in train.parts), vocab_size) + 1
     log_p_V = np.log(counts_V / counts_V.sum())

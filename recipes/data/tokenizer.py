@@ -1,10 +1,11 @@
-"""Tokenizers, all of Hugging Face's kind: every run can export what `AutoTokenizer` loads."""
+"""Tokenizers, all in Hugging Face's format, so that every run can export them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import PositiveInt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -16,12 +17,12 @@ END_OF_TEXT = "<|endoftext|>"
 BYTE_VOCAB_SIZE = 257  # 256 bytes and the end of text
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE, as GPT-2's, on a corpus's training text; cached by content and size.
+def train_bpe(corpus: Corpus, vocab_size: PositiveInt, cache_dir: str) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE like GPT-2's on the training text of a corpus, with a cache.
 
     Args:
         corpus: only its training split is read.
-        vocab_size: entries, the 256 bytes and the end of text included.
+        vocab_size: number of tokens, including the 256 bytes and the end of text.
         cache_dir: folder for the trained tokenizer.
 
     Raises:
@@ -30,7 +31,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str) -> PreTrainedToke
     if vocab_size < BYTE_VOCAB_SIZE:
         raise ValueError(
             f"tokenizer.vocab_size={vocab_size} must be at least {BYTE_VOCAB_SIZE}: a byte-level"
-            " BPE starts from 256 bytes and the end of text. For no merges at all use"
+            " BPE starts from 256 bytes and the end of text. To do without merges use"
             " `tokenizer=bytes`."
         )
     folder = Path(cache_dir) / f"bpe-{vocab_size}-{cache_key(corpus.fingerprint(), vocab_size)}"
@@ -43,7 +44,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: str) -> PreTrainedToke
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """Return the tokenizer whose tokens are the 256 bytes and an end of text."""
+    """Return a tokenizer with the 256 bytes and an end of text as tokens."""
     return _byte_level_bpe(iter(()), BYTE_VOCAB_SIZE)
 
 
@@ -51,7 +52,7 @@ def pretrained_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer by Hugging Face id or from a folder.
 
     Raises:
-        ValueError: it cannot be found, or it came without a vocabulary.
+        ValueError: it cannot be found, or has no vocabulary.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
@@ -62,8 +63,7 @@ def pretrained_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
             " a network, or with HF_HUB_OFFLINE=1, only folders and ids loaded before are found)."
         ) from error
     if len(tokenizer) < 2:
-        # transformers 5 makes an empty tokenizer, without an error, of a folder whose files it does
-        # not know
+        # transformers 5 silently returns an empty tokenizer for a folder with unknown files
         raise ValueError(
             f"tokenizer.name_or_path='{name_or_path}' gave a vocabulary of {len(tokenizer)}. The"
             " folder must hold what `save_pretrained` writes (tokenizer.json and"

@@ -1,4 +1,4 @@
-"""What a recipe asks of its data, whatever the rows are."""
+"""Base class of the data modules: distributes rows of tokens over the ranks."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from pydantic import NonNegativeInt, PositiveInt
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
+from recipes.configuration.ranges import Seed
 from recipes.data.corpus import Split
 from recipes.data.resumable import ResumableDataLoader, ResumableSampler
 
 
 class TrainingData(pl.LightningDataModule):
-    """Rows of tokens, each for one rank: in training once an epoch, in validation exactly once.
+    """Rows of tokens, distributed over the ranks; validation reads each row exactly once.
 
-    The samplers are made here and not by Lightning, which leaves a `DistributedSampler` alone: for
-    training to have one that can be resumed, for validation one that repeats no row to make the
-    ranks' shares equal.
+    Creates the samplers instead of Lightning (which keeps an existing `DistributedSampler`): a
+    resumable one for training, and for validation one that does not repeat rows to even out the
+    ranks' shares.
 
     Args:
         tokenizer: the model's tokenizer.
-        block_size: tokens of a row that a model predicts from, at most; the model's context.
+        block_size: maximum number of tokens of a row; the model's context.
         batch_size: rows per rank and micro-batch.
-        num_workers: processes that read ahead; 0 reads in the training process.
-        seed: of the order of the training rows, which is another one in every epoch.
+        num_workers: processes that prefetch; 0 reads in the training process.
+        seed: of the order of the training rows, which changes every epoch.
 
     Raises:
         ValueError: (from `setup`) there are fewer rows than the ranks need.
@@ -36,10 +38,10 @@ class TrainingData(pl.LightningDataModule):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        block_size: int,
-        batch_size: int,
-        num_workers: int = 0,
-        seed: int = 0,
+        block_size: PositiveInt,
+        batch_size: PositiveInt,
+        num_workers: NonNegativeInt = 0,
+        seed: Seed = 0,
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
@@ -54,26 +56,26 @@ class TrainingData(pl.LightningDataModule):
         raise NotImplementedError
 
     def num_rows(self) -> int:
-        """Return the training rows of one epoch, of all ranks together."""
+        """Return the number of training rows of one epoch, for all ranks together."""
         return len(self.rows("train"))  # type: ignore[arg-type]
 
     def tokens_per_row(self) -> int:
-        """Return how many tokens a training row has, on average."""
+        """Return the average number of tokens of a training row."""
         return self.block_size
 
     def describe(self) -> str:
-        """Return one line on what there is to train on and to validate on."""
+        """Describe the training and validation data in one line."""
         raise NotImplementedError
 
     def baseline_loss(self) -> float | None:
-        """Return what a unigram model of the training text loses, in nats per token; or None.
+        """Return the validation loss of a unigram model of the training text, in nats per token.
 
-        On the very tokens on which a model is validated; None where only some of them are targets.
+        None where only some tokens are targets.
         """
         return None
 
     def prompt(self) -> str:
-        """Return the words that a sample of the model's text shall begin with."""
+        """Return the beginning of the text that the trained model is to continue."""
         raise NotImplementedError
 
     @override
@@ -93,7 +95,7 @@ class TrainingData(pl.LightningDataModule):
             seed=self._seed,
             drop_last=True,
         )
-        # a short last batch would give its rows a greater weight than the others have
+        # a short last batch would give its rows a greater weight
         return ResumableDataLoader(
             sampler,
             self.batch_size,
@@ -116,13 +118,13 @@ class TrainingData(pl.LightningDataModule):
         )
 
     def _require(self, split: Split, num_rows: int) -> None:
-        """Raise a `ValueError` if the split has fewer rows than `num_rows`."""
+        """Raise a `ValueError` if a split has fewer than `num_rows` rows."""
         raise NotImplementedError
 
     def size_and_rank(self) -> tuple[int, int]:
-        """Return into how many shares the rows are divided, and this rank's share.
+        """Return the number of shares of the data, and the index of this rank's share.
 
-        The strategy's answer and not the world's: ranks that share one model read the same rows.
+        The strategy decides: ranks that share one model read the same rows.
         """
         shares = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return (shares["num_replicas"], shares["rank"]) if shares else (1, 0)

@@ -1,6 +1,6 @@
-"""What the training recipes share: the LightningModule and the Trainer with all that is around it.
+"""Shared parts of the training recipes: the LightningModule, the Trainer and its callbacks.
 
-In reading order: `run` (a run from its configuration), `language_model` and `optimizer`; what is
-settled before anything is launched: `length`, `memory`, `resume`; how it ends early: `stopping`;
-then `progress`, `report`, `evaluation`, `traffic`, `figures`: what the person at the keyboard sees.
+In reading order: `run` (from a configuration to a fit), `language_model` and `optimizer`; checks
+before anything is launched: `length`, `memory`, `resume`; early ends: `stopping`; output:
+`progress`, `report`, `evaluation`, `traffic`, `figures`.
 """

@@ -1,4 +1,4 @@
-"""What a trained model is worth: its loss, and a sample of its text."""
+"""Evaluate a model: its loss, and a sample of its text."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from recipes.training.pretrained import context_length
 def token_loss(
     module: LanguageModel, batches: Iterable[Batch], advance: Advance | None = None
 ) -> float:
-    """Return the mean loss per token in nats over the batches of all ranks, which all must call it.
+    """Return the mean loss in nats per token over the batches of all ranks; a collective.
 
     Args:
-        module: evaluated as it is, on the device where it is.
+        module: evaluated on its current device.
         batches: this rank's share.
-        advance: is told of every batch that is done.
+        advance: called after every batch.
     """
     was_training = module.training
     module.eval()
@@ -45,14 +45,14 @@ def generate_text(
     max_new_tokens: int,
     seed: int,
 ) -> str:
-    """Return the prompt and what the model makes of it, sampled at temperature 0.8 from the top 50.
+    """Continue a prompt, sampling at temperature 0.8 from the top 50 tokens; return both.
 
     Args:
-        module: on any device; left in the mode it had.
+        module: on any device; its mode is restored.
         tokenizer: the model's.
-        prompt: at least one token, or the tokenizer's end of text is taken.
-        max_new_tokens: at most so many; prompt and they together stay within the model's context.
-        seed: of the sampling; the global random state is left as it was.
+        prompt: if it has no token, the tokenizer's end of text is used.
+        max_new_tokens: limit; prompt and new tokens together stay within the model's context.
+        seed: of the sampling; the global random state is restored.
     """
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"] or [tokenizer.eos_token_id]
     context = context_length(module.model.config) or len(tokens) + max_new_tokens
@@ -60,7 +60,7 @@ def generate_text(
     was_training = module.training
     module.eval()
     model: Any = module.model  # transformers types `generate` for its own mixins only
-    # elsewhere CUDA is left alone: a process that was forked from one that uses it cannot have it
+    # do not touch CUDA otherwise: a process forked from one that uses it cannot use it
     with isolate_rng(include_cuda=module.device.type == "cuda"):
         torch.manual_seed(seed)
         row = torch.tensor([tokens], device=module.device)

@@ -1,4 +1,4 @@
-"""A fit that goes wrong: what is there is kept, and a sentence says what has happened."""
+"""Failed fits: keep their results and explain the failure."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from recipes.training.progress import History
 
 
 def on_error(trainer: pl.Trainer, then: Callable[[Exception], None]) -> None:
-    """Call `then` when an error ends the fit, in the process that trains; the error goes on.
+    """Call `then` with an error that ends the fit, in the training process; then raise it again.
 
-    `Callback.on_exception` is not called there where Lightning has forked or spawned it: only the
-    launching process hears of the error, and it has no figures.
+    Lightning calls `Callback.on_exception` only in the launching process if it has forked or
+    spawned the ranks, but only the training process has the history and the ledger.
 
     Args:
-        trainer: before its fit loop runs, in the process that trains.
-        then: gets the error; exchanges nothing, for other ranks may be gone.
+        trainer: in the training process, before its fit loop runs.
+        then: must not communicate, because other ranks may be dead.
     """
     run = trainer.fit_loop.run
 
-    def run_or_tell() -> None:
+    def run_and_report() -> None:
         try:
             run()
         except Exception as error:
             then(error)
             raise
 
-    trainer.fit_loop.run = run_or_tell  # type: ignore[method-assign]
+    trainer.fit_loop.run = run_and_report  # type: ignore[method-assign]
 
 
 def diverged(loss: float, history: History, run_dir: Path) -> str | None:
-    """Return a sentence on a run whose trained weights have no finite loss; None if it is finite.
+    """Describe a run whose final loss is not finite; return None if it is finite.
 
     Args:
         loss: of the validation after training.

@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""The figure of a run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recipes.training.progress import History
 def draw_run(
     history: History, final_loss: float, ddp_bytes_per_step: float, title: str, path: Path
 ) -> None:
-    """Write a PNG with loss and what one rank's training steps have sent, over these.
+    """Write a PNG with the loss and the bytes sent by one rank, over the training steps.
 
     Args:
         history: of the run.
         final_loss: validation loss of the final weights, nats per token.
-        ddp_bytes_per_step: what fp32 DDP's steps send, for comparison.
-        title: of the picture.
+        ddp_bytes_per_step: sent by fp32 DDP, for comparison.
+        title: of the figure.
         path: of the PNG.
     """
-    # Figure and canvas by hand: pyplot keeps global state and may look for a display
+    # without pyplot, which keeps global state and may look for a display
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     loss, traffic = figure.subplots(2, 1, sharex=True)
@@ -41,7 +41,7 @@ def draw_run(
     )
     traffic.set(xlabel="optimizer step", ylabel="sent by one rank's steps (MB)")
     if max(ddp_megabytes, default=0) > 0:
-        # two curves that differ a hundredfold: linear below what DDP sends in one step, so that
+        # the curves differ a hundredfold: linear below the bytes of one DDP step, so that
         # zero has a place
         traffic.set_yscale("symlog", linthresh=ddp_bytes_per_step / 1e6)
     traffic.legend()

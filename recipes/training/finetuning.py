@@ -1,4 +1,4 @@
-"""Data and module of a fine-tuning, made of its configuration."""
+"""Build data and module of a fine-tuning run from its configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
-from recipes.training.forked import without_beginning_cuda
+from recipes.training.forked import without_initializing_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import builds_on_meta
 from recipes.training.memory import check_memory
@@ -18,11 +18,11 @@ from recipes.training.run import Config, factory
 
 
 def build(config: Config) -> tuple[TrainingData, LanguageModel]:
-    """Return data and module of a composed `conf/finetune.yaml`.
+    """Build data and module from a composed `conf/finetune.yaml`.
 
     Raises:
         FileNotFoundError: a path or glob matches nothing.
-        ValueError: model, data and strategy do not go together, one of them cannot be read, or the
+        ValueError: model, data and strategy do not fit together, one of them cannot be read, or the
             model does not fit into memory.
     """
     _check_parts(config)
@@ -35,14 +35,14 @@ def build(config: Config) -> tuple[TrainingData, LanguageModel]:
         module = build_module(config, model_config)
     if config["data"].get("packing"):
         on_meta = builds_on_meta(config)
-        without_beginning_cuda(
+        without_initializing_cuda(
             lambda: check_packing(one_block(model_config) if on_meta else module.model)
         )
     return data, module
 
 
 def build_data(config: Config) -> TrainingData:
-    """Return the data module with its tokenizer."""
+    """Build the data module with its tokenizer."""
     tokenizer = instantiate(_with_found_models(config)["tokenizer"], _convert_="all")
     return factory(config["data"])(tokenizer=tokenizer)
 
@@ -50,7 +50,7 @@ def build_data(config: Config) -> TrainingData:
 def build_module(
     config: Config, model_config: PretrainedConfig, pretrained: bool = True
 ) -> LanguageModel:
-    """Return the module, with adapters where `lora` is given; with fresh weights on request."""
+    """Build the module, with adapters if `lora` is given; `pretrained=False` loads no weights."""
     return LanguageModel(
         model_config.to_dict(),
         factory(config["optimizer"]),
@@ -63,7 +63,7 @@ def build_module(
 
 
 def _with_found_models(config: Config) -> Config:
-    """Return the configuration with globs and folders of pretrained models made whole paths."""
+    """Replace globs and folders of pretrained models by absolute paths."""
     found: dict[str, Any] = {}
     for group in ("model", "tokenizer"):
         part = config[group]
@@ -76,7 +76,7 @@ def _with_found_models(config: Config) -> Config:
 def _check_parts(config: Config) -> None:
     if "name_or_path" not in config["model"]:
         raise ValueError(
-            f"model._target_={config['model']['_target_']} describes a new model, without weights"
-            " that could be tuned. Use `model=pretrained model.name_or_path=...`, or pretrain it"
+            f"model._target_={config['model']['_target_']} describes a new model without weights"
+            " to fine-tune. Use `model=pretrained model.name_or_path=...`, or pretrain it"
             " (`python -m recipes.pretrain`)."
         )

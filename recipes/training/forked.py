@@ -1,4 +1,4 @@
-"""Work in a forked child, so that this process can fork ranks that use CUDA afterwards."""
+"""Run a function in a forked child, so that this process stays able to fork CUDA ranks."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ import torch
 T = TypeVar("T")
 
 
-def without_beginning_cuda(work: Callable[[], T]) -> T:
-    """Return what `work` returns, without this process beginning with CUDA.
+def without_initializing_cuda(work: Callable[[], T]) -> T:
+    """Return the result of `work` without initializing CUDA in this process.
 
-    1. An optimizer's step asks whether a CUDA graph is being captured, a model of transformers
-       whether it is traced. On a machine with GPUs either begins CUDA, tensors on the CPU or not.
+    1. An optimizer's step checks whether a CUDA graph is being captured, a model of transformers
+       whether it is being traced. On a machine with GPUs both initialize CUDA, even for tensors on
+       the CPU.
     2. Ranks that are forked after that cannot use CUDA.
 
-    So a forked child does the work where torch knows CUDA; elsewhere it is done here.
+    So a forked child runs `work` if torch is built with CUDA; otherwise this process does.
 
     Args:
-        work: returns what can be pickled and takes one thread: a child must not use OpenMP's
-            threads after the parent has.
+        work: returns a picklable result and uses one thread, because a child must not use OpenMP's
+            threads after its parent has.
 
     Raises:
-        Exception: what `work` raised.
-        RuntimeError: the child ended without an answer.
+        Exception: raised by `work`.
+        RuntimeError: the child ended without a result.
     """
     if torch.version.cuda is None or torch.cuda.is_initialized():
         return work()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_play, args=(work, sender))
+    child = context.Process(target=_child, args=(work, sender))
     child.start()
-    sender.close()  # the child has it: if it dies, the receiver notices
+    sender.close()  # only the child keeps it open: if it dies, the receiver gets EOF
     try:
         answer, error = receiver.recv()
     except EOFError:
@@ -50,9 +51,9 @@ def without_beginning_cuda(work: Callable[[], T]) -> T:
     return answer
 
 
-def _play(work: Callable[[], T], sender: Connection) -> None:
+def _child(work: Callable[[], T], sender: Connection) -> None:
     torch.set_num_threads(1)
     try:
         sender.send((work(), None))
-    except Exception as error:  # noqa: BLE001 - raised again where the answer is waited for
+    except Exception as error:  # noqa: BLE001 - raised again in the parent
         sender.send((None, error))

@@ -1,4 +1,4 @@
-"""How the ranks of a replica hold the model, as a configuration says it."""
+"""Read from a configuration how the ranks of a replica hold the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def inside_of(strategy: Mapping[str, Any]) -> str:
     """Return "ddp", "fsdp" or "domino".
 
     Args:
-        strategy: the configuration's, in which `inside` is a name, or settings with a `_target_`.
+        strategy: section of the configuration; `inside` is a name or a section with a `_target_`.
     """
     inside: Any = strategy.get("inside", "ddp")
     if not isinstance(inside, Mapping):

@@ -1,4 +1,4 @@
-"""How long a run is: a budget of tokens, turned into optimizer steps before anything reads them."""
+"""The length of a run: convert a token budget to optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from recipes.training.layout import inside_of
 
 
 class Ranks(NamedTuple):
-    """The processes of a run, as Lightning counts them."""
+    """The number of processes of a run, as Lightning counts them."""
 
     per_node: int
     num_nodes: int
 
 
 def count_ranks(trainer: Mapping[str, Any]) -> Ranks:
-    """Return how many ranks a Trainer with these settings has, `devices=-1` and "auto" resolved.
+    """Count the ranks of a Trainer with these settings, resolving `devices=-1` and "auto".
 
     Args:
-        trainer: the keys accelerator, devices and num_nodes of a `conf/trainer/*.yaml`.
+        trainer: with the keys accelerator, devices and num_nodes.
     """
     bare = pl.Trainer(
         accelerator=trainer["accelerator"],
         devices=trainer["devices"],
         num_nodes=trainer["num_nodes"],
-        strategy="ddp",  # or one rank that sees several nodes would count itself only
+        strategy="ddp",  # without it one rank on several nodes would count only itself
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -40,17 +40,17 @@ def count_ranks(trainer: Mapping[str, Any]) -> Ranks:
     return Ranks(bare.num_devices, bare.num_nodes)
 
 
-def settle_length(cfg: DictConfig) -> None:
-    """Set `trainer.max_steps` to what `token_budget` allows, and print the sum.
+def apply_token_budget(cfg: DictConfig) -> None:
+    """Set `trainer.max_steps` from `token_budget`, and print the calculation.
 
     Must run before interpolations are resolved: optimizer and checkpoints read
-    `${trainer.max_steps}`. The budget is kept: the last step ends at it or less than a step before.
+    `${trainer.max_steps}`. The run never exceeds the budget and ends less than one step below it.
 
     Args:
-        cfg: composed; changed in place. Left alone where `token_budget` is null or no key.
+        cfg: composed; changed in place unless `token_budget` is null or missing.
 
     Raises:
-        ValueError: the budget is no positive whole number, or smaller than one step's tokens.
+        ValueError: the budget is not a positive whole number, or smaller than one step.
     """
     budget = _budget(cfg)
     if budget is None:
@@ -93,7 +93,7 @@ def _budget(cfg: DictConfig) -> int | None:
 
 
 def _count_shares(cfg: DictConfig) -> int:
-    """Return into how many shares the ranks divide the data; a tensor group reads one together."""
+    """Return the number of shares of the data; a tensor-parallel group shares one."""
     keys = OmegaConf.masked_copy(cfg.trainer, ["accelerator", "devices", "num_nodes"])
     ranks = count_ranks(cast(dict[str, Any], OmegaConf.to_container(keys)))
     world = ranks.per_node * ranks.num_nodes

@@ -1,4 +1,4 @@
-"""What loggers need beyond Lightning: the whole configuration, one CSV file or W&B run per job."""
+"""Loggers with one CSV file or W&B run per job, and the configuration as hyperparameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RUN_ID_FILE = "wandb_run_id.txt"
 
 
 class LoggedConfig(pl.Callback):
-    """Hands the configuration to every logger as hyperparameters, when the fit begins.
+    """Log the configuration as hyperparameters when the fit begins.
 
-    In the process that trains: a logger that has opened its files or its run before a fork would
-    lose what is written after it.
+    It does so in the training process: a logger that opens its files or its run before a fork would
+    lose everything written after it.
 
     Args:
         config: of the whole job, in plain dicts and lists.
@@ -37,19 +37,19 @@ class LoggedConfig(pl.Callback):
 
 
 class CsvJobLogger(CSVLogger):
-    """Lightning's `CSVLogger` with one file per job: a job that is resumed goes on in it.
+    """Lightning's `CSVLogger`, but a resumed job continues in the same file.
 
-    Lightning's begins a new folder, or deletes the file that is there. Here the rows before the
-    first step that is logged again are kept, whatever the job had logged behind its checkpoint.
+    Lightning's starts a new folder or deletes the existing file. This one keeps the rows before the
+    first step that is logged again, and drops rows that the job had logged after its checkpoint.
 
     Args:
         save_dir: the run's folder.
-        name: of a folder in it.
+        name: of a folder in `save_dir`.
     """
 
     def __init__(self, save_dir: str, name: str = "csv") -> None:
         super().__init__(save_dir, name, version=0)
-        self._kept: list[dict[str, str]] = []  # rows of the run that is resumed
+        self._kept: list[dict[str, str]] = []  # rows of the resumed run
 
     @property
     @override
@@ -88,16 +88,16 @@ class CsvJobLogger(CSVLogger):
 
 
 class WandbJobLogger(WandbLogger):
-    """Lightning's `WandbLogger` with one run per job, opened and closed by the process of rank 0.
+    """Lightning's `WandbLogger` with one run per job, opened and closed by rank 0's process.
 
-    Lightning's leaves the end of a run to W&B, which sees to it when an interpreter exits. A forked
-    worker leaves without that, and every row that it logged would be lost; and the next job of a
-    sweep would write into the first one's run. Under spawn Lightning opens the run in the process
-    that launches; here no process but rank 0's ever has one. The run's id is written to
-    `wandb_run_id.txt` in `save_dir` as soon as there is one, for a later job to go on with it.
+    Lightning relies on W&B to end a run when the interpreter exits. A forked worker does not exit
+    that way and would lose every row it logged, and the next job of a sweep would write into the
+    first job's run. Under spawn Lightning opens the run in the launching process; here only rank
+    0's process ever has one. The id of the run is written to `wandb_run_id.txt` in `save_dir` as
+    soon as it is known, so that a later job can continue the run.
 
     Args:
-        **kwargs: of `WandbLogger`; what it does not know goes to `wandb.init`.
+        **kwargs: for `WandbLogger`, which passes unknown ones to `wandb.init`.
 
     Raises:
         ValueError: (at the first use) W&B cannot open the run.
@@ -105,30 +105,30 @@ class WandbJobLogger(WandbLogger):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        # Lightning 2.6.6 hands it on always, and W&B 0.31 then warns that it means nothing any more
+        # Lightning 2.6.6 always passes it, and W&B 0.31 warns that it has no effect
         self._wandb_init.pop("anonymous", None)
 
     @property
     @override
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The open run, W&B's own object."""
+        """The open W&B run."""
         if self._experiment is None:
             self._open()
         return super().experiment
 
     def _open(self) -> None:
-        import wandb  # in here: a second that only those who use it shall wait for
+        import wandb  # here: importing it takes a second, which only this logger needs
 
         try:
             run = super().experiment
         except (wandb.Error, ValueError) as error:
             raise ValueError(
                 f"W&B could not open a run: {str(error).rstrip('.')}. Without an account or a"
-                " network take logger.wandb.mode=offline (`wandb sync` uploads such a run later) or"
+                " network use logger.wandb.mode=offline (`wandb sync` uploads such a run later) or"
                 " disabled."
             ) from error
-        self._wandb_init["id"] = run.id  # what is logged after the end would go on with this run
+        self._wandb_init["id"] = run.id  # later rows, after the end, would continue this run
         if not run.disabled:
             (Path(self.save_dir or ".") / RUN_ID_FILE).write_text(f"{run.id}\n")
 
@@ -141,5 +141,5 @@ class WandbJobLogger(WandbLogger):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # not WandbLogger's, which opens the run to hand it to the spawned process
+        # without WandbLogger's state, which opens the run to pass it to the spawned process
         return dict(self.__dict__)

@@ -1,8 +1,8 @@
-"""Does the model fit? Estimated from its shapes before any of its weights is allocated.
+"""Refuse a model that is larger than memory, estimated before any of its weights is allocated.
 
-What is counted is what a run holds for certain: weights, gradients, the optimizer, what the
-strategy keeps, and what a checkpoint takes for a while. Activations and what travels come on top,
-so a run that passes may still run out of memory, and one that is refused cannot work.
+The estimate is a lower bound: weights, gradients, optimizer, the strategy's state and the copy for
+a checkpoint. Activations and communication come on top, so a run that passes may still run out of
+memory, but one that is refused cannot work.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from torch import nn
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.model.blocks import block_names
-from recipes.training.forked import without_beginning_cuda
+from recipes.training.forked import without_initializing_cuda
 from recipes.training.language_model import LanguageModel
 from recipes.training.layout import inside_of
 from recipes.training.length import Ranks, count_ranks
 from recipes.training.traffic import human_bytes
 
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container or a cluster's job; bytes or max
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container or cluster job: bytes, or "max"
 
 
 class Need(NamedTuple):
-    """Bytes that one rank holds on its device, and what the machine's memory holds besides."""
+    """Bytes that one rank needs on its device, and bytes that all of a machine need on the host."""
 
     weights: int
     gradients: int
     optimizer: int
     strategy: int
-    host: int  # of all ranks of a machine and the process that launches them
-    saving: int = 0  # while a checkpoint is written: a replica's weights, outer ones in their place
+    host: int  # of all ranks of a machine and their launching process
+    saving: int = 0  # during a save: the replica's own weights, while the model has the outer ones
 
     @property
     def per_rank(self) -> int:
-        """Bytes on a rank's device."""
+        """Bytes on the device of a rank."""
         return self.weights + self.gradients + self.optimizer + self.strategy + self.saving
 
 
@@ -55,15 +55,15 @@ def check_memory(config: Mapping[str, Any], outline: Callable[[], LanguageModel]
 
     Args:
         config: resolved, with `check_memory`, `trainer`, `optimizer` and `strategy`.
-        outline: makes the module; called under `torch.device("meta")`, where it has shapes only.
+        outline: creates the module; called under `torch.device("meta")`, which allocates nothing.
 
     Raises:
-        ValueError: it does not fit, with the numbers and what to do.
+        ValueError: it does not fit; with the figures and what to do.
     """
     if not config["check_memory"]:
         return
     ranks = count_ranks(config["trainer"])
-    # or the check would decide what the weights begin with; to ask for CUDA's state is to touch it
+    # keeps the random state for the real weights; reading CUDA's would initialize CUDA
     with isolate_rng(include_cuda=False):
         with torch.device("meta"):
             module = outline()
@@ -78,82 +78,58 @@ def check_memory(config: Mapping[str, Any], outline: Callable[[], LanguageModel]
 
 
 def estimate(module: LanguageModel, config: Mapping[str, Any], ranks: Ranks) -> Need:
-    """Return what a run holds at least.
+    """Estimate the memory that a run needs at least.
 
     Args:
-        module: on any device; `meta` will do. Changed: to the run's precision.
+        module: on any device, usually `meta`. Changed to the run's precision.
         config: resolved, with `trainer`, `optimizer` and `strategy`.
         ranks: of the run.
     """
     strategy = config["strategy"]
-    kind, start_method = get_class(strategy["_target_"]), strategy["start_method"]
+    kind, inside = get_class(strategy["_target_"]), inside_of(strategy)
+    is_diloco = issubclass(kind, StreamingDiLoCoStrategy)
+    is_tensor_parallel = issubclass(kind, DominoTPStrategy)
     built = _num_bytes(module)  # in fp32, on the host
-    launching = built if start_method != "popen" else 0
-    on_host = launching + (ranks.per_node * built if start_method == "spawn" else 0)
+    # the launching process builds the model; spawned ranks get copies, forked ones share it
+    copies = {"popen": 0, "spawn": 1 + ranks.per_node}.get(strategy["start_method"], 1)
+    host = copies * built
     dtype = _DTYPES.get(str(config["trainer"]["precision"]), torch.float32)
     module.to(dtype)
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    numel = sum(p.numel() for p in trainable)
-    gradients = sum(p.nbytes for p in trainable)
-    kept = _bucket_bytes(kind, strategy, ranks, gradients)
-    if issubclass(kind, StreamingDiLoCoStrategy):
-        outer = 8 * numel // strategy["replica_size"]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    numel, gradients = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
+    optimizer = without_initializing_cuda(
+        lambda: _optimizer_bytes(config["optimizer"], dtype, numel)
+    )
+    group = int(strategy.get("replica_size") or strategy.get("node_size") or 1)
+    kept = 0
+    if inside == "ddp" and not is_tensor_parallel:
+        synced = ranks.per_node * ranks.num_nodes if kind is DDPStrategy else group
+        kept += gradients if synced > 1 else 0  # DDP's buckets, copies of the gradients
+    if is_diloco:
+        outer = 8 * numel // group  # global copy and outer momentum
         if strategy["outer_device"] == "cpu":
-            on_host += ranks.per_node * outer
+            host += ranks.per_node * outer
         else:
             kept += outer
-    optimizer = without_beginning_cuda(lambda: _optimizer_bytes(config["optimizer"], dtype, numel))
-    aside = gradients if issubclass(kind, StreamingDiLoCoStrategy) else 0  # the trained weights
-    need = Need(_num_bytes(module), gradients, optimizer, kept, on_host, aside)
-    if issubclass(kind, DominoTPStrategy):
-        size = strategy["tensor_parallel_size"] or ranks.per_node
-        weights, gradients, optimizer = (part // size for part in need[:3])
-        return Need(weights, gradients, optimizer, 0, on_host)
-    if inside_of(strategy) == "fsdp":
-        return _in_parts(need, module, _group_size(strategy))
-    if inside_of(strategy) == "domino":
-        size = _group_size(strategy)
-        weights, gradients, optimizer = (part // size for part in need[:3])
-        return Need(weights, gradients, optimizer, kept, on_host, aside // size)
-    return need
-
-
-def _in_parts(need: Need, module: nn.Module, size: int) -> Need:
-    """Return what a rank holds where `size` of them hold parts of the model, by FSDP.
-
-    The largest unit is whole for a while, with its gradients: a block, or what stands in none. A
-    save puts one tensor together at a time.
-    """
-    blocks = [module.get_submodule(name) for name in block_names(module)]
-    sizes = [_num_bytes(block) for block in blocks]
-    units = [*sizes, need.weights - sum(sizes)]
+    shards, gathered = 1 if inside == "ddp" else group, 0
+    if is_tensor_parallel:
+        shards = strategy["tensor_parallel_size"] or ranks.per_node
+    elif inside == "fsdp":
+        # the largest unit is gathered temporarily: a block, or all parameters outside of blocks
+        blocks = [_num_bytes(module.get_submodule(name)) for name in block_names(module)]
+        gathered = max(*blocks, _num_bytes(module) - sum(blocks), 0)
     return Need(
-        need.weights // size + max(units),
-        need.gradients // size + max(units),
-        need.optimizer // size,
-        need.strategy,
-        need.host,
-        need.saving // size,
+        _num_bytes(module) // shards + gathered,
+        gradients // shards + gathered,
+        optimizer // shards,
+        kept,
+        host,
+        gradients // shards if is_diloco else 0,
     )
 
 
-def _bucket_bytes(kind: type, strategy: Mapping[str, Any], ranks: Ranks, gradients: int) -> int:
-    """Return what DDP's buckets hold, beside the gradients that they are copied from."""
-    if issubclass(kind, DominoTPStrategy):
-        return 0
-    group = _group_size(strategy)
-    if kind is DDPStrategy:
-        group = ranks.per_node * ranks.num_nodes
-    return gradients if group > 1 and inside_of(strategy) == "ddp" else 0
-
-
-def _group_size(strategy: Mapping[str, Any]) -> int:
-    """Return the ranks of a replica or node, 1 where a strategy has none."""
-    return int(strategy.get("replica_size") or strategy.get("node_size") or 1)
-
-
 def free_host_bytes() -> int:
-    """Return the bytes of memory that are free on this machine, or that its job may have."""
+    """Return the free memory of this machine in bytes, within the limit of its cgroup."""
     free = int(psutil.virtual_memory().available)
     if _CGROUP_LIMIT.exists() and (limit := _CGROUP_LIMIT.read_text().strip()).isdigit():
         return min(free, int(limit))
@@ -161,13 +137,12 @@ def free_host_bytes() -> int:
 
 
 def free_gpu_bytes(devices: int | str | list[int]) -> int:
-    """Return the bytes that are free on the fullest of the GPUs that a run takes.
+    """Return the free bytes on the fullest of the Trainer's GPUs.
 
-    Asked in a process of its own: one that has touched CUDA cannot fork ranks that use it.
+    A process of its own reads them: one that has initialized CUDA cannot fork ranks that use it.
 
     Args:
-        devices: as the Trainer takes them: how many, from the first one on, or which; all of them
-            with -1 or "auto".
+        devices: as for the Trainer: a number, indices, or -1 or "auto" for all.
     """
     code = (
         "import json, sys, torch\n"
@@ -179,10 +154,10 @@ def free_gpu_bytes(devices: int | str | list[int]) -> int:
 
 
 def gpus_of(devices: int | str | list[int]) -> list[int]:
-    """Return which GPUs the Trainer's `devices` names.
+    """Return the indices of the Trainer's GPUs.
 
     Raises:
-        MisconfigurationException: there are not as many.
+        MisconfigurationException: there are too few.
     """
     return CUDAAccelerator.parse_devices(-1 if devices == "auto" else devices) or []
 
@@ -192,9 +167,9 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def _optimizer_bytes(optimizer: Mapping[str, Any], dtype: torch.dtype, numel: int) -> int:
-    """Return what an optimizer keeps for `numel` parameters, whichever it is.
+    """Return the size of an optimizer's state for `numel` parameters.
 
-    Its first step on a small module tells; on `meta` not every optimizer can take one.
+    Measured after a step on a small module, because not every optimizer can step on `meta`.
     """
     stand_in = nn.Linear(64, 64).to(dtype)
     made = instantiate(optimizer, _partial_=True, _convert_="all")(stand_in)["optimizer"]
@@ -220,14 +195,14 @@ def _sentence(needed: int, free: int, where: str, need: Need, config: Mapping[st
     listed = ", ".join(f"{part} {human_bytes(size)}" for part, size in parts.items() if size)
     advice = ["take a smaller `model`", "`trainer.precision=bf16-true`", "fewer `trainer.devices`"]
     if name != DominoTPStrategy.__name__:
-        advice.append("`strategy=domino_tp`, which divides the model over the ranks")
+        advice.append("`strategy=domino_tp`, which shards the model over the ranks")
     if "inside" in config["strategy"]:
         size = "replica_size" if "replica_size" in config["strategy"] else "node_size"
-        advice.append(f"`strategy.inside=fsdp` with `strategy.{size}` ranks that divide the model")
+        advice.append(f"`strategy.inside=fsdp` with `strategy.{size}` ranks that shard the model")
     if name == StreamingDiLoCoStrategy.__name__:
         advice.append("a larger `strategy.replica_size`, or `strategy.outer_device=cpu` for GPUs")
     return (
         f"The model is larger than memory: the run needs at least {human_bytes(needed)} {where}"
-        f" (a rank's {listed}; activations come on top), and {human_bytes(free)} are free. What"
-        f" helps: {'; '.join(advice)}. `check_memory=false` starts it all the same."
+        f" (per rank {listed}; activations come on top), but only {human_bytes(free)} are free."
+        f" Options: {'; '.join(advice)}. `check_memory=false` starts the run anyway."
     )

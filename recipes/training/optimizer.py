@@ -8,21 +8,24 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from pydantic import NonNegativeFloat, NonNegativeInt
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_commfree import DistributedLion
+from recipes.configuration.ranges import Fraction, FractionBelowOne
 
-# Lion's beta2 remembers 1 / (1 - beta2) steps. The paper's 0.99 (arXiv:2302.06675) is 100, of runs
-# of 10,000 steps and more. In one of 500 it is a fifth of the run, in which the model becomes
-# another one, and Lion ended 14 and 21 % behind AdamW; with 10 steps, 2 % of the run, and half as
-# many in beta1, it is level with it, gradients clipped (benchmarks/lion_quality/result.md).
+# Lion's momentum averages over about 1 / (1 - beta2) steps. The paper's 0.99 (arXiv:2302.06675)
+# means 100, in runs of 10,000 steps and more. In a run of 500 steps that is too long, and Lion's
+# loss was 14 and 21 % above AdamW's; with 10 steps, 2 % of the run, and half as many for beta1 it
+# matched AdamW, with clipped gradients (benchmarks/lion_quality/result.md).
 _MEMORY_SHARE = 0.02  # of the run
-_MEMORY_STEPS = (10.0, 100.0)  # shortest: the best of a run of 500 steps; longest: the paper's
+_MEMORY_STEPS = (10.0, 100.0)  # shortest: best in a run of 500 steps; longest: the paper's
 _LONGEST_BETA1_STEPS = 10.0  # the paper's 0.9
 
-_WARMUP_STEPS = 100  # where nobody says how many; but no more of a run than
+# the default warm-up: 100 steps, but at most a fifth of the run
+_WARMUP_STEPS = 100
 _WARMUP_SHARE = 0.2
 
 OptimizerFactory = Callable[[nn.Module], OptimizerLRSchedulerConfig]
@@ -31,25 +34,25 @@ OptimizerFactory = Callable[[nn.Module], OptimizerLRSchedulerConfig]
 def adamw_cosine(
     module: nn.Module,
     total_steps: int,
-    lr: float = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.1,
-    warmup_steps: int | None = None,
-    final_lr_fraction: float = 0.1,
+    lr: NonNegativeFloat = 1e-3,
+    betas: tuple[FractionBelowOne, FractionBelowOne] = (0.9, 0.95),
+    weight_decay: NonNegativeFloat = 0.1,
+    warmup_steps: NonNegativeInt | None = None,
+    final_lr_fraction: Fraction = 0.1,
 ) -> OptimizerLRSchedulerConfig:
-    """Return AdamW and its schedule as `configure_optimizers` returns them.
+    """Create AdamW and its schedule, as returned by `configure_optimizers`.
 
     Args:
-        module: see `decay_groups`.
-        total_steps: see `warmup_cosine`.
-        lr: the highest learning rate, reached after warm-up.
+        module: whose trainable parameters to optimize.
+        total_steps: optimizer steps of the whole run.
+        lr: maximum learning rate, reached after warm-up.
         betas: of AdamW.
-        weight_decay: of AdamW.
-        warmup_steps: see `warmup_cosine`.
-        final_lr_fraction: see `warmup_cosine`.
+        weight_decay: of matrices and embeddings only.
+        warmup_steps: as for `warmup_cosine`.
+        final_lr_fraction: as for `warmup_cosine`.
 
     Raises:
-        ValueError: see `warmup_cosine`.
+        ValueError: from `warmup_cosine`.
     """
     groups = decay_groups(module, weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]))
@@ -59,28 +62,28 @@ def adamw_cosine(
 def lion_cosine(
     module: nn.Module,
     total_steps: int,
-    lr: float = 2.5e-4,
-    betas: tuple[float, float] | None = None,
-    weight_decay: float = 0.4,
-    warmup_steps: int | None = None,
-    final_lr_fraction: float = 0.1,
+    lr: NonNegativeFloat = 2.5e-4,
+    betas: tuple[FractionBelowOne, FractionBelowOne] | None = None,
+    weight_decay: NonNegativeFloat = 0.4,
+    warmup_steps: NonNegativeInt | None = None,
+    final_lr_fraction: Fraction = 0.1,
 ) -> OptimizerLRSchedulerConfig:
-    """Return `DistributedLion` and its schedule as `configure_optimizers` returns them.
+    """Create `DistributedLion` and its schedule, as returned by `configure_optimizers`.
 
     The defaults are those of `adamw_cosine` with a quarter of the learning rate and four times the
-    weight decay: their product is what parameters decay by.
+    weight decay, so that their product, the decay per step, stays the same.
 
     Args:
-        module: see `decay_groups`.
-        total_steps: see `warmup_cosine`.
-        lr: the highest learning rate, reached after warm-up.
-        betas: of `DistributedLion`; None: `lion_betas`, by the length of the run.
-        weight_decay: of `DistributedLion`.
-        warmup_steps: see `warmup_cosine`.
-        final_lr_fraction: see `warmup_cosine`.
+        module: whose trainable parameters to optimize.
+        total_steps: optimizer steps of the whole run.
+        lr: maximum learning rate, reached after warm-up.
+        betas: of `DistributedLion`; None: from `lion_betas`.
+        weight_decay: of matrices and embeddings only.
+        warmup_steps: as for `warmup_cosine`.
+        final_lr_fraction: as for `warmup_cosine`.
 
     Raises:
-        ValueError: see `warmup_cosine` and `DistributedLion`.
+        ValueError: from `warmup_cosine` or `DistributedLion`.
     """
     groups = decay_groups(module, weight_decay)
     betas = lion_betas(total_steps) if betas is None else (betas[0], betas[1])
@@ -89,11 +92,11 @@ def lion_cosine(
 
 
 def lion_betas(total_steps: int) -> tuple[float, float]:
-    """Return Lion's betas for a run of so many optimizer steps.
+    """Return Lion's betas for a run of `total_steps` optimizer steps.
 
-    beta2 remembers 2 % of the run, but at least 10 and at most 100 steps; beta1 half as many, but
-    at most 10. So runs of 500 steps have (0.8, 0.9), and from 5,000 on the paper's (0.9, 0.99).
-    Measured at 500 steps; in between it is a rule of three.
+    beta2 averages over 2 % of the run, but at least 10 and at most 100 steps; beta1 over half as
+    many, but at most 10. So runs of 500 steps have (0.8, 0.9), and from 5,000 on the paper's
+    (0.9, 0.99). Measured at 500 steps; interpolated in between.
     """
     shortest, longest = _MEMORY_STEPS
     steps = min(max(_MEMORY_SHARE * total_steps, shortest), longest)
@@ -101,9 +104,9 @@ def lion_betas(total_steps: int) -> tuple[float, float]:
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups of a module's trainable parameters.
+    """Return two groups of trainable parameters, with and without weight decay.
 
-    Those with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
+    Parameters with two dimensions or more (matrices, embeddings) decay, gains and biases do not.
     """
     trainable = [p for p in module.parameters() if p.requires_grad]
     return [
@@ -115,17 +118,17 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
 def warmup_cosine(
     optimizer: Optimizer, total_steps: int, warmup_steps: int | None, final_lr_fraction: float
 ) -> OptimizerLRSchedulerConfig:
-    """Return an optimizer with its schedule, stepped with it.
+    """Return an optimizer with a warm-up and cosine schedule that advances every step.
 
     Args:
-        optimizer: its learning rate is the highest one, reached after warm-up.
+        optimizer: its learning rate is the maximum, reached after warm-up.
         total_steps: optimizer steps of the whole run; the cosine ends there.
         warmup_steps: steps in which the learning rate grows linearly; None: 100, or a fifth of a
             run of less than 500.
-        final_lr_fraction: of the highest learning rate, at the end.
+        final_lr_fraction: final learning rate as a fraction of the maximum.
 
     Raises:
-        ValueError: the run has no length, or warm-up is longer than it.
+        ValueError: the run has no length, or warm-up is not shorter than it.
     """
     if total_steps < 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the panel before a run says: the model, its data, and what will be sent."""
+"""Rows of the panel before a run: the model, its data and the expected traffic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes.training.traffic import by_tag, human_bytes
 def plan_rows(
     trainer: pl.Trainer, module: LanguageModel, data: TrainingData, recorder: RunRecorder
 ) -> dict[str, str]:
-    """Return what the panel before a run says, label by label; in `on_fit_start`."""
+    """Return the rows of the panel before a run, label to text; call in `on_fit_start`."""
     strategy, traffic = trainer.strategy, recorder.meter.plan
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     held = sum(own(p).numel() for p in module.parameters())
@@ -28,7 +28,7 @@ def plan_rows(
     rows_per_step = per_step / data.tokens_per_row()
     epochs = trainer.max_steps * rows_per_step / data.num_rows()
     model = f"{type(module.model).__name__}, vocabulary of {len(data.tokenizer):,}"
-    if origin := module.model.config.name_or_path:  # of fresh weights there is none
+    if origin := module.model.config.name_or_path:  # a model with fresh weights has none
         model += f", from {shown(origin) if os.path.isdir(origin) else origin}"
     parameters, trained = recorder.num_parameters, recorder.num_trained
     count = f"{parameters:,}, of which {trained:,} are trained"
@@ -38,7 +38,8 @@ def plan_rows(
         "model": model,
         "parameters": count,
         "data": data.describe(),
-        "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)" + _alone(trainer),
+        "strategy": f"{type(strategy).__name__} on {trainer.world_size} rank(s)"
+        + _single_replica(trainer),
         "fragments": " + ".join(f"{size:,}" for size in fragments) or "the model is not split",
         "tokens per step": f"{per_step:,}, in rows of {data.tokens_per_row()}",
         "steps": f"{trainer.max_steps:,} ({epochs:.2f} epochs)",
@@ -49,32 +50,32 @@ def plan_rows(
     if isinstance(strategy, StreamingDiLoCoStrategy):
         aside = sum(own(p).nbytes for p in module.parameters() if p.requires_grad)
         rows["a save takes"] = (
-            f"{human_bytes(aside)} more memory on each rank, as a validation does: the outer"
-            " weights stand in the model, its own beside it"
+            f"{human_bytes(aside)} more memory on each rank, as does a validation: the model"
+            " then has the outer weights, beside a copy of its own"
         )
     return rows
 
 
 def _forecast(traffic: Traffic) -> str:
-    """Return what training steps will send."""
+    """Describe the expected traffic of training steps."""
     per_step = {tag: sent / traffic.cycle_steps for tag, sent in traffic.bytes_by_tag.items()}
     text = f"{human_bytes(traffic.bytes_per_step)} per step"
     if traffic.cycle_steps > 1:
         text += (
-            f" in the mean over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
+            f" on average over a cycle, {human_bytes(traffic.bytes_per_cycle)} per cycle of"
             f" {traffic.cycle_steps} steps"
         )
     return f"{text}: {by_tag(per_step)}" if traffic.bytes_per_cycle else text
 
 
-def _alone(trainer: pl.Trainer) -> str:
-    """Return what DiLoCo does where there is nobody to exchange with."""
+def _single_replica(trainer: pl.Trainer) -> str:
+    """Describe DiLoCo with a single replica, which exchanges nothing."""
     strategy = trainer.strategy
     if not isinstance(strategy, StreamingDiLoCoStrategy):
         return ""
     if trainer.world_size > strategy.settings.replica_size:
         return ""
     return (
-        ", which are one replica: nothing is exchanged, and the outer optimizer makes of the inner"
-        " one a look-ahead optimizer; strategy=ddp is training without it"
+        ", a single replica: nothing is exchanged, and the outer optimizer turns the inner one into"
+        " a look-ahead optimizer; strategy=ddp trains without it"
     )

@@ -1,4 +1,4 @@
-"""Data and module of a pretraining, made of its configuration."""
+"""Build data and module of a pretraining run from its configuration."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from hydra.utils import instantiate
 
 from recipes.data.token_data import TokenDataModule
 from recipes.stages import stage
-from recipes.training.language_model import LanguageModel, described
+from recipes.training.language_model import LanguageModel, built_from_config
 from recipes.training.launch import builds_on_meta
 from recipes.training.memory import check_memory
 from recipes.training.run import Config, factory
 
 
 def build(config: Config) -> tuple[TokenDataModule, LanguageModel]:
-    """Return data and module of a composed `conf/pretrain.yaml`.
+    """Build data and module from a composed `conf/pretrain.yaml`.
 
     Raises:
-        ValueError: the model does not fit into memory, or a part refuses a value.
+        ValueError: the model does not fit into memory, or a constructor refuses a value.
     """
     data = build_data(config)
     check_memory(config, lambda: build_module(config, data))
@@ -25,17 +25,17 @@ def build(config: Config) -> tuple[TokenDataModule, LanguageModel]:
 
 
 def build_data(config: Config) -> TokenDataModule:
-    """Return the data module with its tokenizer, which is trained here if it must be."""
+    """Build the data module with its tokenizer, training the tokenizer if necessary."""
     tokenizer = instantiate(config["tokenizer"], _convert_="all")
     return factory(config["data"])(tokenizer=tokenizer)
 
 
 def build_module(config: Config, data: TokenDataModule) -> LanguageModel:
-    """Return the module; `conf/model/` is a transformers config that the tokenizer completes."""
+    """Build the module; the tokenizer completes the transformers config in `conf/model/`."""
     tokenizer = data.tokenizer
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     make = factory(config["model"])
-    model_config = described(lambda: make(vocab_size=len(tokenizer), **ends))
+    model_config = built_from_config(lambda: make(vocab_size=len(tokenizer), **ends))
     return LanguageModel(
         model_config.to_dict(),
         factory(config["optimizer"]),

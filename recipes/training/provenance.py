@@ -1,4 +1,4 @@
-"""Where figures come from: command, commit, hardware and versions."""
+"""Provenance of figures: command, commit, hardware and versions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-DIRTY = "-dirty"  # after a commit: tracked files have changes
+DIRTY = "-dirty"  # after a commit hash: tracked files have changes
 
 
 def lines_of(command: str, ignore: Sequence[str] = ()) -> list[str]:
-    """Return lines of Markdown that say where figures come from.
+    """Return lines of Markdown with the provenance of figures.
 
     Args:
-        command: makes them again, from the root of the repository.
-        ignore: pathspecs of git for files of which changes do not count.
+        command: that reproduces them, run in the root of the repository.
+        ignore: git pathspecs of files whose changes do not matter.
     """
     packages = ("torch", "lightning", "transformers")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

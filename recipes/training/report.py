@@ -1,4 +1,4 @@
-"""What the person at the keyboard sees: a panel before the run, and one after it with its files."""
+"""Print a panel before and after a run, and write its results."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ CHECKPOINT_FOLDER = "checkpoints"
 
 
 class RunReport(pl.Callback):
-    """Prints a panel before and a summary after a fit, on rank 0, and exports the trained model.
+    """Print a panel before and a summary after a fit, on rank 0, and export the trained model.
 
-    All of it happens inside the processes that train: under fork and spawn the ledger, the history
-    and the loggers exist only there. The summary is made in `on_fit_end`, not in `on_train_end`: a
-    strategy may still change the weights in its own `on_train_end`, which comes after all
-    callbacks', and what is reported and exported must be the final weights. The loss of a model
-    that is divided over the ranks is taken before it is put together, and its text is written by
-    the CPU. A fit that an error ends leaves the same files, without export and text.
+    Everything happens inside the training processes: under fork and spawn the ledger, the history
+    and the loggers exist only there. The summary is created in `on_fit_end` instead of
+    `on_train_end`, because a strategy may still change the weights in its own `on_train_end`, which
+    runs after those of all callbacks. The loss of a tensor-parallel model is computed before its
+    weights are gathered, and its sample is generated on the CPU. A fit that ends with an error
+    leaves the same files, except the export and the sample.
 
     Args:
         data: the run's data.
-        recorder: records the run; must stand before this callback among the Trainer's.
-        run_dir: folder for everything that is written.
-        prompt: begins the generated text; None takes the first words of the validation text.
+        recorder: of the run; must come before this callback in the Trainer's list.
+        run_dir: folder for all files.
+        prompt: beginning of the generated text; None: the beginning of the validation text.
         sample_tokens: number of tokens to generate; 0 generates no text.
         seed: of the generated text.
-        evaluate_before: evaluate the model before it is trained, too.
+        evaluate_before: also evaluate the model before training.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class RunReport(pl.Callback):
         self._initial_loss: float | None = None
         self._final_loss: float | None = None
         self._train_start = 0.0
-        self._seconds = 0.0  # of training, when it has ended
+        self._seconds = 0.0  # of training, once it has ended
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.is_global_zero:
-            on_error(trainer, lambda error: self._tell(trainer, "Ended by an error", str(error)))
+            on_error(
+                trainer,
+                lambda error: self._report_failure(trainer, "Ended by an error", str(error)),
+            )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -100,7 +103,7 @@ class RunReport(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         if isinstance(trainer.strategy, DominoTPStrategy):
-            # the weights are final, and put together they may be too large for one device
+            # the weights are final, and gathered they may be too large for one device
             start = time.monotonic()
             self._final_loss = self._evaluate(trainer, pl_module)
             self._train_start += time.monotonic() - start
@@ -110,8 +113,8 @@ class RunReport(pl.Callback):
         assert isinstance(pl_module, LanguageModel), "the report reads a LanguageModel"
         self._seconds = time.monotonic() - self._train_start
         if self._final_loss is None:
-            # the strategy's teardown has moved the module to the CPU; the ranks' sums meet on the
-            # device of their group
+            # the strategy's teardown has moved the module to the CPU, but the ranks reduce their
+            # sums on the device of their process group
             pl_module.to(trainer.strategy.root_device)
             self._final_loss = self._evaluate(trainer, pl_module)
         if trainer.is_global_zero:
@@ -119,7 +122,7 @@ class RunReport(pl.Callback):
         pl_module.cpu()
 
     def _evaluate(self, trainer: pl.Trainer, module: LanguageModel) -> float:
-        """Return the loss over the whole validation split; a divided model sends for it."""
+        """Return the loss over the whole validation split; a sharded model communicates for it."""
         ledger, batches = self._recorder.meter.ledger, self._data.val_dataloader()
         during = nullcontext() if ledger is None else ledger.during(VALIDATION)
         told = stage("validating", len(batches), shown=trainer.is_global_zero)
@@ -138,10 +141,10 @@ class RunReport(pl.Callback):
             logger.save()
         failure = diverged(loss, self._recorder.history, self._run_dir)
         if failure is not None:
-            self._tell(trainer, "After training", failure)
+            self._report_failure(trainer, "After training", failure)
             return
         summary = self._summarize(trainer, loss)
-        if any(map(is_part, module.parameters())):  # rank 0 holds a part of them
+        if any(map(is_part, module.parameters())):  # rank 0 has only a shard of them
             assert summary.checkpoint is not None, "a fit ends with one"
             module = load_trained(Path(summary.checkpoint))
         with stage("exporting the model"):
@@ -153,8 +156,8 @@ class RunReport(pl.Callback):
             "After training",
         )
 
-    def _tell(self, trainer: pl.Trainer, title: str, failure: str) -> None:
-        """Leave figures and files of a run that went wrong."""
+    def _report_failure(self, trainer: pl.Trainer, title: str, failure: str) -> None:
+        """Write the figures and files of a failed run."""
         for logger in trainer.loggers:
             logger.finalize("failed")
         if self._train_start and not self._seconds:
@@ -168,7 +171,7 @@ class RunReport(pl.Callback):
         print_panel(title, summary_rows(summary))
 
     def _summarize(self, trainer: pl.Trainer, validation_loss: float) -> RunSummary:
-        """Return the figures; without what comes of the weights."""
+        """Return the figures, without those that need the weights."""
         meter, steps = self._recorder.meter, self._recorder.steps_done(trainer)
         sent = meter.sent(steps)
         return RunSummary(
@@ -202,14 +205,14 @@ class RunReport(pl.Callback):
         return generate_text(module, tokenizer, prompt, self._sample_tokens, self._seed)
 
     def _export(self, module: LanguageModel) -> tuple[str, str | None]:
-        """Write what `from_pretrained` loads; of a model with adapters these alone, too."""
+        """Write a folder for `from_pretrained`; with adapters, also a folder with only these."""
         folder, adapter = self._run_dir / "huggingface", None
         model: Any = module.model
         if module.hparams["lora"] is not None:
             adapter = str(self._run_dir / "adapter")
-            # the vocabulary is the base's: without this word peft asks the hub for its size
+            # the vocabulary is the base model's; by default peft asks the hub for its size
             model.save_pretrained(adapter, save_embedding_layers=False)
-            # of a copy, and in the host's memory: the module itself keeps its adapters
+            # merge a copy, in host memory: the module itself keeps its adapters
             model = copy.deepcopy(model.cpu()).merge_and_unload()
         model.save_pretrained(folder)
         self._data.tokenizer.save_pretrained(folder)
@@ -236,7 +239,7 @@ def _metrics_file(trainer: pl.Trainer) -> str | None:
 
 
 def load_trained(checkpoint: Path) -> LanguageModel:
-    """Return the module that a file holds, or a folder, of which a file is made for that."""
+    """Load the module from a checkpoint file, or from a folder, converted to a temporary file."""
     if not is_folder(checkpoint):
         return LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")
     with TemporaryDirectory(dir=checkpoint.parent) as place:

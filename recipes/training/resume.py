@@ -1,4 +1,4 @@
-"""Where a run goes on from: `ckpt_path`, found and looked at before anything is launched."""
+"""Resolve `ckpt_path` and check the checkpoint before anything is launched."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from lightning_commfree.resume.folders import REST, is_folder
 from recipes.training.report import CHECKPOINT_FOLDER
 
-_LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning looks for these itself
+_LIGHTNINGS_WORDS = ("best", "hpc")  # Lightning resolves these itself
 
 
 def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str | None:
-    """Return the checkpoint to go on from, None for a fresh start.
+    """Return the checkpoint to resume from; None to start from scratch.
 
-    "last" is the newest whole checkpoint of the run's own folder, by the time at which it was
-    written: the `last.ckpt` of an end or a stop, or the `step-N.ckpt` that a killed run left. Files
-    that were cut short are passed over with a warning. What other ranks keep in `.commfree/` beside
-    it needs no look: a save completes it before it replaces the checkpoint.
+    "last" is the newest complete checkpoint in the run's own folder, by modification time: the
+    `last.ckpt` of an end or a stop, or the `step-N.ckpt` of a killed run. Truncated files are
+    skipped with a warning. The other ranks' files in `.commfree/` need no check: a save completes
+    them before it replaces the checkpoint.
 
     Args:
-        ckpt_path: a path, "last", or a word that Lightning knows.
+        ckpt_path: a path, "last", or a keyword of Lightning's.
         run_dir: the run's folder.
         max_steps: optimizer steps of the whole run.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: the run that it belongs to has taken all of its steps.
+        ValueError: its run has already taken all its steps.
     """
     if ckpt_path is None or ckpt_path in _LIGHTNINGS_WORDS:
         return ckpt_path
@@ -38,16 +38,16 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
         path = Path(ckpt_path)
     else:
         raise FileNotFoundError(
-            f"ckpt_path='{ckpt_path}' does not exist (looked from '{Path.cwd()}'). Give a"
-            " checkpoint, such as outputs/pretrain/.../checkpoints/last.ckpt, the word `last` with"
-            " `hydra.run.dir=` of the run to go on with, or null to start anew."
+            f"ckpt_path='{ckpt_path}' does not exist (relative to '{Path.cwd()}'). Give a"
+            " checkpoint, such as outputs/pretrain/.../checkpoints/last.ckpt, `last` together"
+            " with the `hydra.run.dir=` of the run to resume, or null to start from scratch."
         )
     steps = _steps_taken(path)
     if steps is not None and steps >= max_steps:
         raise ValueError(
-            f"'{path}' has taken {steps} steps, and trainer.max_steps={max_steps}: nothing is left"
-            " to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
-            " ckpt_path=null to start anew."
+            f"'{path}' has already taken {steps} steps, and trainer.max_steps={max_steps}: nothing"
+            " is left to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
+            " ckpt_path=null to start from scratch."
         )
     return str(path)
 
@@ -57,28 +57,28 @@ def _newest(folder: Path) -> Path:
     for file in files:
         if _steps_taken(file) is not None:
             return file
-        warnings.warn(f"'{file}' was cut short and is passed over.", stacklevel=2)
+        warnings.warn(f"'{file}' is truncated and was skipped.", stacklevel=2)
     found = "no whole checkpoint" if files else "no checkpoint"
     raise FileNotFoundError(
-        f"ckpt_path=last found {found} in '{folder}'. It means the newest one of the run's own"
-        f" folder: give the folder that the run had before as hydra.run.dir={_example(folder)}, or"
-        " set ckpt_path=null to start anew."
+        f"ckpt_path=last found {found} in '{folder}'. `last` is the newest checkpoint in the run's"
+        f" own folder: name the folder of the earlier run by hydra.run.dir={_example(folder)}, or"
+        " set ckpt_path=null to start from scratch."
     )
 
 
 def _example(folder: Path) -> str:
-    """Return the newest run beside this one that has a checkpoint, or else a pattern."""
+    """Return the newest run folder next to this one with a checkpoint, or else a pattern."""
     beside = folder.parent.parent.glob(f"*/{CHECKPOINT_FOLDER}/*.ckpt")
     newest = max(beside, key=lambda file: file.stat().st_mtime_ns, default=None)
     return "outputs/pretrain/..." if newest is None else f"'{newest.parent.parent}'"
 
 
 def _steps_taken(path: Path) -> int | None:
-    """Return a checkpoint's optimizer steps, without reading its tensors; None if unreadable."""
+    """Return a checkpoint's optimizer steps without reading its tensors; None if unreadable."""
     file = path / REST if is_folder(path) else path
     try:
         return int(
             torch.load(file, map_location="cpu", mmap=True, weights_only=True)["global_step"]
         )
-    except Exception:  # noqa: BLE001 - whatever a damaged file makes torch raise
+    except Exception:  # noqa: BLE001 - torch raises many types for a damaged file
         return None

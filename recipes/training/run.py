@@ -1,4 +1,4 @@
-"""A run: checked, built from its configuration, and fitted. What pretraining and tuning share."""
+"""Check, build and fit a run from its configuration, for pretraining and fine-tuning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_commfree import DominoTPStrategy
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
 from recipes.training.launch import check_launch, with_launcher
-from recipes.training.length import settle_length
+from recipes.training.length import apply_token_budget
 from recipes.training.loggers import LoggedConfig
 from recipes.training.progress import RunRecorder
 from recipes.training.progress_bar import StepProgressBar
@@ -40,17 +40,17 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
 
     Args:
         cfg: composed.
-        build: makes data and module of a configuration.
+        build: creates data and module from a configuration.
 
     Returns:
-        The validation loss on rank 0, for sweepers that look for the best; None on others.
+        The validation loss on rank 0, for Hydra sweepers that optimize it; None on other ranks.
 
     Raises:
-        ValueError: the trained weights have no finite loss; figures and checkpoints are written.
-        SystemExit: SIGTERM or Ctrl-C has stopped the run, after a checkpoint.
+        ValueError: the final loss is not finite; figures and checkpoints are still written.
+        SystemExit: SIGTERM or Ctrl-C has stopped the run, after saving a checkpoint.
     """
     _quiet()
-    settle_length(cfg)
+    apply_token_budget(cfg)
     config = cast(Config, OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
     check_launch(config)
     trainer = fit(config, build)
@@ -63,31 +63,31 @@ def run_job(cfg: DictConfig, build: Builder) -> float | None:
 
 
 def fit(config: Config, build: Builder) -> pl.Trainer:
-    """Build everything that the configuration describes, and fit.
+    """Build everything in the configuration, and fit.
 
     Args:
         config: one of `conf/*.yaml` with its groups, composed and resolved to plain dicts and
             lists.
-        build: makes data and module of it.
+        build: creates data and module from it.
 
     Returns:
         The Trainer after its fit.
 
     Raises:
-        FileNotFoundError: `ckpt_path` or a data path does not exist. Before any process is
-            launched, as what follows.
-        ValueError: the run has no length, its model does not fit into memory, its data are too
-            few, or a part refuses a value; see theirs.
-        SystemExit: SIGTERM or Ctrl-C has stopped the run, after a checkpoint.
+        FileNotFoundError: `ckpt_path` or a data path does not exist. Raised before any process is
+            launched, as is the next one.
+        ValueError: the run has no length, its model does not fit into memory, there is too little
+            data, or a constructor refuses a value.
+        SystemExit: SIGTERM or Ctrl-C has stopped the run, after saving a checkpoint.
     """
     max_steps = config["trainer"]["max_steps"]
     _check_length(max_steps)
     ckpt_path = find_checkpoint(config["ckpt_path"], config["run_dir"], max_steps)
-    factory(config["optimizer"])(nn.Linear(1, 1))  # what it refuses it refuses here
+    factory(config["optimizer"])(nn.Linear(1, 1))  # raises for illegal values, before slow parts
     pl.seed_everything(config["seed"], workers=True, verbose=False)
     config = with_launcher(config)
     forks = config["strategy"]["start_method"] == "fork"
-    callbacks = [ThreadsAfterFork()] if forks else []  # before there is a model
+    callbacks = [ThreadsAfterFork()] if forks else []  # before the model exists
     data, module = build(config)
     trainer = build_trainer(config, data, callbacks)
     _prepare(data, trainer)
@@ -101,7 +101,7 @@ def fit(config: Config, build: Builder) -> pl.Trainer:
 def build_trainer(
     config: Config, data: TrainingData, callbacks: Sequence[pl.Callback] = ()
 ) -> pl.Trainer:
-    """Return the Trainer with strategy, loggers, the recipe's callbacks and the user's."""
+    """Build the Trainer with strategy, loggers, the recipe's callbacks and the user's."""
     run_dir = config["run_dir"]
     recorder = RunRecorder(data)
     report = RunReport(data, recorder, run_dir, seed=config["seed"], **config["report"])
@@ -110,35 +110,35 @@ def build_trainer(
         run_dir, config["checkpoint_every_n_steps"], config["trainer"]["max_steps"]
     )
     callbacks += [instantiate(callback, _convert_="all") for callback in config["callbacks"]]
-    callbacks += [StopOnSignal(run_dir)]  # after those whose state a checkpoint holds
+    callbacks += [StopOnSignal(run_dir)]  # after the callbacks whose state is in a checkpoint
     loggers = [instantiate(logger, _convert_="all") for logger in config["logger"].values()]
     if loggers:
         callbacks += [LearningRateMonitor("step"), LoggedConfig(config)]
     strategy = instantiate(config["strategy"], _convert_="all")
     if isinstance(strategy, DominoTPStrategy) and config.get("compile") is not None:
         raise ValueError(
-            f"strategy=domino_tp does not go with compile={config['compile']}: it divides the model"
-            " itself, layer by layer, and a compiled one cannot be divided. Set compile=null."
+            f"strategy=domino_tp cannot be combined with compile={config['compile']}: it shards the"
+            " model layer by layer, which a compiled model does not allow. Set compile=null."
         )
     return factory(config["trainer"])(strategy=strategy, logger=loggers, callbacks=callbacks)
 
 
 def build_checkpoints(run_dir: str, every_n_steps: int, max_steps: int) -> list[ModelCheckpoint]:
-    """Return a callback that saves `last.ckpt` when the fit ends, and one for in between.
+    """Return a callback that saves `last.ckpt` when the fit ends, and one that saves during it.
 
-    One alone does not do: a `ModelCheckpoint` that saves every so many steps leaves out the last
-    step when it is not a multiple. None of them saves at the end of an epoch: resumed from such a
-    checkpoint Lightning 2.6.6, when the run's length is given in steps, cuts the next epoch short.
+    One is not enough: a `ModelCheckpoint` that saves every n steps skips the last step if it is not
+    a multiple of n. None of them saves at the end of an epoch: after resuming from such a
+    checkpoint, Lightning 2.6.6 cuts the next epoch short if the run's length is given in steps.
     """
     folder = f"{run_dir}/{CHECKPOINT_FOLDER}"
     last = ModelCheckpoint(
         folder,
-        every_n_train_steps=max_steps,  # and in `on_train_end`, should the fit end before
+        every_n_train_steps=max_steps,  # and in `on_train_end`, if the fit ends earlier
         save_top_k=0,
         save_last=True,
         enable_version_counter=False,
     )
-    if every_n_steps in (0, max_steps):  # two that save at the same steps Lightning refuses
+    if every_n_steps in (0, max_steps):  # Lightning refuses two that save at the same steps
         return [last]
     step = ModelCheckpoint(
         folder, "step-{step}", auto_insert_metric_name=False, every_n_train_steps=every_n_steps
@@ -147,24 +147,24 @@ def build_checkpoints(run_dir: str, every_n_steps: int, max_steps: int) -> list[
 
 
 def factory(config: Config) -> Callable[..., Any]:
-    """Return what makes the object that `config` describes, given the arguments it lacks.
+    """Return a function that creates the object in `config` from its remaining arguments.
 
-    Objects are given to the call and not to `instantiate`, which would copy them.
+    Objects must be passed to this function instead of `instantiate`, which would copy them.
     """
     return instantiate(config, _partial_=True, _convert_="all")
 
 
 def _prepare(data: TrainingData, trainer: pl.Trainer) -> None:
-    """Make the files of tokens and see that they suffice, in the process that launches the others.
+    """Create the files of tokens and check their size, in the launching process.
 
-    Lightning does both in the ranks: there an error comes with the tracebacks of all of them, and
-    those that wait for the one that tokenizes give up after the strategy's `timeout`.
+    Lightning does both in the ranks, where an error comes with the tracebacks of all of them, and
+    where ranks that wait for the one that tokenizes give up after the strategy's `timeout`.
     """
     data.trainer = trainer
     data.prepare_data()
     data.setup("fit")
-    # tokenizers work with threads, which do not survive a fork; without this word every forked
-    # process warns of it
+    # tokenizers use threads, which do not survive a fork; without this setting every forked process
+    # prints a warning
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -177,13 +177,13 @@ def _check_length(max_steps: int) -> None:
 
 
 def _quiet() -> None:
-    """Leave out what Lightning says in every run and what this recipe has decided on purpose."""
-    # the last: every rank's word on a signal, of which `StopOnSignal` tells once
+    """Silence messages that Lightning prints in every run, and warnings that do not apply here."""
+    # the last one prints a signal on every rank; `StopOnSignal` prints it once
     names = ("lightning.pytorch", "lightning.fabric", "lightning_commfree.strategies.signals")
     for name in names:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # that ranks are ended when one has left, which an error or a stop has said already
+    # it prints that ranks are terminated, which an error or a stop has already reported
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    disable_progress_bar()  # of transformers, when it writes and reads files
+    disable_progress_bar()  # transformers' bars for reading and writing files
     warnings.filterwarnings("ignore", ".*does not have many workers", PossibleUserWarning)
     warnings.filterwarnings("ignore", ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated")

@@ -1,20 +1,21 @@
-"""A clean end: SIGTERM and Ctrl-C stop all ranks after the same step, with a checkpoint.
+"""Clean stops: SIGTERM and Ctrl-C end all ranks after the same step, with a checkpoint.
 
-Lightning's own way does not do. Its SIGTERM handler sends a collective from wherever the process
-happens to be, between others that are under way; Ctrl-C raises in the middle of a step, on every
-rank in another one; and a forked rank that leaves by either exits with 0, for which its parent
-waits for ever. Here a handler only takes a note:
+Lightning's own handlers do not work here. Its SIGTERM handler starts a collective wherever the
+process happens to be, possibly between other collectives; Ctrl-C raises in the middle of a step, a
+different one on every rank; and a forked rank that exits by either returns 0, so its parent waits
+forever. Here a handler only sets a flag:
 
-1. Step 101: the launching process, which does not train, is sent SIGTERM and passes it on. The
-   ranks take a note, each wherever it is.
-2. The ranks agree. Strategies of ours let the note travel with their next exchange; under all
-   others the ranks add up their notes after every step, in place of the broadcast that Lightning
-   makes before every batch.
-3. Step 102: all know. They save `last.ckpt`, callbacks and loggers let go of what they hold, and
-   all leave with 128 + the signal's number, as a shell counts processes that a signal has ended.
+1. Step 101: the launching process, which does not train, receives SIGTERM and forwards it. Each
+   rank sets its flag.
+2. The ranks agree. Strategies of this project send the flag with their next exchange; under other
+   strategies the ranks reduce their flags after every step, instead of Lightning's broadcast before
+   every batch.
+3. Step 102: all ranks know. They save `last.ckpt`, callbacks and loggers close their files, and all
+   ranks exit with 128 + the signal's number, as shells report processes ended by a signal.
 
-Who hears it first says so, a strategy of ours which step will be the last, and rank 0 what a second
-Ctrl-C costs until then: it ends everything at once. SIGTERM may come as often as it likes.
+The first process to receive the signal prints it, strategies of this project print which step will
+be the last, and rank 0 prints the cost of a second Ctrl-C, which ends everything at once. Further
+SIGTERMs have no effect.
 """
 
 from __future__ import annotations
@@ -50,40 +51,40 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _EXIT_CODES = tuple(128 + signum for signum in _SIGNALS)
 _FIRST = (
     "\n{}: the run ends with a checkpoint, after the same step on all ranks."
-    "\nA second Ctrl-C ends at once, without one: what was trained since the last is lost.\n"
+    "\nA second Ctrl-C ends it at once, losing all steps since the last checkpoint.\n"
 )
 
 
 class StopOnSignal(pl.Callback):
-    """Ends a fit cleanly on SIGTERM and SIGINT. Put it behind the callbacks that see every step.
+    """End a fit cleanly on SIGTERM and SIGINT. Must come after callbacks that run at every step.
 
     Args:
-        run_dir: the run's folder; `last.ckpt` goes where its other checkpoints are.
+        run_dir: the run's folder; `last.ckpt` is saved with its other checkpoints.
     """
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
-        self._pid = os.getpid()  # of the process whose handlers these are
-        self._launcher: Any = None  # of other processes, in the one that launches them
-        self._noted: signal.Signals | None = None
+        self._pid = os.getpid()  # of the process that owns the handlers
+        self._launcher: Any = None  # of the ranks; None in a rank
+        self._received: signal.Signals | None = None
         self._interrupts = 0
         self._step = 0
-        self._is_launched = False  # by another process, which has heard it too
-        self._has_told = False
+        self._is_launched = False  # by another process, which has received it too
+        self._cost_printed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the launcher, which has processes in it (spawn)."""
+        """Return the state without the launcher, whose processes cannot be pickled (spawn)."""
         return {**self.__dict__, "_launcher": None}
 
     @contextmanager
     def listening(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Take notes of signals in the body, in which `trainer.fit` is called.
+        """Handle signals during the body, which calls `trainer.fit`.
 
         Raises:
-            SystemExit: the fit was stopped; with 128 + the signal's number.
+            SystemExit: the fit was stopped; its code is 128 + the signal's number.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python lets no other thread have handlers
+            yield  # Python allows handlers only in the main thread
             return
         before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
         self._launcher = trainer.strategy.launcher
@@ -91,7 +92,7 @@ class StopOnSignal(pl.Callback):
         try:
             yield
         except ProcessExitedException as error:
-            raise self._as_exit(error) from error
+            raise self._exit_for(error) from error
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
@@ -100,18 +101,18 @@ class StopOnSignal(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if os.getpid() != self._pid:  # launched by another process, which has handlers of its own
+        if os.getpid() != self._pid:  # launched by another process, which has its own handlers
             self._pid, self._launcher, self._is_launched = os.getpid(), None, True
             self._listen()
-        # Lightning's handler and its broadcast; when they are registered ours stays behind them,
-        # and a strategy that puts a note of its own in their place does so later than this
+        # replaces Lightning's handler and its broadcast; a strategy that installs its own handler
+        # does so later than this
         trainer._signal_connector._sigterm_notifier_fn = _nothing  # type: ignore[method-assign, assignment]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step
-        if self._noted is not None:  # before the strategy could take a note
+        if self._received is not None:  # before the strategy could set its flag
             signal.raise_signal(signal.SIGTERM)
 
     @override
@@ -119,56 +120,56 @@ class StopOnSignal(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         if trainer.global_step == self._step:
-            return  # accumulation is not over, which most checkpoints do not hold
+            return  # gradients are still being accumulated, which most checkpoints do not contain
         self._step = trainer.global_step
-        if not self._all_know(trainer):
-            self._tell_cost(trainer)
+        if not self._any_rank_received(trainer):
+            self._print_cost(trainer)
             return
-        if self._step >= trainer.max_steps:  # what is left is the report, and then nothing to go on
+        if self._step >= trainer.max_steps:  # only the report is left, and nothing to resume
             trainer._signal_connector.received_sigterm = False
             return
         path = f"{self._run_dir}/{CHECKPOINT_FOLDER}/last.ckpt"
         trainer.save_checkpoint(path)
-        signum = self._noted or signal.SIGTERM
+        signum = self._received or signal.SIGTERM
         if trainer.is_global_zero:
             print(
-                f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To go on,"
-                f" give the same command with hydra.run.dir='{self._run_dir}' ckpt_path=last",
+                f"\nStopped by {signum.name} after step {self._step}; '{path}' is saved. To resume,"
+                f" run the same command with hydra.run.dir='{self._run_dir}' ckpt_path=last",
                 flush=True,
             )
         self._leave(trainer, pl_module, Stopped(_exit_code(trainer, signum)))
 
-    def _tell_cost(self, trainer: pl.Trainer) -> None:
-        """Say once, on rank 0, what a second Ctrl-C costs where the last step is not this one."""
-        if self._noted is None or self._has_told or not trainer.is_global_zero:
+    def _print_cost(self, trainer: pl.Trainer) -> None:
+        """Print once, on rank 0, the cost of a second Ctrl-C before the last step."""
+        if self._received is None or self._cost_printed or not trainer.is_global_zero:
             return
-        self._has_told = True
+        self._cost_printed = True
         folder = Path(self._run_dir) / CHECKPOINT_FOLDER
         newest = max(folder.glob("*.ckpt"), key=lambda file: file.stat().st_mtime, default=None)
-        lost = f"what follows '{newest}'" if newest else "all steps: there is no checkpoint yet"
+        lost = f"all steps after '{newest}'" if newest else "all steps: there is no checkpoint yet"
         print(f"A second Ctrl-C would lose {lost}.", flush=True)
 
-    def _all_know(self, trainer: pl.Trainer) -> bool:
-        """Return whether any rank has a note; the same on all ranks after the same step."""
-        if _asks_the_strategy(trainer):
+    def _any_rank_received(self, trainer: pl.Trainer) -> bool:
+        """Return whether any rank has its flag set; the same on all ranks after the same step."""
+        if _strategy_agrees(trainer):
             return trainer.received_sigterm
         if trainer.world_size == 1:
-            return self._noted is not None
-        notes = torch.tensor(float(self._noted is not None), device=trainer.strategy.root_device)
-        dist.all_reduce(notes)
-        return bool(notes)
+            return self._received is not None
+        flags = torch.tensor(float(self._received is not None), device=trainer.strategy.root_device)
+        dist.all_reduce(flags)
+        return bool(flags)
 
     def _leave(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stopped: Stopped) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
-            # Lightning tells them in the launching process only, where they hold nothing
+            # Lightning notifies them only in the launching process, where they have nothing open
             for callback in callbacks:
                 callback.on_exception(trainer, pl_module, stopped)
             for logger in trainer.loggers:
                 logger.finalize("failed")
         for callback in callbacks:
             callback.teardown(trainer, pl_module, "fit")
-        # the launching process ends all ranks when the first one leaves
+        # the launching process ends all ranks when the first one exits
         trainer.strategy.barrier("stopped")
         raise stopped
 
@@ -176,13 +177,13 @@ class StopOnSignal(pl.Callback):
 
     def _listen(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as nohup and `&` set it
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as set by nohup and `&`
             signal.signal(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # a process that was forked from this one and has no handlers of its own, such as one
-            # that reads data: Ctrl-C is its parent's business
+            # a process forked from this one without its own handlers, such as a data worker: its
+            # parent handles Ctrl-C
             if signum == signal.SIGTERM:
                 _end_now(signum)
             return
@@ -191,38 +192,38 @@ class StopOnSignal(pl.Callback):
             if self._launcher is not None:
                 self._launcher.kill(signal.SIGKILL)
             _end_now(signum)
-        if self._noted is None:
-            self._noted = signal.Signals(signum)
+        if self._received is None:
+            self._received = signal.Signals(signum)
             if is_first_rank() and not self._is_launched:
-                _write_now(_FIRST.format(self._noted.name))
+                _write_now(_FIRST.format(self._received.name))
             if self._launcher is not None:
-                # never SIGINT: a terminal sends that to all processes by itself, and a rank would
-                # take what is passed on for a second Ctrl-C
+                # never SIGINT: a terminal sends it to all processes itself, and a rank would take
+                # the forwarded one for a second Ctrl-C
                 self._launcher.kill(signal.SIGTERM)
             if signum == signal.SIGINT:
-                signal.raise_signal(signal.SIGTERM)  # whoever else listens: the strategy
+                signal.raise_signal(signal.SIGTERM)  # previous handlers, such as the strategy's
 
-    def _as_exit(self, error: ProcessExitedException) -> BaseException:
-        """Return the exit of a run whose rank has left with `error`, or `error` itself."""
-        if self._noted is None:
+    def _exit_for(self, error: ProcessExitedException) -> BaseException:
+        """Return the exit of a run whose rank exited with `error`, or `error` itself."""
+        if self._received is None:
             return SystemExit(error.exit_code) if error.exit_code in _EXIT_CODES else error
         if error.exit_code not in _EXIT_CODES:
-            print(f"Stopped by {self._noted.name} before the first step; nothing was saved.")
-        return SystemExit(128 + self._noted)
+            print(f"Stopped by {self._received.name} before the first step; nothing was saved.")
+        return SystemExit(128 + self._received)
 
 
 class Stopped(SIGTERMException):
-    """All ranks have stopped after the same step and have saved; a `SystemExit`."""
+    """The exit of a run whose ranks have all stopped after the same step and saved."""
 
 
-def _asks_the_strategy(trainer: pl.Trainer) -> bool:
+def _strategy_agrees(trainer: pl.Trainer) -> bool:
     ours = isinstance(trainer.strategy, ReplicaStrategy)
     return ours and trainer.world_size > 1
 
 
 def _exit_code(trainer: pl.Trainer, signum: signal.Signals) -> int:
-    # a rank that another rank's process has launched: Lightning kills the first at once when the
-    # second leaves with an error, whatever it is doing
+    # a rank launched by another rank's process: Lightning kills the first immediately when the
+    # second exits with an error
     strategy = trainer.strategy
     is_launched = (
         isinstance(strategy.launcher, _SubprocessScriptLauncher)
@@ -234,10 +235,10 @@ def _exit_code(trainer: pl.Trainer, signum: signal.Signals) -> int:
 
 
 def _write_now(text: str) -> None:
-    """Write from a signal's handler: not by `print`, in the middle of which it may have come."""
+    """Write from a signal handler; `print` is not reentrant."""
     try:
         file = sys.stdout.fileno()
-    except (OSError, ValueError):  # of a notebook, whose output is no file
+    except (OSError, ValueError):  # a notebook's output is not a file
         file = 1
     os.write(file, text.encode())
 

@@ -1,4 +1,4 @@
-"""The figures of a finished fit, and how they are told."""
+"""The figures of a finished fit, and how they are printed and saved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_commfree.comm.ledger import STEPS
 from recipes.training.progress import History
 from recipes.training.traffic import by_tag, human_bytes
 
-_FRAME = 8  # columns of a panel that its labels and texts cannot use
+_FRAME = 8  # columns of a panel for its frame and padding
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,24 @@ class RunSummary:
     tokens: int  # trained on, by all ranks
     seconds: float  # from the first batch to the end of training, validations included
     validation_loss: float  # nats per token, whole validation split, of the module after fit; nan
-    # where an error has ended the fit
+    # after an error
     perplexity: float  # exp(validation_loss)
-    initial_loss: float | None  # before training, likewise; None where nobody asked for it
-    unigram_loss: float | None  # nats per token, on the same tokens; None where there is none
+    initial_loss: float | None  # the same before training; None if not requested
+    unigram_loss: float | None  # nats per token, on the same tokens; None if not available
     bytes_in_steps: int  # sent by rank 0 in training steps
-    bytes_sent: int  # by rank 0, all in all
+    bytes_sent: int  # by rank 0, in total
     bytes_by_phase: dict[str, dict[str, int]]  # the same by phase of the fit and by tag
-    bytes_are_counted: bool  # by a ledger; otherwise computed
-    ddp_bytes: int  # what fp32 DDP would have sent in as many steps; computed
-    ddp_start_bytes: int  # what DDP would have sent before the first of them; computed
-    seconds_waited: float | None  # by rank 0 since the first step; None where nobody counts
+    bytes_are_counted: bool  # by a ledger; otherwise computed by formulas
+    ddp_bytes: int  # that fp32 DDP would have sent in as many steps; computed
+    ddp_start_bytes: int  # that DDP would have sent before the first step; computed
+    seconds_waited: float | None  # by rank 0 since the first step; None if not measured
     sample: str
     checkpoint: str | None
-    huggingface: str | None  # folder of the exported model; None where the run has failed
+    huggingface: str | None  # folder of the exported model; None after a failure
     metrics: str | None
     figure: str
-    adapter: str | None = None  # folder of the adapters alone, where only they were trained
-    failure: str | None = None  # what went wrong, as a sentence
+    adapter: str | None = None  # folder of the adapters, if only they were trained
+    failure: str | None = None  # reason of a failure, as a sentence
 
 
 def write_json(content: RunSummary | History, path: Path) -> None:
@@ -56,7 +56,7 @@ def write_json(content: RunSummary | History, path: Path) -> None:
 
 
 def summary_rows(summary: RunSummary) -> dict[str, str]:
-    """Return what is printed at the end, label to text."""
+    """Return the rows of the panel at the end, label to text."""
     waited = summary.seconds_waited
     rows = {
         "trained": f"{summary.steps:,} steps, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
@@ -89,7 +89,7 @@ def _sent(summary: RunSummary) -> str:
 
 
 def _besides(summary: RunSummary) -> str:
-    """Return what was sent before, between and after the steps; empty where that is nothing."""
+    """Describe the bytes sent outside of training steps; empty if there are none."""
     phases = {name: sent for name, sent in summary.bytes_by_phase.items() if name != STEPS}
     return "; ".join(
         f"{name} {human_bytes(sum(sent.values()))} ({by_tag(sent)})"
@@ -115,7 +115,7 @@ def _part(times_less: float) -> str:
 
 
 def share(times_less: float) -> str:
-    """Return "1/12.3" for a number of which there is 12.3 times less, "1.5" for more of it."""
+    """Format a ratio: "1/12.3" for 12.3 times less, "1.5" for more."""
     return f"1/{times_less:,.3g}" if times_less > 1.005 else f"{1 / max(times_less, 1e-9):.3g}"
 
 
@@ -132,15 +132,14 @@ def _loss(nats: float | None, of: str) -> str:
 
 
 def shown(path: str | None) -> str:
-    """Return a path as one would type it here; the panel is narrow."""
+    """Return a path relative to the working directory, to fit into the panel."""
     return "" if path is None else os.path.relpath(path)
 
 
 def print_panel(title: str, rows: dict[str, str]) -> None:
-    """Print rows of a label and a text in a frame, those that do not fit beneath it.
+    """Print rows of label and text in a frame, and rows with longer words below it.
 
-    A path that is wider than the frame would be folded in the middle of a word, and nobody could
-    copy it.
+    The frame would fold a long path in the middle of a word, so that it could not be copied.
     """
     console = Console()
     room = console.width - max(map(len, rows)) - _FRAME
@@ -152,7 +151,7 @@ def print_panel(title: str, rows: dict[str, str]) -> None:
     table.add_column(overflow="fold")
     for label, text in rows.items():
         if label not in beneath:
-            # not `add_row(label, text)` on str: brackets in generated text are no markup
+            # not `add_row` with str: brackets in generated text are not markup
             table.add_row(Text(label), Text(text))
     console.print(Panel(table, title=title))
     for label, text in beneath.items():

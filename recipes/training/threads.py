@@ -1,4 +1,4 @@
-"""Threads and forks do not mix: what a recipe does so that forked workers may compute."""
+"""Let forked workers compute with threads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing_extensions import override
 
 
 class ThreadsAfterFork(pl.Callback):
-    """Keeps this process to one thread now, and gives the workers that are forked from it theirs.
+    """Limit this process to one thread, and give its forked workers their number of threads.
 
-    OpenMP's threads do not survive a fork, and GNU's library does not notice: a worker whose parent
-    has ever computed with several waits for them for ever. Copying weights is enough, which is what
-    the parent does after every fit: the second job of a multirun would hang. So the process that
-    forks must not start any. Make this callback before the model.
+    OpenMP's threads do not survive a fork, and GNU's implementation does not notice: a worker whose
+    parent has ever computed with several threads waits for them forever. Copying weights is enough,
+    which the parent does after every fit, so the second job of a multirun would hang. Therefore the
+    forking process must never start threads. Create this callback before the model.
     """
 
     def __init__(self) -> None:
@@ -24,5 +24,5 @@ class ThreadsAfterFork(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # set by the user, or else in every forked worker by Lightning: its share of the cores
+        # set by the user, or by Lightning in every forked worker to its share of the cores
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", self._threads)))

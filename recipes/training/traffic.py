@@ -1,12 +1,12 @@
-"""What a strategy sends: foretold before a run and read off while it runs.
+"""The traffic of a strategy: predicted before a run and measured during it.
 
-*Bytes per step* are what training steps send, mean over a cycle, wherever they stand. What is sent
-before the first step, in validations and at the end (checkpoints, a last exchange) is told beside
-them and never added to them; against fp32 DDP steps are set against steps.
+*Bytes per step* are those of training steps, averaged over a cycle. Bytes sent before the first
+step, in validations and at the end (checkpoints, a last exchange) are reported separately and never
+included; comparisons with fp32 DDP compare steps with steps.
 
-Our strategies foretell and count for themselves. Lightning's DDP does neither; for it the numbers
-come from the ledger's formulas for the all-reduce of fp32 gradients and for the broadcast of
-weights and buffers at the start, and are said to be computed.
+The strategies of this project predict and count their traffic. Lightning's DDP does neither; its
+figures come from the ledger's formulas for the all-reduce of fp32 gradients and for the initial
+broadcast of weights and buffers, and are marked as computed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from lightning_commfree.strategies import DominoTPStrategy, ReplicaStrategy, Tra
 
 
 class TrafficMeter:
-    """What one rank of a fit will send and has sent. Make it in `on_fit_start` or later.
+    """The predicted and measured traffic of one rank. Create it in `on_fit_start` or later.
 
     Args:
         trainer: in its fit.
-        tokens_per_batch: that a model sees in a batch; with tensor parallelism several ranks share
-            one.
-        ddp_start_bytes: see below; of the whole model, which a strategy may have divided.
+        tokens_per_batch: of one model replica; with tensor parallelism several ranks share one.
+        ddp_start_bytes: as below, of the whole model, which a strategy may have sharded.
 
     Attributes:
-        plan: what this rank will send in training steps.
-        ledger: what it has sent; None for a strategy that does not count.
-        ddp_start_bytes: what DDP sends before the first step: rank 0's weights and buffers.
+        plan: predicted traffic of training steps.
+        ledger: measured traffic; None for a strategy that does not count.
+        ddp_start_bytes: sent by DDP before the first step, to broadcast weights and buffers.
 
     Raises:
-        TypeError: nobody knows what the strategy sends.
+        TypeError: the traffic of the strategy is unknown.
     """
 
     def __init__(self, trainer: pl.Trainer, tokens_per_batch: int, ddp_start_bytes: int) -> None:
@@ -53,7 +52,7 @@ class TrafficMeter:
         self.plan: Traffic
         self.ddp_start_bytes = ddp_start_bytes
         self._trainer = trainer
-        if isinstance(strategy, DominoTPStrategy):  # what it sends depends on the batch
+        if isinstance(strategy, DominoTPStrategy):  # its traffic depends on the batch
             batches = trainer.accumulate_grad_batches
             self.plan = strategy.traffic(batches * tokens_per_batch)
             self.ledger = strategy.ledger
@@ -64,18 +63,18 @@ class TrafficMeter:
         self._ddp = _wrapped(strategy)
 
     def bytes_per_step(self) -> float:
-        """Return the mean over the last cycle, as the strategy logs it; computed for DDP."""
+        """Return the mean over the last cycle, as logged by the strategy; computed for DDP."""
         strategy = self._trainer.strategy
         if isinstance(strategy, ReplicaStrategy):
             return strategy.figures().get("comm/bytes_per_step", 0.0)
         return self.plan.bytes_per_step
 
     def bytes_in_steps(self, steps: int) -> int:
-        """Return what this rank's training steps have sent: counted, or computed for DDP's."""
+        """Return the bytes sent by this rank's training steps; computed for DDP."""
         return sum(self.sent(steps).get(STEPS, {}).values())
 
     def sent(self, steps: int) -> dict[str, dict[str, int]]:
-        """Return the bytes that this rank has sent, by phase and tag; `steps` are computed."""
+        """Return the bytes sent by this rank, by phase and tag; computed for DDP."""
         if self.ledger is None:
             in_steps = {tag: round(steps * sent) for tag, sent in self.plan.bytes_by_tag.items()}
             return {START: {"broadcast": self.ddp_start_bytes}, STEPS: in_steps}
@@ -83,13 +82,11 @@ class TrafficMeter:
         return {phase: dict(found[phase]) for phase in PHASES if phase in found}
 
     def seconds_waited(self) -> float | None:
-        """Return the seconds that this rank has waited for others since its first step.
+        """Return the seconds this rank has waited for communication since its first step.
 
-        None where nobody counts.
-
-        Lightning's DDP is wrapped by torch's, which measures the time of its all-reduces and how
-        much of it backward still computes: the rest is waited for. On CUDA, where measuring stops
-        the stream, it does so in the first 10 steps and in every 100th.
+        None if they are not measured. torch's DDP wrapper measures the time of its all-reduces and
+        how much of it overlaps with backward; the rest is waiting. On CUDA, where measuring
+        synchronizes the stream, it does so in the first 10 steps and in every 100th.
         """
         if self.ledger is not None:
             return self.ledger.seconds_waited - self.ledger.seconds_by_phase[START]
@@ -97,7 +94,7 @@ class TrafficMeter:
 
 
 def _wrapped(strategy: Strategy) -> DistributedDataParallel | None:
-    """Return torch's wrapper, if there is one, after it was told to measure as often as it may."""
+    """Return torch's DDP wrapper, if there is one, set to measure as often as possible."""
     ddp = strategy.model
     if not isinstance(ddp, DistributedDataParallel):
         return None
@@ -107,27 +104,27 @@ def _wrapped(strategy: Strategy) -> DistributedDataParallel | None:
 
 
 def _ddp_seconds_waited(ddp: DistributedDataParallel) -> float | None:
-    found = ddp._get_ddp_logging_data()  # nanoseconds; means over the steps that were measured
+    found = ddp._get_ddp_logging_data()  # nanoseconds, averaged over the measured steps
     if "avg_backward_comm_time" not in found:
-        return None  # in the first step, and on devices that torch has no timer for
+        return None  # in the first step, and on devices without a timer
     waited = found["avg_backward_comm_time"] - found["avg_backward_compute_comm_overlap_time"]
     return 1e-9 * waited * found["iteration"]
 
 
 def ddp_start_bytes(module: nn.Module, ranks: int) -> int:
-    """Return what one of several ranks sends, in the mean, while DDP gives all rank 0's tensors."""
+    """Return the mean bytes sent by a rank in DDP's initial broadcast of rank 0's tensors."""
     tensors = (*module.parameters(), *module.buffers())
     return broadcast_bytes(sum(tensor.nbytes for tensor in tensors), ranks)
 
 
 def by_tag(sent: Mapping[str, float]) -> str:
-    """Return "outer_gradient 1.23 MB, handshake 40 B", largest first, without what is nothing."""
+    """Format as "outer_gradient 1.23 MB, handshake 40 B", largest first, without zeros."""
     largest_first = sorted(sent.items(), key=lambda item: -item[1])
     return ", ".join(f"{tag} {human_bytes(size)}" for tag, size in largest_first if size)
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Return a number of bytes with three digits and a decimal unit: 1.23 MB."""
+    """Format a number of bytes with three digits and a decimal unit: 1.23 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
@@ -138,7 +135,7 @@ def human_bytes(num_bytes: float) -> str:
 def _ddp_traffic(trainer: pl.Trainer) -> Traffic:
     if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
         raise TypeError(
-            f"The recipes cannot say what `{type(trainer.strategy).__name__}` sends. Use a"
+            f"The recipes do not know what `{type(trainer.strategy).__name__}` sends. Use a"
             " strategy of `lightning_commfree`, or Lightning's `DDPStrategy`."
         )
     trainable = sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.bandwidth import __main__ as bandwidth
 from benchmarks.bandwidth import measure
-from benchmarks.lab import JobResult, why_unavailable
+from benchmarks.lab import why_unavailable
 from benchmarks.lion_bandwidth import __main__ as lion_bandwidth
 from tests.benchmarks.records import SETTINGS, record
 
 needs_lab = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-
-
-def test_jobs_rotate_their_first_row_and_isolate_rows_that_may_abort() -> None:
-    rows = ["none", "ddp", "ddp_powersgd", "overlap", "torchft"]
-    options = bandwidth.parse(["--rows", *rows, "--steps", "12"])
-    (_, first), (_, powersgd), (module, torchft) = measure.jobs("100mbit", rows, 0, options)
-    (_, second), _ = measure.jobs("100mbit", rows, 1, options)
-    assert powersgd == [("ddp_powersgd", 8)]
-    assert first == [("none", 100), ("ddp", 8), ("overlap", 100)]
-    assert [row for row, _ in second] == ["ddp", "overlap", "none"]
-    assert module.endswith(".torchft_job")
-    assert torchft == [("torchft", 100)]
 
 
 def test_results_are_continued_and_failures_repeated(tmp_path: Path) -> None:
@@ -47,30 +34,6 @@ def test_results_are_continued_and_failures_repeated(tmp_path: Path) -> None:
     assert again.made_by == [["- first call"], ["- second call"]]
     with pytest.raises(ValueError, match="was measured with .*'steps': 40.*or another `--raw`"):
         measure.Results(path, {**SETTINGS, "steps": 5})
-
-
-class FailingLab:
-    """A laboratory whose jobs write `rows` and then fail."""
-
-    names = ("node0", "node1")
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-
-    def run(self, commands: list[list[str]], timeout_s: float, env: Any) -> list[JobResult]:
-        self.env = env
-        for *_, file in commands:
-            lines = [json.dumps({"row": row, "error": None}) for row in ("none", "ddp")]
-            Path(file).write_text("\n".join(lines[: self._rows]))
-        return [JobResult(0, "", 0), JobResult(-6, "aborted", 0)]
-
-
-@pytest.mark.parametrize("rows", [2, 1, 0])
-def test_rows_measured_before_a_job_failed_are_kept(rows: int, tmp_path: Path) -> None:
-    options = bandwidth.parse(["--raw", str(tmp_path / "raw.json")])
-    measured = measure.run_job(FailingLab(rows), "job", [("none", 5), ("ddp", 5)], options)
-    errors = [node["error"] for node, _ in measured]
-    assert errors == [None] * rows + ["exit code -6, aborted"] * (2 - rows)
 
 
 @needs_lab

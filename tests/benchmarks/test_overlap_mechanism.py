@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.overlap import page
-from benchmarks.overlap.link import Link, SleepingChannel, link_for
+from benchmarks.overlap.link import Link, SleepingChannel
 from benchmarks.overlap.medians import mechanism_medians, medians, merged, share_hidden, slower
 from benchmarks.overlap.methods import Model, batch_of, ours
 from benchmarks.overlap.page import most_hidden
@@ -35,14 +35,6 @@ def test_transfers_follow_each_other_and_use_no_cpu() -> None:
     assert time.process_time() - cpu < 0.03  # a third of the CPU time of a busy loop
     assert channel.ledger.bytes_sent == 120
     assert channel.ledger.collectives == 3
-
-
-def test_a_link_makes_the_requested_share() -> None:
-    link = link_for(0.2, compute_s=1.0, transfers=10, num_bytes=1000, latency_s=0.005)
-    assert 10 * link.latency_s + 1000 * link.seconds_per_byte == pytest.approx(0.25)
-    assert link.seconds(100) == pytest.approx(0.005 + 0.02)
-    with pytest.raises(ValueError, match="take longer than the 0.2500 s that are 20% of the step"):
-        link_for(0.2, compute_s=1.0, transfers=10, num_bytes=1000, latency_s=0.03)
 
 
 class Clock:

@@ -21,13 +21,6 @@ def test_commits_with_uncommitted_changes_are_labelled() -> None:
     assert not any(label in line for line in one_block([dirty]) for label in ("dirty", "- commit"))
 
 
-def test_moved_commands_are_shown_as_they_are_today() -> None:
-    (line,) = one_block([["- command: `python -m recipes.bench.quality --seeds=3`"]])
-    assert line == (
-        "- command: `python -m benchmarks.quality --seeds=3` (then named `recipes.bench.quality`)"
-    )
-
-
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Replace this repository by one with a single commit."""

@@ -53,7 +53,7 @@ def train(
         if step == stop_at:
             state = deepcopy(diloco.state_dict())
             diloco = start_eager(module, channel, mix=mix, wire_dtype=wire_dtype)
-            diloco.load_state_dict(state)
+            diloco.load_state_dict(*state)
     diloco.finish()
     states.append(state_of(module))
     return states, [list(f.parameters) for f in split_into_fragments(module, 2, "strided")]

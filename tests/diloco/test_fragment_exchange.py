@@ -191,7 +191,7 @@ def test_a_scheduler_of_the_outer_learning_rate() -> None:
     assert diloco.fragments[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.7 / 4)
     state = diloco.state_dict()
     other = start(Net(), alone(), num_fragments=1, sync_every=4, outer_optimizer=factory)
-    other.load_state_dict(state)
+    other.load_state_dict(*state)
     assert other.fragments[0].optimizer.param_groups[0]["lr"] == pytest.approx(0.7 / 4)
     assert other.fragments[0].scheduler.last_epoch == 2
 

@@ -81,7 +81,7 @@ def thaw(
                 diloco.close()
                 module = frozen()
                 diloco, optimizer = begin(module, channel, **changes), ADAMW(module.parameters())
-                diloco.load_state_dict(state)
+                diloco.load_state_dict(*state)
                 optimizer.load_state_dict(inner)
         diloco.finish()
         outcome.local.append(state_of(module))
@@ -234,7 +234,7 @@ def move(
             optimizer_state = optimizer.state_dict()
             optimizer = ADAMW(module.student.parameters())
             optimizer.load_state_dict(optimizer_state)
-            diloco.load_state_dict(state)
+            diloco.load_state_dict(*state)
     diloco.finish()
     local.append(state_of(module))
     joined = [one.fragment.buffers for one in diloco.fragments if not one.fragment.parameters]

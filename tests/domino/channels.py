@@ -1,4 +1,4 @@
-"""Channels that stand between a model and a real one, to see or to show what goes wrong."""
+"""Channels that wrap a real one to observe it or to inject faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_commfree.comm.channel import Channel, Pending
 
 
 class Wrapped:
-    """A channel that hands everything on to a real one."""
+    """A channel that delegates to a real one."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -21,7 +21,7 @@ class Wrapped:
 
 
 class Poison(Wrapped):
-    """Fills a buffer with NaN while it is in flight: who reads it before the wait is found out.
+    """Fills a buffer with NaN while it is in flight, so that reading it before the wait shows.
 
     The sum comes about in a copy and is put into the buffer by `wait`.
     """
@@ -46,7 +46,7 @@ class Poison(Wrapped):
 
 
 class Hasty(Wrapped):
-    """Waits for nothing under one tag: a race, on purpose."""
+    """Does not wait under one tag: a race, on purpose."""
 
     def __init__(self, channel: Any, tag: str) -> None:
         super().__init__(channel)
@@ -61,13 +61,13 @@ class Hasty(Wrapped):
         return Pending.here(tensor)
 
     def catch_up(self) -> None:
-        """Wait for what was not waited for."""
+        """Wait for the skipped all-reduces."""
         for flying in self._late:
             flying.wait()
 
 
 class Deaf(Wrapped):
-    """Under one tag each rank keeps what it has: the sum that somebody forgot."""
+    """Skips the all-reduce under one tag, as if it had been forgotten."""
 
     def __init__(self, channel: Any, tag: str) -> None:
         super().__init__(channel)
@@ -81,7 +81,7 @@ class Deaf(Wrapped):
 
 
 class Watched(Wrapped):
-    """Keeps count of what is in flight.
+    """Counts collectives in flight.
 
     Attributes:
         in_flight: tags of what has been launched and not been waited for.

@@ -1,4 +1,4 @@
-"""Small models of transformers, batches for them, and what one process makes of both."""
+"""Small transformers models, batches for them, and reference results of one process."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One model, one batch, and how it is played.
+    """One model, one batch, and the way to run them.
 
     Attributes:
         padding: "none" | "left" | "right", of the first row.
@@ -150,7 +150,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What a step leaves: whole tensors, as one process would have them."""
+    """Results of a step as full tensors."""
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
@@ -193,7 +193,7 @@ def make_for(case: Case, **more: Any) -> Any:
 
 
 def batch_for(case: Case) -> dict[str, Any]:
-    """Return what the model is called with; labels are there for either loss."""
+    """Return the arguments of the model's forward, labels included."""
     source = torch.Generator().manual_seed(100 * case.seed + case.rows)
     words = torch.randint(0, WORDS, (case.rows, TOKENS), generator=source)
     labels = words.clone()
@@ -202,7 +202,7 @@ def batch_for(case: Case) -> dict[str, Any]:
         mask = torch.ones_like(words)
         where = slice(None, 3) if case.padding == "left" else slice(-3, None)
         mask[0, where] = 0
-        # behind left padding the first word is told by a padding word, which sees nothing
+        # after left padding the first word is predicted from a padding word, which sees nothing
         labels[0, slice(None, 4) if case.padding == "left" else where] = -100
         batch["attention_mask"] = mask
     row, place = torch.arange(case.rows).unsqueeze(1), torch.arange(TOKENS).unsqueeze(0)
@@ -237,7 +237,7 @@ class _Torch:
 
 @contextmanager
 def all_of_it_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
-    """In the body a float64 model has no float32 inside.
+    """Keep a float64 model in float64 throughout the body.
 
     There a sum in another order, off by 1e-16, is now and then rounded to the next float32. And the
     mask of eager attention, float64's least number, is -inf in a float32 softmax: NaN for a padding
@@ -277,7 +277,7 @@ def step(model: Any, case: Case, batch: dict[str, Any]) -> tuple[Tensor, Tensor 
 
 @cache
 def reference(case: Case) -> Outcome:
-    """Return what one process makes of the whole batch, in the case's dtype."""
+    """Return the results of one process on the full batch, in the case's dtype."""
     model = make_for(case)
     model.loss_function = exact_loss
     batch = batch_for(case)
@@ -288,7 +288,7 @@ def reference(case: Case) -> Outcome:
 
 
 def worst_error(outcome: Outcome, expected: Outcome) -> float:
-    """Return the largest difference of any number, relative to the largest of its tensor."""
+    """Return the largest difference of any element, relative to the largest of its tensor."""
     pairs = [(outcome.loss, expected.loss), (outcome.logits, expected.logits)]
     pairs.append((outcome.embeds, expected.embeds))
     assert outcome.gradients.keys() == expected.gradients.keys()
@@ -307,7 +307,7 @@ def worst_error(outcome: Outcome, expected: Outcome) -> float:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """In the body torch's random numbers are those after `seed`."""
+    """Seed torch's random numbers in the body, and restore them."""
     before = torch.get_rng_state()
     torch.manual_seed(seed)
     try:

@@ -1,4 +1,4 @@
-"""A divided model on one rank: a step of it, and its gradients put together again."""
+"""Run a step of a sharded model on one rank, and gather its gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.domino.models import Case, Outcome, batch_for, exact_loss, make_for, 
 
 
 def divide(model: nn.Module, channel: Any, case: Case, seed: int = 0) -> ParallelModel:
-    """Divide a model, to be played as `case` says."""
+    """Shard a model with the settings of `case`."""
     return ParallelModel(model, channel, DominoSettings(None, case.split, case.parts), seed)
 
 
 def whole(parallel: ParallelModel, parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Return a whole gradient; collective. What several ranks hold of a head is added up."""
+    """Gather a full gradient, summing shards that several ranks hold; collective."""
     spec = parallel.sharding.specs.get(parameter)
     channel = parallel.group.channel
     if spec is None:
@@ -34,7 +34,7 @@ def whole(parallel: ParallelModel, parameter: nn.Parameter, value: Tensor) -> Te
 
 
 def whole_gradients(parallel: ParallelModel) -> dict[str, Tensor | None]:
-    """Return the gradients of the whole model, by name; collective."""
+    """Gather the gradients of the full model, by name; collective."""
     return {
         name: None if p.grad is None else whole(parallel, p, p.grad)
         for name, p in parallel.sharding.model.named_parameters()

@@ -1,4 +1,4 @@
-"""LoRA beside divided linears: losses and gradients are those of one process."""
+"""LoRA beside sharded linears: losses and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adapted(case: Case, **changes: Any) -> Any:
     model = peft.get_peft_model(make_for(case), peft.LoraConfig(**settings))
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:  # B begins as zeros, which would hide a mistake
+        if "lora_" in name:  # B starts as zeros, which would hide a mistake
             torch.nn.init.normal_(parameter, std=0.3)
     return model.double().train()
 
@@ -48,7 +48,7 @@ def loss_of(model: Any, case: Case, **more: Any) -> Tensor:
     return loss.detach()
 
 
-# the second has no schedule: hidden states of single blocks are asked for
+# the second has no schedule: hidden states of single blocks are requested
 WAYS: tuple[dict[str, Any], ...] = ({}, {"output_hidden_states": True})
 
 
@@ -95,14 +95,14 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
     ("kind", "changes", "text"),
     [
         ("llama", {"lora_dropout": 0.1}, "its dropout would differ from rank to rank"),
-        ("llama", {"use_dora": True}, "DoRA and other variants need whole weights"),
+        ("llama", {"use_dora": True}, "DoRA and other variants need full weights"),
         ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "`lora_bias` would be added"),
         ("llama", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
-        ("llama", {"target_modules": ["embed_tokens"]}, "it is no LoRA of a plain linear layer"),
-        ("olmo", {}, "`OlmoForCausalLM` has adapters, and is divided by the tensor-parallel"),
+        ("llama", {"target_modules": ["embed_tokens"]}, "it is not LoRA of a plain linear layer"),
+        ("olmo", {}, "`OlmoForCausalLM` has adapters, which the tensor-parallel plan"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_unsupported_adapters_are_refused(
     kind: str, changes: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     (said,) = run_ranks(with_channel, 1, tmp_path, refused, (kind, changes))

@@ -1,8 +1,7 @@
-"""`split="auto"` takes what is fastest by its clock, on all ranks alike, and no digit changes."""
+"""`split="auto"` chooses the fastest split by its clock, the same on all ranks."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,37 +11,41 @@ import torch
 from torch import Tensor
 
 from lightning_commfree.domino import DominoSettings, ParallelModel
-from lightning_commfree.domino.auto_split import (
-    CHECKS,
-    MOST_SIZES,
-    WARM_UP,
-    Size,
-    SplitTrial,
-    leaders,
-)
+from lightning_commfree.domino.auto_split import MAX_SIZES, PASSES, WARM_UP, Size, SplitTrial
 from tests.domino.models import make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
 
-PASSES = WARM_UP + CHECKS[0]  # of a split that is surely slower, or surely faster
+OF_EACH = WARM_UP + PASSES  # passes of a split
 LENGTH = 6
 WORDS = torch.randint(0, 11, (4, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @dataclass
 class Clock:
-    """A pass takes what its split costs; the first one of each ten times as much."""
+    """A pass takes the cost of its split; the first pass of each split takes ten times as much."""
 
-    trial: SplitTrial
     costs: dict[str, float]
+    split: str = ""
     time: float = 0.0
     calls: int = 0
 
+    @classmethod
+    def into(cls, trial: SplitTrial, costs: dict[str, float]) -> Clock:
+        """Replace a trial's clock by one that knows which split it times."""
+        clock, timed = cls(costs), trial.timed
+
+        def remembered(run: Any, name: str, hidden: Tensor) -> Any:
+            clock.split = name
+            return timed(run, name, hidden)
+
+        trial.now, trial.timed = clock, remembered  # type: ignore[method-assign]
+        return clock
+
     def __call__(self) -> float:
-        assert self.trial.trying is not None, "nothing else is timed"
         self.calls += 1
         first = self.calls <= 2 * len(self.costs)
-        self.time += self.costs[self.trial.trying] * (10 if first else 1)
+        self.time += self.costs[self.split] * (10 if first else 1)
         return self.time
 
 
@@ -50,7 +53,8 @@ def divided(channel: Any, costs: dict[str, float]) -> tuple[Any, ParallelModel, 
     model = make("gpt2")
     parallel = ParallelModel(model, channel, DominoSettings())
     said: list[str] = []
-    parallel.trial.now, parallel.trial.chosen = Clock(parallel.trial, costs), said.append
+    Clock.into(parallel.trial, costs)
+    parallel.trial.on_choice = said.append
     return model, parallel, said
 
 
@@ -75,7 +79,7 @@ def played(channel: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for winner, costs in COSTS.items():
         model, parallel, said = divided(channel, costs)
-        losses = [train(model, WORDS[:2]) for _ in range(3 * PASSES)]
+        losses = [train(model, WORDS[:2]) for _ in range(3 * OF_EACH)]
         early = choices(parallel)
         losses += [train(model, WORDS[:2]) for _ in range(2)]
         found[winner] = early, choices(parallel), said, losses, parallel.trial.now.calls
@@ -83,7 +87,7 @@ def played(channel: Any) -> dict[str, Any]:
     # rank 0 finds rows the fastest, rank 1 finds them the slowest
     rows = 1.0 if channel.rank == 0 else 9.0
     model, parallel, _ = divided(channel, {"none": 3.0, "batch": rows, "token": 2.0})
-    for _ in range(3 * PASSES + 1):
+    for _ in range(3 * OF_EACH + 1):
         train(model, WORDS[:2])
     found["apart"] = choices(parallel)
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
@@ -104,7 +108,7 @@ def resumed(channel: Any) -> list[Any]:
 
     model, again, said = divided(channel, COSTS["token"])
     again.trial.load_state_dict(state)
-    for _ in range(3 * PASSES - 7 + 1):
+    for _ in range(3 * OF_EACH - 7 + 1):
         train(model, WORDS[:2])
     state = again.trial.state_dict()
 
@@ -117,14 +121,14 @@ def resumed(channel: Any) -> list[Any]:
 def sizes(channel: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model, parallel, _ = divided(channel, COSTS["token"])
-    for turn in range(2 * PASSES + 1):  # one row: nothing or tokens
+    for turn in range(2 * OF_EACH + 1):  # one row: nothing or tokens
         train(model, WORDS[:1, : 5 + turn % 2])
     model(input_ids=WORDS[:1])  # without a backward
     found["one row"] = choices(parallel)
-    many = torch.randint(0, 11, (MOST_SIZES + 2, LENGTH))
-    for rows in range(2, MOST_SIZES + 3):
+    many = torch.randint(0, 11, (MAX_SIZES + 2, LENGTH))
+    for rows in range(2, MAX_SIZES + 3):
         train(model, many[:rows])
-    found["tried"] = [tuple(size[:2]) for size in parallel.trial.state_dict()["races"]]
+    found["tried"] = [tuple(size[:2]) for size in parallel.trial.state_dict()["seconds"]]
     return found
 
 
@@ -134,13 +138,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("winner", COSTS)
-def test_the_fastest_is_taken_and_said(ranks: list[dict[str, Any]], winner: str) -> None:
+def test_the_fastest_split_is_chosen_and_reported(ranks: list[dict[str, Any]], winner: str) -> None:
     for found in ranks:
         early, late, (said,), _, calls = found[winner]
         assert early == []
         assert late == [(2, 8, winner)]
         assert f"batches of 2 x 8 tokens are split by {winner!r}" in said
-        assert calls == 2 * 3 * PASSES, "nothing is timed after the choice"
+        assert calls == 2 * 3 * OF_EACH, "nothing is timed after the choice"
 
 
 def test_every_pass_of_the_trial_trains_on_the_same_loss(ranks: list[dict[str, Any]]) -> None:
@@ -156,14 +160,14 @@ def test_the_slowest_rank_counts(ranks: list[dict[str, Any]]) -> None:
     assert [found["apart"] for found in ranks] == [[(2, 8, "token")]] * 2
 
 
-def test_tokens_are_not_split_where_one_sees_a_later_one(ranks: list[dict[str, Any]]) -> None:
+def test_tokens_are_not_split_without_causal_attention(ranks: list[dict[str, Any]]) -> None:
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
     expected = make("gpt2")(input_ids=WORDS[:2], attention_mask=mask).logits.detach()
     for found in ranks:
         torch.testing.assert_close(found["seen"], expected, rtol=0, atol=1e-10)
 
 
-def test_a_resumed_trial_goes_on_and_a_choice_stays(ranks: list[dict[str, Any]]) -> None:
+def test_a_resumed_trial_continues_and_a_choice_persists(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         (said,), chosen, calls = found["resumed"]
         assert "are split by 'token'" in said
@@ -171,14 +175,14 @@ def test_a_resumed_trial_goes_on_and_a_choice_stays(ranks: list[dict[str, Any]])
         assert calls == 0
 
 
-def test_sizes_are_tried_apart_and_not_too_many(ranks: list[dict[str, Any]]) -> None:
+def test_each_size_has_a_trial_up_to_a_limit(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["sizes"]["one row"] == [(1, 8, "token")]
-        assert len(found["sizes"]["tried"]) == MOST_SIZES
+        assert len(found["sizes"]["tried"]) == MAX_SIZES
         assert found["sizes"]["tried"][:2] == [(1, 8), (2, 8)]
 
 
-def test_a_model_on_one_rank_has_nothing_to_try(tmp_path: Path) -> None:
+def test_one_rank_times_nothing(tmp_path: Path) -> None:
     (calls,) = run_ranks(with_channel, 1, tmp_path, alone)
     assert calls == 0
 
@@ -190,7 +194,7 @@ def alone(channel: Any) -> int:
 
 
 class Echo:
-    """A channel to a rank that has measured the same."""
+    """A channel to a rank with the same timings."""
 
     size, device = 2, torch.device("cpu")
 
@@ -215,72 +219,38 @@ class Still:
     backward = staticmethod(lambda gradient: gradient)
 
 
-def raced(costs: dict[str, float], spread: float, seed: int) -> tuple[str, dict[str, int]]:
-    """Return who wins where passes vary, and how many passes each had."""
-    trial, noise = SplitTrial(cast(Any, Echo())), random.Random(seed)
-    passes, time = dict.fromkeys(costs, 0), 0.0
-
-    def now() -> float:
-        nonlocal time
-        time += costs[trial.trying or ""] * noise.lognormvariate(0, spread)
-        return time
-
-    trial.now = now
-    hidden = torch.zeros(2, 8, 1)
-    while True:
-        name, timed = trial.choose(Size(2, 8), lambda: list(costs))
-        if not timed:
-            return name, passes
-        passes[name] += 1
-        run = trial.timed(cast(Any, Still()), name, hidden)
-        run.backward(run.forward(hidden, []))
-
-
-def test_what_happens_between_forward_and_backward_counts() -> None:
+def chosen_among(costs: dict[str, list[float]]) -> str:
+    """Return the choice where the timed passes of each split cost this much, one by one."""
     trial, time = SplitTrial(cast(Any, Echo())), 0.0
     trial.now = lambda: time
+    passes = {name: iter([99.0, *each]) for name, each in costs.items()}  # the warm-up first
     hidden = torch.zeros(2, 8, 1)
-    while (turn := trial.choose(Size(2, 8), lambda: ["none", "batch"]))[1]:
+    while (turn := trial.choose(Size(2, 8), lambda: list(costs)))[1]:
         run = trial.timed(cast(Any, Still()), turn[0], hidden)
         run.forward(hidden, [])
-        time += 1.1 if turn[0] == "batch" else 1.0  # a loss that waits for the other ranks
+        time += next(passes[turn[0]])  # between forward and backward: the loss counts
         run.backward(hidden)
-    assert turn == ("none", False)
+    return turn[0]
 
 
-def test_what_is_nearly_as_fast_is_tried_for_longer() -> None:
-    costs = {"none": 1.0, "batch": 1.05, "token": 1.5}
-    races = [raced(costs, 0.14, seed) for seed in range(40)]
-    wrong = sum(winner != "none" for winner, _ in races)
-    assert wrong <= 3
-    assert all(passes["token"] <= WARM_UP + CHECKS[1] for _, passes in races)
-    assert sum(passes["batch"] > PASSES for _, passes in races) >= 30
-
-    # the likely mistake, to choose by the first check's medians
-    noise = random.Random(0)
-    hasty = 0
-    for _ in range(40):
-        medians = {
-            name: sorted(costs[name] * noise.lognormvariate(0, 0.14) for _ in range(CHECKS[0]))[4]
-            for name in costs
-        }
-        hasty += min(medians, key=medians.__getitem__) != "none"
-    assert hasty > 6
+def test_the_loss_between_forward_and_backward_counts() -> None:
+    assert chosen_among({"none": PASSES * [1.0], "batch": PASSES * [1.1]}) == "none"
 
 
-def test_a_race_between_equals_ends() -> None:
-    winner, passes = raced({"none": 1.001, "batch": 1.0}, 0.005, 0)
-    assert winner in passes
-    assert max(passes.values()) == PASSES, "they are known to be within 2 %"
-    races = [raced({"none": 1.0, "batch": 1.0}, 0.14, seed)[1] for seed in range(20)]
-    lengths = [max(passes.values()) for passes in races]
-    assert max(lengths) == WARM_UP + CHECKS[-1]
-    assert sum(length > CHECKS[1] for length in lengths) >= 15, "chance ends few of them early"
+def test_the_median_pass_decides() -> None:
+    """Four disturbed passes of nine change nothing, though they make the mean larger."""
+    disturbed = (PASSES // 2) * [9.0] + (PASSES - PASSES // 2) * [1.0]
+    assert chosen_among({"none": PASSES * [1.1], "batch": disturbed}) == "batch"
 
 
-def test_rounds_are_compared_one_by_one() -> None:
-    # a machine that is disturbed for half of the time is so for both splits
-    load = 9 * [1.0] + 9 * [3.0]
-    slower = [1.05 * one for one in load]
-    assert leaders({"none": load, "batch": slower}) == ("none", ["none"])
-    assert leaders({"none": load, "batch": slower[::-1]})[1] == ["none", "batch"]
+def test_an_illegal_split_is_not_timed() -> None:
+    """A mask of a later batch may forbid the split whose turn it is."""
+    trial = SplitTrial(cast(Any, Echo()))
+    hidden = torch.zeros(2, 8, 1)
+    assert trial.choose(Size(2, 8), lambda: ["none", "batch", "token"]) == ("none", True)
+    for name in ("none", "batch"):
+        run = trial.timed(cast(Any, Still()), name, hidden)
+        run.forward(hidden, [])
+        run.backward(hidden)
+    assert trial.choose(Size(2, 8), lambda: ["none", "batch"]) == ("none", False)
+    assert trial.choose(Size(2, 8), lambda: ["none", "batch", "token"]) == ("token", True)

@@ -1,4 +1,4 @@
-"""bf16 by autocast: as near to float64 as one process under autocast comes."""
+"""bf16 autocast: errors against float64 are as large as those of one process."""
 
 from __future__ import annotations
 
@@ -75,13 +75,15 @@ def distance(outcome: Outcome, expected: Outcome) -> float:
 def played(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[tuple[Outcome, Outcome]]]:
-    """By rank."""
+    """Results by rank."""
     return run_ranks(with_channel, request.param, tmp_path_factory.mktemp("ranks"), play_all)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_as_near_as_one_process(played: list[list[tuple[Outcome, Outcome]]], case: Case) -> None:
-    """Roundings fall elsewhere, so the errors are others, of the same size.
+def test_errors_are_those_of_one_process(
+    played: list[list[tuple[Outcome, Outcome]]], case: Case
+) -> None:
+    """Rounding happens elsewhere, so errors differ, but have the same size.
 
     A bf16 number has 8 bits, an error of at most 2^-9 each; a sum that is left out is off by far
     more than half as much again, see below.
@@ -106,7 +108,7 @@ def test_checkpointing_changes_nothing(
 
 
 @pytest.mark.parametrize("tag", [FORWARD_TAG, BACKWARD_TAG])
-def test_a_sum_left_out_is_no_rounding(tmp_path: Path, tag: str) -> None:
+def test_a_skipped_all_reduce_exceeds_rounding(tmp_path: Path, tag: str) -> None:
     for outcomes in run_ranks(with_channel, 2, tmp_path, forgetful, (tag,)):
         for case, outcome in zip(CASES, outcomes, strict=True):
             assert distance(outcome, exact(case)) > 10 * distance(alone(case), exact(case)), case

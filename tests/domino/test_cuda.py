@@ -1,4 +1,4 @@
-"""A step on a CUDA device, walked without one: one device, and what the host waits for."""
+"""A step on a CUDA device, simulated without one: devices, and what the host waits for."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ MASKED_ROW = Case("gpt2", 1, padding="left", dtype=F32)
 
 # What a step waits for, by the step at which it happens, and why.
 EVERY_STEP = {
-    # NaN and Inf end the fit before the optimizer steps: the host has to know. Backward is over
-    # then, and of the next step nothing can be launched before the optimizer's.
+    # NaN and Inf end the fit before the optimizer steps, so the host must know. Backward is over
+    # by then, and nothing of the next step can be launched before the optimizer's.
     Question("gradients", "domino/gradients.py _norm_is_finite", "value"),
 }
 ONE_ROW_WITH_A_MASK = {
-    # A batch of one row is split by tokens, if its mask lets no token see a later one.
+    # A batch of one row is split by tokens if its mask is causal.
     Question("forward", "domino/splits.py is_causal", "value"),
 }
 FIRST_BATCH = {
-    # The ranks of a tensor group must have the same one: its digest goes round as text, by the CPU.
+    # The ranks of a tensor group must have the same batch: they exchange its digest as text.
     Question("first batch", "domino/sharded_module.py check_batch", "value"),
 }
 AFTER_A_SUSPICION = {
-    # The fit is about to end: what is not finite gets a name.
+    # The fit is about to end: the error names the tensor that is not finite.
     Question("suspicion", "domino/gradients.py refuse_nonfinite", "value"),
     Question("suspicion", "domino/gradients.py _describe", "value"),
 }
@@ -118,7 +118,7 @@ class Step:
 
 @contextmanager
 def walking(case: Case, answers: dict[str, Any] | None = None) -> Iterator[Step]:
-    """In the body there is a device, and a model of the case on it."""
+    """Simulate a device in the body, with a model of the case on it."""
     model = make_for(case, **DROPOUT.get(case.kind, {}))
     with CudaWalk(answers) as walk:
         yield Step(walk, case, model)
@@ -133,7 +133,7 @@ def test_a_step_waits_for_nothing_but_the_finite_norm(case: Case) -> None:
     assert step.events["launch backward"] == step.events["land backward"] > 0, "it was scheduled"
 
 
-def test_one_row_with_a_mask_is_looked_at() -> None:
+def test_one_row_with_a_mask_waits_for_the_mask() -> None:
     with walking(MASKED_ROW, {"domino/splits.py is_causal": False}) as step:
         step.take()
     assert step.walk.asked() == EVERY_STEP | ONE_ROW_WITH_A_MASK
@@ -146,8 +146,8 @@ def test_the_first_batch_is_compared() -> None:
     assert walk.asked() == FIRST_BATCH
 
 
-def test_a_suspicion_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    # what goes round is text, in bytes of the CPU, and a walk has no values
+def test_a_nonfinite_norm_is_investigated(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the ranks exchange text as bytes on the CPU, and the simulated device has no values
     alone = "lightning_commfree.domino.gradients.gather_texts"
     monkeypatch.setattr(alone, lambda channel, text: [text] * channel.size)
     channel: Any = InstantChannel(2, device=CPU)
@@ -163,7 +163,7 @@ def test_a_suspicion_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planted(patch: pytest.MonkeyPatch, method: str, plant: Any) -> None:
-    """Let a method of the schedule do something more with the tensor that it gets or returns."""
+    """Let a method of the schedule apply `plant` to the tensor that it returns."""
     whole = getattr(ScheduleRun, method)
 
     def more(run: ScheduleRun, *args: Any) -> Any:

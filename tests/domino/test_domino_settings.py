@@ -1,4 +1,4 @@
-"""What is refused, and in which words."""
+"""Settings and models that are refused, and the error messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.domino.models import make
 
 
 def divided(model: nn.Module, ranks: int) -> ParallelModel:
-    """What rank 0 of a group makes of a model; nothing is sent for that."""
+    """Shard a model as rank 0 of a group; that sends nothing."""
     channel: Any = SimpleNamespace(size=ranks, rank=0)
     return ParallelModel(model, channel, DominoSettings())
 
@@ -46,7 +46,7 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
         DominoSettings(**given)
 
 
-def test_settings_that_are_fine() -> None:
+def test_valid_settings() -> None:
     assert DominoSettings() == DominoSettings(None, "auto", 2)
     assert DominoSettings(4, "token", 3).fingerprint() == {
         "tensor_parallel_size": "4",
@@ -91,7 +91,7 @@ def test_a_width_that_does_not_divide(kind: str, width: str, name: str) -> None:
 
 
 def test_a_model_without_a_plan() -> None:
-    """The sentence names the class, and everything that is supported."""
+    """The error names the class and everything that is supported."""
     small = {"ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes = {"vocab_size": 9, "hidden_size": 8, "word_embed_proj_dim": 8}
     model = OPTForCausalLM(OPTConfig(**sizes, **small, max_position_embeddings=8))
@@ -101,7 +101,7 @@ def test_a_model_without_a_plan() -> None:
     assert all(name in str(refusal.value) for name in (*FAMILIES, "base_model_tp_plan"))
 
 
-def test_a_module_that_is_no_model_of_transformers() -> None:
+def test_a_module_that_is_not_a_transformers_model() -> None:
     with pytest.raises(ValueError, match="Tensor parallelism of `Linear` is not supported"):
         divided(nn.Linear(2, 2), 2)
 
@@ -110,16 +110,16 @@ def test_a_plan_with_a_style_that_is_not_supported() -> None:
     model = make("phi3")
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "sequence_parallel"}
     text = (
-        r"The tensor-parallel plan of `Phi3ForCausalLM` divides 'layers\.0\.mlp\.down_proj', a"
-        r" `Linear`, as 'sequence_parallel', which is not supported: 'colwise', .* are, of linear"
-        r" layers, and 'moe_tp_experts', of `gate_up_proj` and `down_proj`\."
+        r"The tensor-parallel plan of `Phi3ForCausalLM` shards 'layers\.0\.mlp\.down_proj', a"
+        r" `Linear`, as 'sequence_parallel', which is not supported\. Supported are 'colwise', .*"
+        r" of linear layers, and 'moe_tp_experts' of `gate_up_proj` and `down_proj`\."
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 2)
 
 
-def test_heads_that_a_plan_divides_must_be_shared_equally() -> None:
-    """Nine on two ranks; where a plan gathers them first, they need not."""
+def test_heads_that_a_plan_shards_must_divide_evenly() -> None:
+    """Nine on two ranks; they need not if the plan gathers them first."""
     nine = {"num_attention_heads": 9, "num_key_value_heads": 9, "hidden_size": 36}
     with pytest.raises(ValueError, match="OlmoForCausalLM has 9 attention heads, which 2"):
         divided(make("olmo", **nine), 2)
@@ -140,7 +140,7 @@ def test_widths_that_a_plan_cannot_divide(kind: str, sizes: dict[str, int], path
 
 
 def test_a_plan_for_single_parameters_is_not_supported() -> None:
-    """Of experts, which are no linear layers; else they would stay whole and be summed up."""
+    """They belong to experts; otherwise they would stay full on every rank and be summed."""
     model = make("olmo")
     model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj.weight": "colwise"}
     with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, as"):
@@ -149,7 +149,7 @@ def test_a_plan_for_single_parameters_is_not_supported() -> None:
 
 @pytest.mark.parametrize("kind", ["olmo", "gpt2", "llama"])
 def test_a_refused_model_is_untouched(kind: str) -> None:
-    """What is refused stands in the last layer, and the layers before it are not divided."""
+    """The refused layer is the last one, and the layers before it are not sharded either."""
     model, plain = make(kind), make(kind)
     if kind == "olmo":
         plan = {**model.config.base_model_tp_plan, "layers.1.mlp.up_proj": "packed"}
@@ -166,21 +166,21 @@ def test_a_refused_model_is_untouched(kind: str) -> None:
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert model.state_dict().keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    if kind == "olmo":  # the others' layers do not fit together
+    if kind == "olmo":  # the others' layers do not fit each other
         words = torch.tensor([[1, 2, 3]])
         assert torch.equal(model(words).logits, plain(words).logits)
 
 
 def test_key_heads_that_a_plan_cannot_share() -> None:
     text = (
-        "OlmoForCausalLM has 2 key-value heads; by its plan 4 ranks cannot share them"
+        "OlmoForCausalLM has 2 key-value heads, which its plan cannot share among 4 ranks"
         r"\. Choose a `tensor_parallel_size` that divides 2\."
     )
     with pytest.raises(ValueError, match=text):
         divided(make("olmo"), 4)
 
 
-def test_attention_that_looks_ahead_is_divided_and_not_scheduled() -> None:
+def test_bidirectional_attention_is_sharded_and_not_scheduled() -> None:
     parallel = divided(make("gemma3", use_bidirectional_attention=True), 2)
     assert not parallel.scheduled
     assert parallel.sharding.specs
@@ -190,7 +190,7 @@ def test_attention_that_looks_ahead_is_divided_and_not_scheduled() -> None:
     "kind",
     ["gpt2", "llama", "llama one key head", "mistral", "qwen2", "qwen2 sliding", "gemma", "gemma3"],
 )
-def test_what_is_supported_is_scheduled_and_names_stay(kind: str) -> None:
+def test_supported_models_are_scheduled_and_keep_their_names(kind: str) -> None:
     model, plain = make(kind), make(kind)
     parallel = divided(model, 4)
     assert len(parallel.sharding.sublayers) == 4
@@ -199,4 +199,4 @@ def test_what_is_supported_is_scheduled_and_names_stay(kind: str) -> None:
     ]
     held = sum(p.numel() for p in model.parameters())
     whole = sum(p.numel() for p in plain.parameters())
-    assert held < 0.4 * whole  # a quarter, and norms, key heads and places whole
+    assert held < 0.4 * whole  # a quarter, plus norms, key heads and positions in full

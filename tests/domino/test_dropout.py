@@ -1,4 +1,4 @@
-"""Dropout: one mask for what ranks have alike, one for each rank's own heads, all repeatable."""
+"""Dropout: equal masks for full tensors, different ones for each rank's heads, reproducible."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ def draw(channel: Any) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank."""
+    """Results by rank."""
     return run_ranks(with_channel, 2, tmp_path_factory.mktemp("ranks"), play_all)
 
 
-def test_what_is_whole_on_every_rank_is_dropped_alike(played: list[dict[str, Any]]) -> None:
-    """Logits and gradients are bit-equal on all ranks, and the generators stand alike behind."""
+def test_ranks_draw_the_same_mask_for_full_tensors(played: list[dict[str, Any]]) -> None:
+    """Logits and gradients are bit-equal on all ranks, and so are generators' states."""
     for one, other in zip(played[0]["shared"], played[1]["shared"], strict=True):
         assert torch.equal(one.outcome.logits, other.outcome.logits)
         assert torch.equal(one.random, other.random)
         assert worst_error(one.outcome, other.outcome) == 0
 
 
-def test_without_a_split_dropout_is_that_of_one_process(played: list[dict[str, Any]]) -> None:
-    """The same masks in the same order: they are drawn once, behind bias and sum."""
+def test_without_a_split_dropout_equals_one_process(played: list[dict[str, Any]]) -> None:
+    """The same masks in the same order: they are drawn once, after bias and sum."""
     case = Case("gpt2", 3, "none", loss="gathered", attention="eager")
     model = make_for(case, **SHARED)
     with seeded(11):
@@ -113,7 +113,7 @@ def test_without_a_split_dropout_is_that_of_one_process(played: list[dict[str, A
     assert worst_error(by_token.outcome, Outcome(loss, gradients, logits)) > 1e-2
 
 
-def test_attention_drops_differently_on_each_rank(played: list[dict[str, Any]]) -> None:
+def test_attention_masks_differ_between_ranks(played: list[dict[str, Any]]) -> None:
     one, other = (rank["own"].masks for rank in played)
     assert len(one) == len(other) == 2  # layers
     for mine, theirs in zip(one, other, strict=True):
@@ -124,7 +124,7 @@ def test_attention_drops_differently_on_each_rank(played: list[dict[str, Any]]) 
         assert not torch.equal(mine, theirs)
     assert not torch.equal(*one)  # and differently in each layer
     states = [rank["own"].random for rank in played]
-    assert torch.equal(*states)  # the shared generator has not seen it
+    assert torch.equal(*states)  # the shared generator was not used
 
 
 def test_attention_dropout_is_reproducible(played: list[dict[str, Any]]) -> None:
@@ -137,7 +137,7 @@ def test_attention_dropout_is_reproducible(played: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize("case", range(len(REPLAYED)), ids=lambda i: str(REPLAYED[i]))
-def test_checkpointing_drops_the_same_again(played: list[dict[str, Any]], case: int) -> None:
+def test_checkpointing_repeats_the_masks(played: list[dict[str, Any]], case: int) -> None:
     for rank in played:
         kept, again = rank["kept"][case], rank["again"][case]
         assert worst_error(again.outcome, kept.outcome) < 1e-13
@@ -145,7 +145,7 @@ def test_checkpointing_drops_the_same_again(played: list[dict[str, Any]], case: 
         assert len(again.masks) == 2 * len(kept.masks)  # computed again
 
 
-def test_own_random_numbers_are_a_stream_beside_the_shared_one(
+def test_own_random_numbers_are_independent_of_shared_ones(
     played: list[dict[str, Any]],
 ) -> None:
     one, other = (rank["generators"] for rank in played)
@@ -159,7 +159,7 @@ def test_own_random_numbers_are_a_stream_beside_the_shared_one(
 
 
 def test_dropout_changes_every_outcome(played: list[dict[str, Any]]) -> None:
-    """The comparisons above look at something."""
+    """Otherwise the comparisons above would prove nothing."""
     for case, kept in zip(REPLAYED, played[0]["kept"], strict=True):
         loss, _ = step(make_for(case), case, batch_for(case))
         assert abs(loss - kept.outcome.loss) > 1e-3, case

@@ -1,4 +1,4 @@
-"""A divided and scheduled model computes what one process computes: loss, logits, every gradient.
+"""A sharded and scheduled model equals one process: loss, logits, every gradient.
 
 Cases are chosen so that any two of kind, rows, split, parts, checkpointing, padding, positions,
 attention, loss, frozen parameters and embeddings meet in one of them.
@@ -81,7 +81,7 @@ FLOAT = 1e-5  # float32: 2e-6 has been seen, of ours and of one process alike
 
 
 def unplayed(case: Case) -> Case:
-    """The case with what does not matter to one process left out: references are shared."""
+    """The case without settings that do not matter to one process, to share references."""
     return replace(case, split="batch", parts=2, checkpoint=False)
 
 
@@ -93,7 +93,7 @@ def exact(case: Case) -> Outcome:
 def played(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Case, list[Outcome]]:
-    """What each rank found, by case."""
+    """Results of each rank, by case."""
     size = request.param
     cases = MATRIX + SINGLE
     folder = tmp_path_factory.mktemp(f"ranks{size}")
@@ -130,7 +130,7 @@ def forgetful(channel: Any, tag: str, cases: list[Case]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("tag", [FORWARD_TAG, BACKWARD_TAG])
-def test_a_sum_left_out_is_far_outside_of_the_tolerances(tmp_path: Path, tag: str) -> None:
+def test_a_skipped_all_reduce_exceeds_the_tolerances(tmp_path: Path, tag: str) -> None:
     for outcomes in run_ranks(with_channel, 2, tmp_path, forgetful, (tag, SINGLE)):
         for case, outcome in zip(SINGLE, outcomes, strict=True):
             assert worst_error(outcome, exact(case)) > 1e4 * FLOAT

@@ -108,7 +108,6 @@ def play_words(channel: Any, padding: int | None) -> Run:
     weight = parameter(spec, embedding(padding).weight, channel.rank)
     first = spec.ranges[channel.rank][0]
     layer = VocabEmbedding(weight, first, TensorGroup(channel), padding)
-    assert layer.embedding_dim == WIDTH
     return run(layer, words())
 
 
@@ -126,7 +125,7 @@ def play_head(channel: Any, bias: bool) -> Run:
 
 
 def play_local_head(channel: Any) -> tuple[Tensor, dict[str, int]]:
-    """Its share of the logits, and what was sent for it."""
+    """This rank's logits, and the collectives they took."""
     head, _ = head_of(channel, True)
     head.group.local_logits = True
     channel.ledger.collectives_by_tag.clear()
@@ -142,7 +141,7 @@ KINDS = [(False, True), (False, False), (True, True)]  # transposed, bias
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank makes of every call; `played(function, *arguments)`."""
+    """Results of each rank for a call; `played(function, *arguments)`."""
     calls: list[Any] = [(f, kind) for f in (play_columns, play_rows) for kind in KINDS]
     calls += [(play_words, (padding,)) for padding in (None, 3, 6)]
     calls += [(play_head, (bias,)) for bias in (True, False)] + [(play_local_head, ())]
@@ -183,7 +182,7 @@ def test_rows(played: Any, transposed: bool, bias: bool) -> None:
 
 @pytest.mark.parametrize("padding", [None, 3, 6])
 def test_words(played: Any, padding: int | None) -> None:
-    """A padding word gets no gradient, on whichever rank it lies."""
+    """A padding word gets no gradient, whichever rank holds it."""
     runs = played(play_words, padding)
     expected = run(embedding(padding), words())
     spec = ShardSpec.even(0, WORDS, len(runs))
@@ -221,7 +220,7 @@ def test_head_with_local_logits_sends_nothing(played: Any) -> None:
 
 
 class Alone:
-    """A channel of one rank that counts what is asked of it."""
+    """A channel of one rank that records tags."""
 
     size, rank = 1, 0
 

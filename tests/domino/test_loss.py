@@ -1,4 +1,4 @@
-"""The cross entropy over a divided vocabulary against torch's, in float64: values and gradients."""
+"""Cross entropy over a sharded vocabulary against torch's, in float64: values and gradients."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def play_all(channel: Any) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank found."""
+    """Results of each rank."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     return run_ranks(with_channel, request.param, folder, play_all)
 

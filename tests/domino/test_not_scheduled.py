@@ -1,4 +1,4 @@
-"""Calls that the schedule would get wrong are made without it, or refused."""
+"""Calls that the schedule would get wrong run without it, or are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def logits_of(model: Any, rows: Tensor) -> dict[str, Any]:
 
 
 def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
-    """Ask for flash attention, which takes a GPU, as far as the choice of the split."""
+    """Choose splits under flash attention, without running it: that needs a GPU."""
     config = parallel.sharding.sublayers[0].attention.config
     before, config._attn_implementation = config._attn_implementation, "flash_attention_2"
     row = torch.arange(LENGTH)[None]
@@ -52,7 +52,7 @@ def split_under_flash(parallel: ParallelModel) -> dict[str, str]:
     hidden = torch.zeros(1, LENGTH, 8)
     args = parallel.settings, hidden
     found = {
-        name: type(choose_split(*args, case, config, parallel.fell_back)).__name__
+        name: type(choose_split(*args, case, config, parallel.on_fallback)).__name__
         for name, case in cases.items()
     }
     config._attn_implementation = before
@@ -63,7 +63,7 @@ def divided(channel: Any) -> Any:
     model = make("gpt2").double()
     parallel = ParallelModel(model, channel, DominoSettings(None, "batch"))
     said: list[str] = []
-    parallel.fell_back = said.append
+    parallel.on_fallback = said.append
     found = logits_of(model, words(3).tensors[0])
     try:
         loss = model(input_ids=words(3).tensors[0]).logits.sum()
@@ -75,7 +75,7 @@ def divided(channel: Any) -> Any:
         model.save_pretrained("nowhere")
     except RuntimeError as error:
         found["save"] = str(error)
-    parallel.fell_back = lambda text: None
+    parallel.on_fallback = lambda text: None
     found["flash"] = split_under_flash(parallel)
     parallel.join({})
     found["can save again"] = "save_pretrained" not in vars(model)
@@ -92,14 +92,14 @@ CASES = [*masks(), "both directions", "no cache asked for", "with a cache"]
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(found: list[Any], case: str) -> None:
-    """One row is not split by tokens where a token sees a later one; a cache goes on."""
+    """One row is not split by tokens without causal attention; a cache continues."""
     with torch.enable_grad():
         expected = logits_of(make("gpt2").double(), words(3).tensors[0])[case]
     for outcomes, _ in found:
         torch.testing.assert_close(outcomes[case], expected, rtol=0, atol=1e-10)
 
 
-def test_the_fallbacks_are_said(found: list[Any]) -> None:
+def test_fallbacks_are_reported(found: list[Any]) -> None:
     for _, said in found:
         assert [text.rpartition("split by ")[2] for text in said] == [
             "tokens instead.",
@@ -110,24 +110,24 @@ def test_the_fallbacks_are_said(found: list[Any]) -> None:
 
 
 def test_packed_rows_are_not_split_under_flash_attention(found: list[Any]) -> None:
-    """It would take the queries' borders of a chunk for those of all keys."""
+    """It takes one list of starts for queries and keys, of which a chunk has fewer."""
     for outcomes, _ in found:
         assert outcomes["flash"] == {
             "plain": "TokenSplit",
             "no positions": "TokenSplit",
-            "packed": "NoSplit",
-            "packed by lengths": "NoSplit",
+            "packed": "Split",
+            "packed by lengths": "Split",
         }
 
 
 def test_other_derivatives_are_refused(found: list[Any]) -> None:
     """The nested backward would add to the gradients of all parameters."""
     for outcomes, _ in found:
-        assert "cannot be differentiated by `torch.autograd.grad`" in outcomes["grad"]
+        assert "does not support `torch.autograd.grad`" in outcomes["grad"]
         assert outcomes["touched"] == []
 
 
-def test_a_part_is_not_exported(found: list[Any], tmp_path: Path) -> None:
+def test_a_shard_is_not_exported(found: list[Any], tmp_path: Path) -> None:
     for outcomes, _ in found:
-        assert "would write one rank's part of it. Call it after `fit`" in outcomes["save"]
+        assert "would write only this rank's shard. Call it after `fit`" in outcomes["save"]
         assert outcomes["can save again"]

@@ -1,4 +1,4 @@
-"""What a divided model returns and says, and that a forward that failed leaves no trace."""
+"""Outputs and warnings of a sharded model, and recovery from a failed forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASE = Case("gpt2", 3, padding="right")
 
 
 def outputs(channel: Any) -> dict[str, Any]:
-    """Of the ways to ask for a loss."""
+    """Outputs of the ways to request a loss."""
     model = make_for(CASE)
     divide(model, channel, CASE)
     batch = batch_for(CASE)
@@ -65,12 +65,12 @@ def failing(channel: Any) -> dict[str, Any]:
 
 
 def said(channel: Any) -> dict[str, list[str]]:
-    """About batches of one row, of one word, and of two rows."""
+    """Warnings for batches of one row, of one word, and of two rows."""
     found: dict[str, list[str]] = {}
     for name, shape in (("row", (1, 5)), ("word", (1, 1)), ("rows", (2, 1))):
         model = make("gpt2")
         parallel = divide(model, channel, CASE)
-        parallel.fell_back = found.setdefault(name, []).append
+        parallel.on_fallback = found.setdefault(name, []).append
         model(torch.ones(shape, dtype=torch.long)).logits.sum().backward()
     return found
 
@@ -81,7 +81,7 @@ def play_all(channel: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank."""
+    """Results by rank."""
     return run_ranks(with_channel, 2, tmp_path_factory.mktemp("ranks"), play_all)
 
 
@@ -95,7 +95,7 @@ def plain_loss(**more: Any) -> torch.Tensor:
 
 
 def test_with_labels_there_are_no_logits(played: list[dict[str, Any]]) -> None:
-    """Nobody may take a rank's share of them for all; the rest is there as ever."""
+    """One rank's logits could be mistaken for all of them; the other outputs are unchanged."""
     plain = make_for(CASE)(**batch_for(CASE))
     bare = make_for(CASE)(**batch_for(CASE), return_dict=False)
     for rank in played:
@@ -118,7 +118,7 @@ def test_items_in_the_batch_reach_the_loss(played: list[dict[str, Any]]) -> None
         torch.testing.assert_close(rank["outputs"]["of seven"], expected, rtol=1e-12, atol=0)
 
 
-def test_a_forward_that_failed_leaves_no_trace(played: list[dict[str, Any]]) -> None:
+def test_a_failed_forward_leaves_no_trace(played: list[dict[str, Any]]) -> None:
     """Outside of a forward the list of blocks holds the blocks, and the next step is right."""
     for rank in played:
         found = rank["failing"]

@@ -1,4 +1,4 @@
-"""What users do with a model besides a training step, on a divided one; and giving it back."""
+"""Evaluation, generation and unusual backwards of a sharded model; and joining it again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEDULED = [kind for kind in KINDS if kind != "olmo"]
 
 
 class Evaluation(NamedTuple):
-    """What a model says without training."""
+    """Results of a model without training."""
 
     loss: Tensor
     logits: Tensor
@@ -38,8 +38,8 @@ class Evaluation(NamedTuple):
     played: int  # events of the schedule
 
 
-class Given(NamedTuple):
-    """A model before it was divided, while, and after it was given back."""
+class Joined(NamedTuple):
+    """A model while it was sharded, and after it was joined again."""
 
     during: list[str]
     after: dict[str, Any]
@@ -63,7 +63,7 @@ def evaluate(model: Any, case: Case, parallel: ParallelModel | None) -> Evaluati
     with torch.no_grad(), all_of_it_in(model, torch.float64):
         loss, logits = model(**batch).loss, model(**inputs).logits
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-        # no word twice, or a small model says the same one over and over
+        # no word twice, or a small model repeats one forever
         chosen = model.generate(**inputs, **settings, max_new_tokens=6, no_repeat_ngram_size=1)
     return Evaluation(loss, logits, chosen, len(events))
 
@@ -107,7 +107,7 @@ def in_evaluation_mode(model: Any, case: Case) -> Tensor:
     return loss.detach()
 
 
-def on_a_divided_one(
+def on_a_sharded_model(
     channel: Any, kind: str, function: Any, **more: Any
 ) -> tuple[Outcome, Any, int]:
     case = replace(case_of(kind), **more)
@@ -122,7 +122,7 @@ def on_a_divided_one(
     return Outcome(loss, whole_gradients(parallel)), extra, len(events)
 
 
-def on_a_plain_one(kind: str, function: Any, **more: Any) -> tuple[Outcome, Any]:
+def on_a_plain_model(kind: str, function: Any, **more: Any) -> tuple[Outcome, Any]:
     case = replace(case_of(kind), **more)
     model = make_for(case)
     model.loss_function = exact_loss
@@ -131,7 +131,7 @@ def on_a_plain_one(kind: str, function: Any, **more: Any) -> tuple[Outcome, Any]
     return Outcome(loss, {name: p.grad for name, p in model.named_parameters()}), extra
 
 
-def evaluate_divided(channel: Any, kind: str) -> Evaluation:
+def evaluate_sharded(channel: Any, kind: str) -> Evaluation:
     model = make(kind)
     parallel = divide(model, channel, case_of(kind))
     if not parallel.sharding.sublayers:
@@ -139,9 +139,9 @@ def evaluate_divided(channel: Any, kind: str) -> Evaluation:
     return evaluate(model, case_of(kind), parallel)
 
 
-def give_back(channel: Any, kind: str, again: bool) -> Given:
+def shard_and_join(channel: Any, kind: str, again: bool) -> Joined:
     model, case = make(kind), case_of(kind)
-    for _ in range(2 if again else 1):  # a second fit divides it again
+    for _ in range(2 if again else 1):  # a second fit shards it again
         base = getattr(model, model.base_model_prefix)
         loss_function = model.loss_function
         parallel = divide(model, channel, case)
@@ -159,7 +159,7 @@ def give_back(channel: Any, kind: str, again: bool) -> Given:
     blocks = base.h if hasattr(base, "h") else base.layers
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     same = model.loss_function is loss_function
-    return Given(during, after, logits, type(blocks).__qualname__, same, tied)
+    return Joined(during, after, logits, type(blocks).__qualname__, same, tied)
 
 
 FUNCTIONS = {
@@ -175,17 +175,17 @@ CALLS += [("hidden_states", "olmo", {}), ("two_forwards", "olmo", {})]
 
 def play_all(channel: Any) -> dict[str, Any]:
     return {
-        "evaluations": {kind: evaluate_divided(channel, kind) for kind in KINDS},
+        "evaluations": {kind: evaluate_sharded(channel, kind) for kind in KINDS},
         "calls": [
-            on_a_divided_one(channel, kind, FUNCTIONS[name], **more) for name, kind, more in CALLS
+            on_a_sharded_model(channel, kind, FUNCTIONS[name], **more) for name, kind, more in CALLS
         ],
-        "given": {kind: give_back(channel, kind, again=kind == "gpt2") for kind in KINDS},
+        "given": {kind: shard_and_join(channel, kind, again=kind == "gpt2") for kind in KINDS},
     }
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank."""
+    """Results by rank."""
     return run_ranks(with_channel, 2, tmp_path_factory.mktemp("ranks"), play_all)
 
 
@@ -209,7 +209,7 @@ def test_evaluation_and_generation(played: list[dict[str, Any]], kind: str) -> N
 @pytest.mark.parametrize("call", range(len(CALLS)), ids=lambda i: " ".join(map(str, CALLS[i])))
 def test_equals_one_process(played: list[dict[str, Any]], call: int) -> None:
     name, kind, more = CALLS[call]
-    expected, extra = on_a_plain_one(kind, FUNCTIONS[name], **more)
+    expected, extra = on_a_plain_model(kind, FUNCTIONS[name], **more)
     for rank in played:
         outcome, found, events = rank["calls"][call]
         assert worst_error(outcome, expected) < 1e-12
@@ -223,8 +223,8 @@ def test_equals_one_process(played: list[dict[str, Any]], call: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_join_gives_the_model_back(played: list[dict[str, Any]], kind: str) -> None:
-    """Bit for bit, and as if it had never been divided; GPT-2 twice."""
+def test_join_restores_the_model(played: list[dict[str, Any]], kind: str) -> None:
+    """Bit for bit, as if it had never been sharded; GPT-2 twice."""
     plain = make(kind)
     classes = [type(module).__name__ for module in plain.modules()]
     state = plain.state_dict()
@@ -235,7 +235,7 @@ def test_join_gives_the_model_back(played: list[dict[str, Any]], kind: str) -> N
     tied = plain.get_input_embeddings().weight is plain.get_output_embeddings().weight
     for rank in played:
         given = rank["given"][kind]
-        assert given.during != classes  # it had been divided
+        assert given.during != classes  # it had been sharded
         assert list(given.after) == list(state)
         assert all(torch.equal(given.after[name], value) for name, value in state.items())
         assert torch.equal(given.logits.nan_to_num(), logits.nan_to_num())

@@ -1,4 +1,4 @@
-"""Nobody reads a buffer that is in flight: shown with a channel that poisons it until the wait."""
+"""No buffer is read while it is in flight, shown by a channel that fills it with NaN."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_buffers_in_flight_are_not_read(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("tag", [FORWARD_TAG, BACKWARD_TAG])
-def test_a_wait_left_out_is_seen(tmp_path: Path, tag: str) -> None:
+def test_a_skipped_wait_is_detected(tmp_path: Path, tag: str) -> None:
     """The test above can fail, under every split and in both directions."""
     cases = [case for case in CASES if case.seed < 2]
     for outcomes in run_ranks(with_channel, 2, tmp_path, hasty, (tag, cases)):

@@ -1,4 +1,4 @@
-"""The order of a step, from the trace, and what is sent in it, from the ledger."""
+"""Order of the events of a step, from the trace, and its collectives, from the ledger."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def expected_order(case: Case) -> list[Event]:
 
 
 def idle_flights(events: list[Event], direction: str) -> list[tuple[str, int]]:
-    """The sums behind whose flight no body of another micro-batch computes."""
+    """All-reduces that overlap with no body of another micro-batch."""
     idle = []
     for start, (what, sublayer, i) in enumerate(events):
         if what == f"launch {direction}":
@@ -100,7 +100,7 @@ def idle_flights(events: list[Event], direction: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_order_is_that_of_the_docstring(found: Found, case: Case) -> None:
+def test_the_order_follows_the_docstring(found: Found, case: Case) -> None:
     for events, _ in found[case]:
         assert events == expected_order(case)
 
@@ -126,9 +126,9 @@ def test_two_sums_each_way_per_layer_and_micro_batch(found: Found, case: Case) -
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.split in ("batch", "token")], ids=str
 )
-def test_every_sum_flies_while_another_micro_batch_computes(found: Found, case: Case) -> None:
-    """But the very last of each direction, behind which nothing is left to compute, and the first
-    micro-batch's embedding, before which nothing is.
+def test_every_all_reduce_overlaps_with_another_micro_batch(found: Found, case: Case) -> None:
+    """Except the last one of each direction, after which nothing is computed, and that of the
+    first micro-batch's embedding, before which nothing has started.
     """
     first = [] if case.kind == "gpt2" else [(EMBEDDING, 0)]
     for events, _ in found[case]:
@@ -136,7 +136,7 @@ def test_every_sum_flies_while_another_micro_batch_computes(found: Found, case: 
         assert idle_flights(events, "forward") == [*first, (SUBLAYERS[-1], case.parts - 1)]
 
 
-def test_without_a_split_every_flight_is_idle(
+def test_without_a_split_nothing_overlaps(
     found: Found,
 ) -> None:
     """The test above can fail."""

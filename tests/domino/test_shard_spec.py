@@ -1,4 +1,4 @@
-"""Parts of a tensor: what each rank holds, and that together they are the whole again."""
+"""Shards of a tensor: contents on each rank, and joining them again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_commfree.domino import ShardSpec
 
 
 def counting(*shape: int) -> Tensor:
-    """A tensor of which no two numbers are equal."""
+    """A tensor of different numbers."""
     return torch.arange(1.0, torch.Size(shape).numel() + 1).reshape(shape)
 
 
@@ -70,7 +70,7 @@ def test_packed_thirds() -> None:
     ranks_per_head=st.integers(1, 4),
     head_dim=st.integers(1, 3),
 )
-def test_a_part_that_several_ranks_hold(key_heads: int, ranks_per_head: int, head_dim: int) -> None:
+def test_a_shard_on_several_ranks(key_heads: int, ranks_per_head: int, head_dim: int) -> None:
     ranks = key_heads * ranks_per_head
     firsts = [rank // ranks_per_head * head_dim for rank in range(ranks)]
     size = key_heads * head_dim
@@ -83,8 +83,8 @@ def test_a_part_that_several_ranks_hold(key_heads: int, ranks_per_head: int, hea
         assert torch.equal(part, whole.split(head_dim)[rank // ranks_per_head])
 
 
-def test_a_part_shares_no_memory_with_the_whole() -> None:
-    """Else a rank would keep the whole tensor alive for its share of it."""
+def test_a_shard_shares_no_memory_with_the_full_tensor() -> None:
+    """Otherwise a rank would keep the full tensor alive for its shard."""
     whole = counting(4, 2)
     for spec in (
         ShardSpec.even(0, 4, 2),
@@ -96,7 +96,7 @@ def test_a_part_shares_no_memory_with_the_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.int64, torch.bool])
-def test_the_dtype_stays(kind: Any) -> None:
+def test_the_dtype_is_kept(kind: Any) -> None:
     whole = counting(5, 2).to(kind)
     spec = ShardSpec.even(0, 5, 3)
     joined = spec.join([spec.part(whole, rank) for rank in range(3)])

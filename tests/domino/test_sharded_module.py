@@ -1,4 +1,4 @@
-"""A module with divided models inside: what a rank holds, whole states and parts of them."""
+"""A module with sharded models inside: held tensors, full states and shards of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.domino import DominoSettings, ShardedModule, check_batch
-from lightning_commfree.model.shards import Wholes
 from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
@@ -45,7 +44,7 @@ def train(module: Around, steps: int = 2) -> torch.optim.Optimizer:
 
 
 def seen(channel: Any, kind: str) -> dict[str, Any]:
-    """What a rank finds in two steps, in whole states and in states put back as parts."""
+    """A rank's tensors, gathered states and shards of them over two steps."""
     module = Around(kind)
     before = {name: p.detach().clone() for name, p in module.state_dict().items()}
     sharded = ShardedModule.prepare(module, channel, DominoSettings())
@@ -56,7 +55,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
     sharded.sum_shared_gradients()
     found["norm"] = sharded.gradient_norm(module.parameters())
     module.zero_grad()
-    whole = sharded.whole_state_dict(Wholes(keep=True))
+    whole = sharded.whole_state_dict(keep=True)
     found["untouched"] = {name: value.clone() for name, value in whole.items()}
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -65,16 +64,15 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
         module.loss().backward()
         sharded.sum_shared_gradients()
         optimizer.step()
-    wholes = Wholes(keep=True)
-    whole = sharded.whole_state_dict(wholes)
-    state = sharded.whole_optimizer_state(optimizer, wholes)
+    whole = sharded.whole_state_dict(keep=True)
+    state = sharded.whole_optimizer_state(optimizer, keep=True)
     found |= {
         "whole": whole,
         "state": state,
-        "nothing": sharded.whole_state_dict(Wholes(keep=False)),
+        "nothing": sharded.whole_state_dict(keep=False),
     }
 
-    # parts of the wholes are what the rank has
+    # shards of the full states equal the rank's own
     own = {name: value.clone() for name, value in module.state_dict().items()}
     parts = sharded.part_state_dict(whole)
     found["parts"] = all(torch.equal(parts[name], value) for name, value in own.items())
@@ -86,7 +84,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
 
     sharded.join()
     found["joined"] = module.state_dict()
-    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, Wholes(keep=True))
+    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, keep=True)
     found["left"] = all(
         torch.equal(left["state"][i][key], state["state"][i][key]) for i in mine for key in mine[i]
     )
@@ -101,7 +99,7 @@ def found(
     return request.param, run_ranks(with_channel, SIZE, folder, seen, (request.param,))
 
 
-def test_what_a_rank_holds(found: Any) -> None:
+def test_held_tensors(found: Any) -> None:
     """Every parameter once, under its own name; sizes of parts and copies are those of the spec."""
     kind, ranks = found
     plain = dict(Around(kind).named_parameters())
@@ -120,7 +118,7 @@ def test_what_a_rank_holds(found: Any) -> None:
         assert rank["same batch"] == (0, 1)
 
 
-def test_whole_states_are_those_of_one_process(found: Any) -> None:
+def test_full_states_equal_one_process(found: Any) -> None:
     kind, ranks = found
     module = Around(kind)
     module.loss().backward()
@@ -144,8 +142,8 @@ def test_whole_states_are_those_of_one_process(found: Any) -> None:
         }
 
 
-def test_parts_of_whole_states_are_what_was_there(found: Any) -> None:
-    """And an optimizer's parts can be put together when the models are whole again."""
+def test_shards_of_full_states_equal_the_originals(found: Any) -> None:
+    """And an optimizer's shards can be gathered after the models are joined."""
     for rank in found[1]:
         assert rank["parts"]
         assert rank["optimizer's parts"]
@@ -159,6 +157,6 @@ def other_batches(channel: Any) -> str:
     return str(refusal.value)
 
 
-def test_other_batches_are_refused(tmp_path: Path) -> None:
+def test_different_batches_are_refused(tmp_path: Path) -> None:
     for text in run_ranks(with_channel, SIZE, tmp_path, other_batches):
         assert "their first batches differ: ranks [0, 1]" in text

@@ -1,4 +1,4 @@
-"""Chunks of a sequence see each other through a cache, whatever transformers calls it."""
+"""Chunks of a sequence attend to each other through a cache, under any of its names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Neither(nn.Module):
 
 
 def outputs(attention: nn.Module) -> list[float]:
-    """What two chunks of 3 and 2 tokens give, each of ones."""
+    """Outputs of two chunks of 3 and 2 tokens, all of them ones."""
     split, row = TokenSplit(2), nn.Identity()
     body = attention_body(attention)
     sublayer = Sublayer("layer 0 attention", nn.Identity(), body, row, (), attention=attention)  # type: ignore[arg-type]

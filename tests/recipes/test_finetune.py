@@ -311,10 +311,15 @@ def refused(compose_finetune, monkeypatch, tmp_path):
         ("text", "model.name_or_path=conf", "conf' is neither a folder that `save_pretrained`"),
         ("text", "+model.atn_pdrop=0.1", "has no attribute of that name"),
         ("text", "+model.n_embd=64", "do not fit the model: leave out keys of `model` that change"),
-        ("text", "+model.activation_function=abc", "cannot be made as `model` describes it"),
-        ("text", "lora=default lora.target_modules=abc", "cannot be made as `lora` describes it"),
+        ("text", "+model.activation_function=abc", "cannot be built from the settings in `model`"),
+        (
+            "text",
+            "lora=default lora.target_modules=abc",
+            "cannot be built from the settings in `lora`",
+        ),
+        ("text", "lora=default +lora.abc=1", "cannot be built from the settings in `lora`"),
         ("responses", "data.corpus.train=no/such.jsonl", "'no/such.jsonl' matches no file"),
-        ("responses", "data.corpus.train=README.md", "README.md, line 1: this is no JSON"),
+        ("responses", "data.corpus.train=README.md", "README.md, line 1: this is not JSON"),
         ("responses", "data.batch_size=99", "The train split has"),
         ("chat", "data.corpus.chat_template=null", "The tokenizer has no chat template"),
     ],
@@ -328,7 +333,9 @@ def test_a_tokenizer_with_more_words_than_the_model(refused, tmp_path) -> None:
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(tmp_path / "larger")
     overrides = ["tokenizer=pretrained", f"tokenizer.name_or_path={tmp_path}/larger"]
-    assert "has 258 tokens and the model embeddings for 257" in refused("text", *overrides)
+    assert "has 258 tokens, but the model has embeddings for only 257" in refused(
+        "text", *overrides
+    )
 
 
 def test_a_new_model_is_refused(compose_finetune, tmp_path) -> None:

@@ -39,7 +39,7 @@ def test_in_a_file_lines_say_how_far_it_is(capsys) -> None:
 
 
 def test_a_file_is_told_the_seconds() -> None:
-    told = stages._Told("saving", 4.0, at_once=True)
+    told = stages._Announcement("saving", 4.0, at_once=True)
     told._start -= 75
     told.advance(1)
     assert told._line() == "saving, 25%, 0:01:15"

@@ -181,11 +181,11 @@ def test_an_ended_run_goes_on_to_the_same_weights(start, whole, strategy, send, 
         assert "ckpt_path=last" in said
         assert "Received SIGTERM" not in said, "every rank's word, instead of one that says more"
         if send is not _to_rank_1:
-            assert said.count("A second Ctrl-C ends at once") == 1
+            assert said.count("A second Ctrl-C ends it at once") == 1
         assert all(int(step) >= stopped_at(said) for step in FORETOLD.findall(said))
         assert len(FORETOLD.findall(said)) == (strategy is not DDP), "the strategies' own word"
         if strategy is DILOCO:
-            assert "A second Ctrl-C would lose what follows" in said, "the last step is not near"
+            assert "A second Ctrl-C would lose all steps after" in said, "the last step is not near"
         stopped = torch.load(job.run / "checkpoints" / "last.ckpt", weights_only=True)
         assert SAVED <= stopped["global_step"] < STEPS
 

@@ -92,11 +92,16 @@ SUBMITIT = "hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 @pytest.mark.parametrize(
     ("launcher", "start_method", "outside", "message"),
     [
-        (None, "popen", False, "does not go with strategy.start_method=popen: each child process"),
-        (None, "popen", True, "does not go with torchrun and srun"),
-        (None, "fork", True, "does not go with torchrun and srun"),
-        (SUBMITIT, "popen", False, "does not go with strategy.start_method=popen"),
-        (JOBLIB, "fork", False, "JoblibLauncher has not been tried with these recipes"),
+        (
+            None,
+            "popen",
+            False,
+            "cannot be combined with strategy.start_method=popen: each child process",
+        ),
+        (None, "popen", True, "cannot be combined with torchrun and srun"),
+        (None, "fork", True, "cannot be combined with torchrun and srun"),
+        (SUBMITIT, "popen", False, "cannot be combined with strategy.start_method=popen"),
+        (JOBLIB, "fork", False, "JoblibLauncher has not been tested with these recipes"),
     ],
 )
 def test_a_sweep_that_would_go_wrong(launcher, start_method, outside, message) -> None:
@@ -119,7 +124,7 @@ def test_nodes_that_nobody_starts(compose_config, monkeypatch) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "NODE_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     config = compose_config("trainer=slurm", "strategy=ddp")
-    with pytest.raises(ValueError, match="trainer.num_nodes=2, and this process is not one of"):
+    with pytest.raises(ValueError, match="trainer.num_nodes=2, but torchrun, srun or LSF has"):
         check_launch(config)
     monkeypatch.setenv("NODE_RANK", "0")  # by hand, on every node
     check_launch(config)

@@ -69,7 +69,10 @@ def loaders(size: int) -> dict[str, tuple[DataLoader[Any], dict[str, Any]]]:
     workers: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": 1}
     return {
         "weighted": (DataLoader(dataset(rows * size), BATCH, sampler=drawn), {}),
-        "seeded": (DataLoader(dataset(rows * size), BATCH, sampler=by_seed), {}),
+        "seeded": (
+            DataLoader(dataset(rows * size), BATCH, sampler=by_seed, generator=seeded),
+            {},
+        ),
         "shuffled": (DataLoader(dataset(rows), BATCH, shuffle=True), own),
         "augmented": (DataLoader(Augmented(rows), BATCH, shuffle=True), own),
         "workers": (DataLoader(Augmented(rows), **workers), own),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_commfree.resume.data_position import not_saved
+from lightning_commfree.resume.data_position import needing_pickle
 from lightning_commfree.resume.rank_files import plain
 
 
@@ -29,11 +29,11 @@ def test_what_only_pickle_loads_is_left_out_and_said(tmp_path: Path) -> None:
     loops = {"fit_loop": {"state_dict": {"combined_loader": state}}}
     part = {"loaders": plain(state), "schedulers": plain(state), "ahead": plain(state)}
     assert set(part.values()) == {None}
-    loader, scheduler, batch = not_saved({"loops": loops, "lr_schedulers": state}, part, 2)
+    loader, scheduler, batch = needing_pickle({"loops": loops, "lr_schedulers": state}, part, 2)
     assert "state of a training data loader holds more than tensors and plain values" in loader
     assert "scheduler holds more than tensors and plain values, and every rank gets" in scheduler
-    assert not_saved({"loops": loops, "lr_schedulers": state}, part, 1) == [batch]
-    assert not_saved({"loops": {}}, {**part, "ahead": []}, 2) == []
+    assert needing_pickle({"loops": loops, "lr_schedulers": state}, part, 1) == [batch]
+    assert needing_pickle({"loops": {}}, {**part, "ahead": []}, 2) == []
     assert not (tmp_path / "ran").exists()
 
 

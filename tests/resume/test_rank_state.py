@@ -1,4 +1,4 @@
-"""What a fit makes of a save that is not its own in every way."""
+"""A save by other ranks, with other settings, or by another algorithm; and a replica that joins."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import Any
 
 import pytest
 
-from lightning_commfree.resume.rank_files import Owner, RankFiles, SavedParts
-from lightning_commfree.resume.rank_state import Adopted, Saved
+from lightning_commfree.resume.exact import KEY, Save
 
 
-class Alone:
-    """One rank, which agrees with itself, and with a second one that has nothing."""
+class Two:
+    """Two ranks, of which this one is the first, and the other has nothing."""
+
+    rank, size = 0, 2
 
     def all_flags(self, mine: bool) -> list[bool]:
         return [mine, False]
+
+
+class Three(Two):
+    size = 3
 
 
 class Algorithm:
@@ -27,45 +32,54 @@ class Algorithm:
     def fingerprint(self) -> dict[str, str]:
         return self.settings
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         pass
 
-    def adopt(self, saved: Saved) -> Adopted | None:
-        return Adopted({"random": saved.entry["token"]}, "and more")
+    def adopt(self, was: Any, ranks: int, load: Any) -> tuple[dict[str, Any], str]:
+        return {"random": was["bound"], "found": load([0])}, "and more"
 
 
-def saved_by(algorithm: str, folder: Path) -> Saved:
-    owner = Owner(0, 2, "1-a")
-    checkpoint: dict[str, Any] = {}
-    settings = {"free": "1", "bound": "2"}
-    RankFiles(folder / "a.ckpt").enter(checkpoint, owner, algorithm, settings, {"x": 1})
-    return Saved(SavedParts(folder / "a.ckpt", checkpoint, None), Alone())
+def saved_by(algorithm: str, folder: Path, ranks: Any) -> Save:
+    entry = {
+        "ranks": 2,
+        "token": "1-a",
+        "folder": ".commfree/a.ckpt/1-a",
+        "algorithm": algorithm,
+        "fingerprint": {"free": "1", "bound": "2"},
+        "shared": {},
+        "own": {"x": 1},
+    }
+    return Save(folder / "a.ckpt", {KEY: entry}, ranks)
 
 
 @pytest.mark.parametrize(
     ("settings", "ranks", "said"),
     [
-        ({"free": "3", "bound": "2"}, 2, "the files of rank 1 below '.commfree/a.ckpt/1-a' are"),
-        ({"free": "1", "bound": "4"}, 2, "bound was 2 and is 4"),
-        ({"free": "1"}, 3, "it was saved by 2 ranks, these are 3; bound was 2 and is absent"),
+        (
+            {"free": "3", "bound": "2"},
+            Two(),
+            "the files of rank 1 below '.commfree/a.ckpt/1-a'",
+        ),
+        ({"free": "1", "bound": "4"}, Two(), "bound was 2 and is 4"),
+        ({"free": "1"}, Three(), "it was saved by 2 ranks, these are 3; bound was 2 and is"),
     ],
 )
-def test_what_differs_is_said(settings: Any, ranks: int, said: str, tmp_path: Path) -> None:
-    saved = saved_by("mine", tmp_path)
-    text = saved.why_not_exact(Algorithm(**settings), True, ranks)
-    assert text.startswith(said)
-    assert saved.adopted_by(Algorithm()) == Adopted({"random": "1-a"}, "and more")
-    assert saved.load([0, 1]) == [{"x": 1}, None]
-    assert saved.load_all([0]) == [], "the other rank has not found what it wants"
+def test_what_differs_is_said(settings: Any, ranks: Any, said: str, tmp_path: Path) -> None:
+    save = saved_by("mine", tmp_path, ranks)
+    assert save.why_not_exact(Algorithm(**settings), True).startswith(said)
+    own, text = save.adopted_by(Algorithm())
+    assert (own["random"], text) == ("2", "and more")
+    assert own["found"] == [], "the other rank has not found the state that it wants"
+    assert [save.own_state(rank) for rank in (0, 1)] == [{"x": 1}, None]
 
 
-def test_another_algorithms_parts_are_of_no_use(tmp_path: Path) -> None:
-    saved = saved_by("yours", tmp_path)
-    text = saved.why_not_exact(Algorithm(free="1", bound="2"), True, 2)
+def test_another_algorithms_state_is_not_used(tmp_path: Path) -> None:
+    save = saved_by("yours", tmp_path, Two())
+    text = save.why_not_exact(Algorithm(free="1", bound="2"), True)
     assert text == "it was saved by yours, and this is mine"
-    part, said = saved.adopted_by(Algorithm())
-    assert part == {}
-    assert "begins anew: the epoch's data, random numbers" in said
+    own, said = save.adopted_by(Algorithm())
+    assert own == {}
+    assert "The epoch's data, random numbers and the strategy's own state start afresh" in said

@@ -246,7 +246,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"(?s)Rank 3 cannot write its part .* `default_root_dir`"
     ):
-        RankFiles(tmp_path / "file" / "a.ckpt").save(Owner(3, 4, "1-a"), {}, [])
+        RankFiles(tmp_path / "file" / "a.ckpt").write(Owner(3, 4, "1-a"), {})
 
 
 def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
@@ -255,21 +255,20 @@ def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
     """Two machines on a network disk remove the same folder: what the slower one gets varies."""
     files = RankFiles(tmp_path / "a.ckpt")
     for token in ("1-a", "2-b"):
-        files.save(Owner(1, 2, token), {"of": token}, [])
+        files.write(Owner(1, 2, token), {"of": token})
 
     def stale(*_: Any, **__: Any) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     def found(token: str) -> Any:
-        file = files.find(files.place(token), 1)
-        return file and files.read(file)
+        return files.read(Owner(1, 2, token), files.folder(token))
 
     monkeypatch.setattr(files._fs, "rm", stale)
-    files.keep_only("2-b")
+    files.remove_older("2-b")
     files.remove()
-    assert found("2-b")["state"] == {"of": "2-b"}
+    assert found("2-b") == {"of": "2-b"}
     monkeypatch.undo()
-    files.keep_only("2-b")
+    files.remove_older("2-b")
     assert found("1-a") is None
 
 

@@ -14,7 +14,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.resume.exact import OwnTensors
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import ReplicaChannels
+from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
 from tests.strategies.saved import file_of, part_of, sets_of
@@ -100,17 +103,7 @@ def straight_and_resumed(rank: int, size: int, folder: Path, kind: type[Moved]) 
         again, local, said = fit(folder, kind(), size, ckpt_path=path, **twice)
         same_lr = again.optimizers[0].param_groups[0]["lr"] == lr
         found[step] = local, straight[step:], same_lr and not said
-    return found, lr, stored_tensors(folder / "step=3.ckpt", rank)
-
-
-def stored_tensors(path: Path, rank: int) -> list[str]:
-    """Return the names of what stands in a rank's part and is no reference."""
-    if rank == 0:
-        sealed = torch.load(path, weights_only=True)["lightning_commfree"]["own"]
-    else:
-        sealed = torch.load(file_of(path, rank), weights_only=True)
-    tensors = sealed["state"]["tensors"]
-    return sorted(name for name, one in tensors.items() if isinstance(one, Tensor))
+    return found, lr, sorted(part_of(folder / "step=3.ckpt", rank)["tensors"])
 
 
 @pytest.mark.parametrize("kind", [Scheduled, Voter])
@@ -136,10 +129,11 @@ def test_tensors_without_values_or_elements_are_no_obstacle() -> None:
     module.register_buffer("turned", torch.ones(4, 3, dtype=torch.bool).T, persistent=False)
     module.register_buffer("far", torch.ones(2, device="meta"), persistent=False)
     module.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
-    own = OwnTensors(module, [])
-    assert sorted(own.state()) == ["complex", "none"], "a checkpoint has them too"
+    own, alone = OwnTensors(module, []), Channel([0], 0, Ledger())
+    channels = ReplicaChannels(alone, alone, alone)
+    assert own.state(channels) == {}, "the checkpoint has them, or a new fit makes them"
     module.turned[0, 0] = False
-    assert sorted(own.state()) == ["complex", "none", "turned"]
+    assert sorted(own.state(channels)) == ["turned"]
 
 
 class Note:
@@ -170,16 +164,17 @@ def test_weights_only_false_reaches_the_files_of_the_ranks(tmp_path: Path) -> No
 
 def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:
     files = RankFiles(tmp_path / "last.ckpt")
-    files.save(Owner(1, 2, "1-a"), {"note": Note(), "numbers": torch.arange(1000)}, [])
-    file = str(sets_of(tmp_path / "last.ckpt") / "1-a" / "rank_1.pt")
+    owner, folder = Owner(1, 2, "1-a"), files.folder("1-a")
+    files.write(owner, {"note": Note(), "numbers": torch.arange(1000)})
     with pytest.raises(RuntimeError, match=r"pass `weights_only=False` to `Trainer\.fit`"):
-        files.read(file)
-    assert isinstance(RankFiles(tmp_path / "last.ckpt", False).read(file)["state"]["note"], Note)
-    whole = Path(file).read_bytes()
+        files.read(owner, folder)
+    assert isinstance(files.read(owner, folder, weights_only=False)["note"], Note)
+    file = file_of(tmp_path / "last.ckpt", 1)
+    whole = file.read_bytes()
     for cut in (0, 1, 2, 3, 5, 30, len(whole) // 2, len(whole) - 1):
-        Path(file).write_bytes(whole[:cut])
+        file.write_bytes(whole[:cut])
         with pytest.raises(RuntimeError, match="probably cut short"):
-            files.read(file)
+            files.read(owner, folder)
 
 
 class Held(TorchCheckpointIO):
@@ -217,8 +212,8 @@ class Overwriting(pl.Callback):
             self.writer.may.set()
             assert self.writer.written.acquire(timeout=30)
             self.writer.may.clear()
-        found = part_of(self.path, 1)
-        self.own.append(found and found["algorithm"]["step"])
+        shared = torch.load(self.path, weights_only=True)["lightning_commfree"]["shared"]
+        self.own.append(part_of(self.path, 1) and shared["step"])
         if step == 3:
             self.writer.may.set()
 
@@ -289,4 +284,7 @@ def saved_afterwards(rank: int, size: int, folder: Path) -> list[str]:
 
 def test_a_checkpoint_from_outside_of_a_fit_is_called_that(tmp_path: Path) -> None:
     ((said,),) = run_ranks(saved_afterwards, 1, tmp_path, tmp_path)
-    assert "another strategy saves it or as it is saved outside of a fit" in said
+    assert (
+        "it has no per-rank state (saved by another strategy, as weights only, or outside `fit`)"
+        in said
+    )

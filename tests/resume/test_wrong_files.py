@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_commfree import DistributedLion
-from lightning_commfree.resume.rank_files import SavedParts
+from lightning_commfree.resume.exact import Save
 from tests.strategies.any_strategy import KINDS, Saving, fit, make_strategy, same
 from tests.strategies.saved import file_of, sets_of
 from tests.world import run_ranks
@@ -49,29 +49,9 @@ def rewritten(path: Path, change: Callable[[Any], None]) -> None:
     torch.save(state, path)
 
 
-def written_anew(here: Path, _: Path) -> None:
-    def change(part: Any) -> None:
-        state = part["state"]["optimizers"][0]["state"]
-        next(v for v in state[0].values() if isinstance(v, torch.Tensor) and v.ndim).add_(1)
-
-    rewritten(file_of(here / "2.ckpt", 1), change)
-
-
-def other_weights(here: Path, _: Path) -> None:
-    """What rank 0's part refers to is another tensor than it was."""
-
-    def change(checkpoint: Any) -> None:
-        state = checkpoint["optimizer_states"][0]["state"]
-        for values in state.values():
-            for value in values.values():
-                value.add_(1)
-
-    rewritten(here / "2.ckpt", change)
-
-
 def placed(place: str) -> Callable[[Path, Path], None]:
     def change(checkpoint: Any) -> None:
-        checkpoint["lightning_commfree"]["place"] = place
+        checkpoint["lightning_commfree"]["folder"] = place
 
     def put(here: Path, other: Path) -> None:
         shutil.copytree(sets_of(other / "2.ckpt"), here.parent / "elsewhere", dirs_exist_ok=True)
@@ -80,16 +60,19 @@ def placed(place: str) -> Callable[[Path, Path], None]:
     return put
 
 
+def of_a_stranger(here: Path, _: Path) -> None:
+    torch.save({"weights": torch.ones(3)}, file_of(here / "2.ckpt", 1))
+
+
 CASES: dict[str, tuple[Callable[[Path, Path], None], str]] = {  # and what is said
-    "swapped": (swapped, "rank_1.pt' is refused: it is the part of rank 2 of 3 in save '2-"),
-    "copied": (copied, "and the part of rank 1 of 3 in save"),
-    "another step's": (of_another_step, "it is the part of rank 1 of 3 in save '1-"),
-    "another run's": (of_another_run, "it is the part of rank 1 of 3 in save '2-"),
-    "written anew": (written_anew, "its tensors are not those that were written"),
-    "other weights": (other_weights, "Rank 0's part in"),
-    "absolute": (placed("/tmp/a/b"), "names '/tmp/a/b' as the place of its ranks' files"),
+    "swapped": (swapped, "rank_1.pt' is refused: it is the state of rank 2 of 3 in save '2-"),
+    "copied": (copied, "and the state of rank 1 of 3 in save"),
+    "another step's": (of_another_step, "it is the state of rank 1 of 3 in save '1-"),
+    "another run's": (of_another_run, "it is the state of rank 1 of 3 in save '2-"),
+    "foreign": (of_a_stranger, "rank_1.pt' is refused: it holds no rank's state"),
+    "absolute": (placed("/tmp/a/b"), "names '/tmp/a/b' as the folder of its rank files"),
     "above": (placed(".commfree/../../elsewhere"), "below '.commfree/' beside it and nowhere else"),
-    "aside": (placed(".commfree/2.ckpt/.."), "names '.commfree/2.ckpt/..' as the place"),
+    "aside": (placed(".commfree/2.ckpt/.."), "names '.commfree/2.ckpt/..' as the folder"),
 }
 
 
@@ -128,9 +111,8 @@ def saved(rank: int, size: int, folder: Path, kind: str) -> None:
 def read(path: Path, kind: str) -> Any:
     """Return all that a resume takes from a checkpoint of two ranks."""
     checkpoint = make_strategy(kind, 1).load_checkpoint(path)
-    parts = SavedParts(path, checkpoint, None)
-    has_parts = kind != "domino"
-    return checkpoint, [parts.load(rank) for rank in range(2) if has_parts]
+    save = Save(path, checkpoint, None)
+    return checkpoint, [save.own_state(rank) for rank in range(2 if kind != "domino" else 1)]
 
 
 def damages(whole: bytes, count: int) -> Any:
@@ -183,9 +165,9 @@ def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
 
 
 def test_an_entry_of_another_version_is_refused(tmp_path: Path) -> None:
-    old = {"lightning_commfree": {"place": "replicas/a.ckpt/1-a", "ranks": 2, "fingerprint": {}}}
+    old = {"lightning_commfree": {"folder": "replicas/a.ckpt/1-a", "ranks": 2, "fingerprint": {}}}
     with pytest.raises(RuntimeError, match=r"was written by another version. Load its weights"):
-        SavedParts(tmp_path / "a.ckpt", old, None)
+        Save(tmp_path / "a.ckpt", old, None)
 
 
 def after_a_step() -> tuple[nn.Linear, DistributedLion]:

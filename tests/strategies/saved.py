@@ -1,4 +1,4 @@
-"""What stands in a checkpoint, and beside it, of every rank."""
+"""The rank states of a checkpoint: in it, and in the files beside it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from typing import Any
 
 import torch
 
-from lightning_commfree.resume.rank_files import FOLDER, SavedParts
-
-
-def parts_of(path: Path) -> SavedParts:
-    """Return the parts of a checkpoint's ranks."""
-    return SavedParts(path, torch.load(path, weights_only=True), None)
+from lightning_commfree.resume.exact import Save
+from lightning_commfree.resume.rank_files import FOLDER
 
 
 def part_of(path: Path, rank: int) -> Any:
-    """Return what a rank had saved with a checkpoint."""
-    return parts_of(path).load(rank)
+    """Return a rank's own state in a checkpoint."""
+    return Save(path, torch.load(path, weights_only=True), None).own_state(rank)
 
 
 def sets_of(path: Path) -> Path:
-    """Return the folder with the sets of ranks' files of a checkpoint."""
+    """Return the folder of a checkpoint's rank files, with a folder for each save."""
     return path.parent / FOLDER / path.name
 
 

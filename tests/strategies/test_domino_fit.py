@@ -116,7 +116,7 @@ REFUSED: list[Any] = [
         "ValueError",
         "does not support `torch.compile` of the LightningModule",
     ),
-    (Adapted, {}, {}, "ValueError", "its dropout would differ from rank to rank. Take"),
+    (Adapted, {}, {}, "ValueError", "its dropout would differ from rank to rank. Set"),
     (Meta, {}, {}, "ValueError", "2 tensors, 'head.weight' among them, are on the meta device and"),
     (HalfMeta, {}, {}, "ValueError", "2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them"),
     (
@@ -124,7 +124,7 @@ REFUSED: list[Any] = [
         {},
         {"verb": "validate"},
         "ValueError",
-        "gives them some in `fit` only",
+        "gives them values in `fit` only",
     ),
     (Manual, {}, {}, "ValueError", "`DominoTPStrategy` does not support manual optimization"),
     (CausalLM, {}, {"precision": "16-true"}, "ValueError", "does not support precision='16-true'"),

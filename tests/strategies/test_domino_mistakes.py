@@ -81,7 +81,7 @@ def test_an_optimizer_made_before_the_fit_is_refused(said: list[dict[str, str]])
 def test_an_optimizer_that_looks_at_whole_rows_is_refused(said: list[dict[str, str]]) -> None:
     for texts in said:
         assert texts["rows"].startswith("`Adafactor` keeps a '")
-        assert "Take an optimizer that treats elements one by one" in texts["rows"]
+        assert "Use an optimizer that treats elements one by one" in texts["rows"]
 
 
 def test_validation_batches_of_a_group_must_be_the_same(said: list[dict[str, str]]) -> None:

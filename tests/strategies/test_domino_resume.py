@@ -101,7 +101,7 @@ LOADERS = {
 STOPS = {"shuffled": (1, 3, 5), "drawn": (2, 3)}  # 3: the end of an epoch
 MISTAKES = {  # what a resume without it would be
     "a rank's own random numbers": (TensorGroup, "load_own_state", lambda *_: None),
-    "random numbers": (ExactResume, "go_on", lambda *_: None),
+    "random numbers": (ExactResume, "restore_position", lambda *_: None),
     "every group's own loader": (exact, "restore_place", lambda *to: as_rank_0(*to)),
 }
 
@@ -228,7 +228,10 @@ def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: li
                 assert "from the checkpoint's weights, with its optimizer state" in text
             assert "tensor_parallel_size was 2 and is 1" in said[0]
             assert "at the same place in the data. Random numbers that differ from" in said[0]
-            assert "begins anew: the epoch's data, random numbers" in more[0]
+            assert (
+                "The epoch's data, random numbers and the strategy's own state start afresh"
+                in more[0]
+            )
 
 
 def test_a_model_on_meta_takes_a_checkpoint_or_fresh_values(others: list[Any]) -> None:

@@ -115,7 +115,7 @@ def test_a_model_on_meta_trains_and_resumes_exactly(played: Any, kind: str, lion
             assert all(torch.equal(got[name], expected[name]) for name in expected)
             assert all(tensor.isfinite().all() for tensor in got.values())
         assert straight["tied"] == (kind == "gpt2")
-        assert "The model stays divided after `fit`" in straight["refused"]
+        assert "The model is still sharded after `fit`" in straight["refused"]
         assert "`trainer.save_checkpoint(path)` on all ranks" in straight["refused"]
         assert 0.4 * numel < straight["held"] < 0.6 * numel
 

@@ -56,7 +56,7 @@ PHASES: dict[str, Arm] = {
     "in DDP's all-reduce": lambda folder, patch: DieInBackward(folder),
     "before a launch": lambda f, p: die_within(StreamingDiLoCo, "launch", "before", 15, f, p),
     "in a landing": lambda f, p: die_within(OuterFragment, "outer_step", "after", 15, f, p),
-    "before writing its file": lambda f, p: die_within(RankFiles, "save", "before", 15, f, p),
+    "before writing its file": lambda f, p: die_within(RankFiles, "write", "before", 15, f, p),
 }
 
 

@@ -1,6 +1,7 @@
-"""What holds a replica together: how its ranks hold and compute one model.
+"""The layouts of a replica: how its ranks hold and compute one model.
 
-A replica of one rank, or of several with DDP: every rank holds the whole model.
+Here is the layout of one rank, or of several with DDP, where every rank holds the full model.
+`fsdp` and `domino` have those whose ranks hold shards of it.
 """
 
 from __future__ import annotations

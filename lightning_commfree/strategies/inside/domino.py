@@ -1,11 +1,10 @@
-"""A replica whose ranks hold parts of one model: tensor parallelism, scheduled as Domino does.
+"""A replica whose ranks hold shards of one model: tensor parallelism, scheduled as Domino does.
 
-The model is divided before the optimizer is made, and whole again after the fit. In between
-checkpoints hold whole states, put together one tensor at a time.
+The model is sharded before the optimizer is made, and full again on every rank after the fit.
 
-Between replicas is either a mean of gradients that knows Domino, or an algorithm that does not know
-it. That one asks a parameter whether it is a part (`comm.parts`); all others are equal on all ranks
-of the group.
+Between replicas is either a mean of gradients that knows Domino, or an algorithm that does not. The
+latter asks each parameter whether it is a shard (`model.shards.is_part`); all others are equal on
+all ranks of the tensor group.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class TensorParallel(DividedModel):
         outside: the axis between groups: `REPLICA` for an algorithm that does not know Domino.
 
     Attributes:
-        sharded: the divided model, from `prepare` to `release`.
+        sharded: the sharded model, from `prepare` to `release`.
     """
 
     same_batch = True
@@ -106,7 +105,7 @@ class TensorParallel(DividedModel):
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Divide the model, and put this rank's part on its device, which need not hold the whole.
+        """Shard the model, and put this rank's shards on its device, which need not hold all of it.
 
         Raises:
             ValueError: some ranks hold the same part, and others another one.
@@ -116,8 +115,8 @@ class TensorParallel(DividedModel):
         seed = self._start()
         self.sharded = ShardedModule.prepare(module, within, self._settings, own_seed, seed)
         for model in self.sharded.models:
-            model.fell_back = cache(rank_zero_warn)  # of each text once
-            model.trial.chosen = rank_zero_info
+            model.on_fallback = cache(rank_zero_warn)  # of each text once
+            model.trial.on_choice = rank_zero_info
         module.to(strategy.root_device)
         if self._outside == REPLICA:
             self.sharded.mark_parts(self._argument)
@@ -132,7 +131,7 @@ class TensorParallel(DividedModel):
 
     @override
     def release(self) -> None:
-        """Make the model whole again; collective but after Ctrl-C."""
+        """Give every rank the full model again; collective, except after Ctrl-C."""
         if self.sharded is not None:
             self._left = None
             self.sharded.forget_parts()
@@ -190,7 +189,7 @@ class TensorParallel(DividedModel):
 
     @override
     def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the whole module's state on rank 0, see `DividedModel`; collective over all ranks.
+        """Return the module's full state on rank 0; collective over all ranks.
 
         Raises:
             RuntimeError: some rank's weights are not finite; on all ranks.
@@ -203,7 +202,7 @@ class TensorParallel(DividedModel):
 
     @override
     def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0; after a fit as well.
+        """Return an optimizer's full state on rank 0; after a fit as well.
 
         Each rank's optimizer then holds its part, as in the fit.
 
@@ -217,7 +216,7 @@ class TensorParallel(DividedModel):
         if not self._strategy.ranks.come():  # after Ctrl-C
             return {}
         with self._strategy.ranks.reaching() as channels:
-            return self._left.whole_state_dict(optimizer, channels.within, self._wholes())
+            return self._left.whole_state_dict(optimizer, channels.within, self._keeps)
 
 
 def _may_change(module: pl.LightningModule) -> bool:

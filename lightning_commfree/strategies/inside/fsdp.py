@@ -1,16 +1,16 @@
-"""A replica whose ranks hold parts of one model: FSDP2, `torch.distributed.fsdp.fully_shard`.
+"""A replica whose ranks hold shards of one model by FSDP2, `torch.distributed.fsdp.fully_shard`.
 
-Every block of the model is a unit, and what stands in no block is one more. A unit's parameters are
-divided by rows; they are gathered for its forward and its backward, and their gradients are the
-mean over the replica, of which each rank keeps its part. The module stays divided after the fit, as
-Lightning's own strategies for sharded models leave it: `trainer.test` goes on with it.
+Every block of the model is a unit, and the rest of the model is one more. A unit's parameters are
+sharded by rows; they are gathered for its forward and its backward, and their gradients are reduced
+to the mean over the replica, of which each rank keeps its shard. The module stays sharded after the
+fit, as after a fit of Lightning's own strategies for sharded models: `trainer.test` uses it so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from torch import nn
@@ -29,7 +29,9 @@ from lightning_commfree.model.fsdp import (
 )
 from lightning_commfree.model.meta_init import Materializer
 from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
-from lightning_commfree.model.shards import RowParts, Wholes
+from lightning_commfree.model.shards import RowShards
+from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.resume.folders import FolderTensor
 from lightning_commfree.strategies.checks import refuse_manual
 from lightning_commfree.strategies.inside.sharded import DividedModel
 
@@ -48,7 +50,7 @@ _WHY_NOT_MANUAL = (
 
 
 class FullyShard(DividedModel):
-    """Ranks of a replica hold parts of its parameters, gradients and optimizer state.
+    """Ranks of a replica hold shards of its parameters, gradients and optimizer state.
 
     Args:
         strategy: whose ranks.
@@ -72,21 +74,24 @@ class FullyShard(DividedModel):
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._divided: nn.Module | None = None
-        self._step_bytes = 0, 0
+        self._step_bytes, self._in_fit = (0, 0), False
 
     @property
     @override
-    def states(self) -> RowParts | None:
+    def states(self) -> RowShards | None:
         divided = self._divided
-        here = divided is self._strategy.lightning_module  # else it is an earlier fit's
-        return RowParts(divided) if divided is not None and here else None
+        here = divided is self._strategy.lightning_module  # else an earlier fit sharded another one
+        return RowShards(divided) if divided is not None and here else None
 
     @property
     @override
     def saves_folders(self) -> bool:
         limit = self._settings.folder_above_bytes
+        if limit is None or not self._in_fit:
+            return False
         parameters = self._strategy.module.parameters()
-        return limit is not None and sum(p.numel() * p.itemsize for p in parameters) > limit
+        ours = type(self._strategy.checkpoint_io) is WholeCheckpointIO  # a user's writes files
+        return ours and sum(p.numel() * p.itemsize for p in parameters) > limit
 
     @override
     def mesh(self, world_size: int) -> Mesh:
@@ -103,7 +108,7 @@ class FullyShard(DividedModel):
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Divide the model, unit by unit, on this rank's device; FSDP averages the gradients."""
+        """Shard the model, unit by unit, on this rank's device; FSDP averages the gradients."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
@@ -123,25 +128,26 @@ class FullyShard(DividedModel):
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         super().begin(optimizers)
-        self._step_bytes = step_bytes(self._strategy.module)
+        self._step_bytes, self._in_fit = step_bytes(self._strategy.module), True
 
     @override
     def release(self) -> None:
-        """Keep the module divided; ranks that were forked hand back whole weights.
+        """Keep the module sharded; forked ranks hand full weights back to the launching process.
 
-        Lightning's launcher takes them from `state_dict` when this process has nothing else to do.
+        Lightning's launcher takes them from the module's `state_dict` after this.
         """
         super().release()
+        self._in_fit = False
         states = self.states
         if states is not None and isinstance(self._strategy.launcher, OrderlyLauncher):
-            states.be_whole_from_here(Wholes(keep=self._strategy.local_rank == 0))
+            states.gather_from_here(keep=self._strategy.local_rank == 0)
 
     @override
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
         if self.states is None:
             setup(trainer)
             return
-        # as Lightning does it, but ranks do not take rank 0's part of a model for theirs
+        # as Lightning does, without broadcasting rank 0's shards to the other ranks
         strategy = self._strategy
         assert strategy.accelerator is not None, "the Trainer has chosen one"
         strategy.accelerator.setup(trainer)
@@ -153,14 +159,56 @@ class FullyShard(DividedModel):
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
-        """Gradients of whole units stay on this rank in the body, as large as the model."""
+        """Keep full gradients, as large as the model, on this rank in the body."""
         return accumulating(self._strategy.module)
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Count what FSDP has sent for a forward and its backward."""
+        """Count the bytes that FSDP has sent for a forward and its backward."""
         gathered, scattered = self._step_bytes
         ledger = self._strategy.group_ledger
         ledger.count_sent(GATHER_TAG, gathered)
         if steps:
             ledger.count_sent(SCATTER_TAG, scattered)
+
+    # -- states
+
+    @override
+    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        states = self.states
+        if states is None or not self.saves_folders:
+            return super().whole_module(read)
+        return states.sharded_state_dict() if self._takes_part() else {}
+
+    @override
+    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        states = self.states
+        if states is None or not self.saves_folders:
+            return super().whole_optimizer(optimizer, state)
+        return states.sharded_optimizer_state(optimizer) if self._takes_part() else {}
+
+    @override
+    def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Read no more than this rank's shards where the model is sharded already."""
+        if self.states is None:
+            return super()._read(state)
+        held = self._strategy.module.state_dict()
+        return {name: _read_like(value, held.get(name)) for name, value in state.items()}
+
+    @override
+    def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+        return {
+            **state,
+            "state": {
+                index: {
+                    key: _read_like(value, parameters.get(index)) for key, value in saved.items()
+                }
+                for index, saved in state["state"].items()
+            },
+        }
+
+
+def _read_like(value: Any, like: Any) -> Any:
+    """Return a value of a checkpoint; of a tensor in a folder the shard that `like` is."""
+    return value.read(like) if isinstance(value, FolderTensor) else value

@@ -76,7 +76,7 @@ def test_lion_gets_its_optimizer_and_nothing_that_was_meant_for_another() -> Non
     assert (optimizer.lr, optimizer.betas, optimizer.warmup_steps) == (1e-3, None, 9)
     assert composed(job).seed == 3
     assert job.notes == (
-        "Its optimizer is Lion (`optimizer=distributed_lion`). Not passed on to it, since meant for"
+        "Its optimizer is Lion (`optimizer=distributed_lion`). Not applied to it, because meant for"
         " another: `optimizer.lr=1`, `optimizer.betas=[0,0]`.",
     )
     assert composed(jobs["ddp"]).optimizer.lr == 1
@@ -143,20 +143,20 @@ def test_a_folder_of_configuration_reaches_the_jobs() -> None:
 @pytest.mark.parametrize(
     ("words", "asked", "message"),
     [
-        ([], {"strategies": ("ddp", "diloco")}, "'diloco' is no strategy. Legal are ddp, "),
+        ([], {"strategies": ("ddp", "diloco")}, "'diloco' is not a strategy. Legal are ddp, "),
         ([], {"strategies": ("diloco",)}, "Did you mean streaming_diloco?"),
         ([], {"strategies": ("ddp", "ddp")}, "`strategies` names ddp twice"),
         ([], {"strategies": ()}, "leaves nothing to compare. Legal are ddp, "),
-        (["strategy=ddp"], {}, "`strategy=ddp` came for all strategies"),
+        (["strategy=ddp"], {}, "`strategy=ddp` applies to all strategies"),
         (["strategy.sync_every=3"], {}, "'overrides.streaming_diloco={strategy.sync_every:50}'"),
         (["trainer.num_nodes=2"], {}, "trainer.num_nodes=2 asks for other machines"),
         (["trainer=multinode"], {}, "trainer.num_nodes=2 asks for other machines"),
-        (["trainer.devices=2"], {"bandwidth": "1gbit"}, "every node has one rank. Choose"),
+        (["trainer.devices=2"], {"bandwidth": "1gbit"}, "every node has one rank. Set"),
         ([], {"nodes": 3}, "`nodes=3` counts the nodes of the network laboratory"),
         ([], {"overrides": {"ddp": {"data.batch_size": 1}}}, "would train on 2,048 tokens per"),
         (["data.num_workers=-1"], {}, "`data.num_workers=-1` is not legal for recipes.data"),
         ([], {"overrides": {"ddp": {"seed": True}}}, "`seed=true` is not legal"),
-        (["experiment=demo"], {}, "`strategy.sync_every` is no setting of ddp: experiment=demo"),
+        (["experiment=demo"], {}, "`strategy.sync_every` is not a setting of ddp: experiment=demo"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(words, asked, message) -> None:

@@ -107,7 +107,7 @@ def test_a_folder_of_another_command_is_refused_before_anything_runs(tmp_path: P
     done = script("b", tmp_path, "pass")
     run(done, plan(tmp_path))
     fresh = script("a", tmp_path, "pass")
-    with pytest.raises(ValueError, match=r"holds a job of another command: `python -c pass`"):
+    with pytest.raises(ValueError, match=r"contains a job of another command: `python -c pass`"):
         run_all([fresh, replace(done, code="print()")], plan(tmp_path), quiet())
     in_laboratory = replace(plan(tmp_path), bandwidth="100mbit")
     with pytest.raises(ValueError, match=r"This one is .* at 100mbit on 2 nodes"):
@@ -118,7 +118,7 @@ def test_a_folder_of_another_command_is_refused_before_anything_runs(tmp_path: P
 def test_a_folder_that_is_no_jobs_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "precious").touch()
-    with pytest.raises(ValueError, match=r"exists and is no job of a comparison"):
+    with pytest.raises(ValueError, match=r"exists but is not a job of a comparison"):
         run_all([script("a", tmp_path, "pass")], plan(tmp_path), quiet())
     assert (tmp_path / "a" / "precious").exists()
 

@@ -119,5 +119,5 @@ def test_a_damaged_xz_is_named(books) -> None:
     path = books / "books" / "old" / "c.txt.xz"
     path.write_bytes(path.read_bytes()[:-8])
     corpus = TextFiles(str(path), f"{books}/held_out.txt")
-    with pytest.raises(ValueError, match=r"c.txt.xz' is no whole xz file"):
+    with pytest.raises(ValueError, match=r"c.txt.xz' is not a complete xz file"):
         list(corpus.documents("train"))

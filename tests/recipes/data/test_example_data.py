@@ -214,7 +214,7 @@ def test_what_is_cut_and_left_out_is_said(make_data, write) -> None:
     paths = write(*lines), write(lines[0], name="validation.jsonl")
     data = make_data(corpus=Responses(*paths), block_size=3, batch_size=1)
     assert data.describe().endswith(
-        "; 1 are cut behind 3 tokens; 1 are left out, with nothing to foretell within them"
+        "; 1 are truncated to 3 tokens; 1 are dropped, because no target is left"
     )
     assert _prompts([data.train_dataloader()]) == {1: 1, 2: 1}
 
@@ -228,7 +228,7 @@ def test_no_turn_of_the_assistants_anywhere(make_data, write) -> None:
     asked = [{"role": "user", "content": "a"}]
     answered = [*asked, {"role": "assistant", "content": "b"}]
     paths = write({"messages": asked}), write({"messages": answered}, name="validation.jsonl")
-    with pytest.raises(ValueError, match=r"None of the 1 train examples has anything to foretell"):
+    with pytest.raises(ValueError, match=r"None of the 1 train examples has a target within"):
         make_data(corpus=Conversations(*paths, chat_template=str(PLAIN_TEMPLATE)), block_size=64)
 
 

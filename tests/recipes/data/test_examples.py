@@ -134,10 +134,13 @@ def test_a_template_that_forgets_is_refused(write) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a", "response": "b"},', r"line 2: this is no JSON \(Extra data, column 33\)"),
-        ("[1, 2]", r"line 2: a line must be a JSON object, as \{...\}, and this is \[1, 2\]"),
+        (
+            '{"prompt": "a", "response": "b"},',
+            r"line 2: this is not JSON \(Extra data, column 33\)",
+        ),
+        ("[1, 2]", r"line 2: a line must be a JSON object, as \{...\}, but this is \[1, 2\]"),
         ({"prompt": "a"}, r"line 2: there is no key 'response' among the keys 'prompt'. Other"),
-        ({"prompt": "a", "response": 3}, r"line 2: 'response' must be text, and it is 3\."),
+        ({"prompt": "a", "response": 3}, r"line 2: 'response' must be text, but it is 3\."),
     ],
 )
 def test_a_wrong_line_is_named(write, line, message) -> None:
@@ -172,10 +175,10 @@ def test_files_that_cannot_be_read(tmp_path, write) -> None:
     with pytest.raises(ValueError, match=r"data.corpus.train: there is no line in '.*empty.jsonl'"):
         _examples(Responses(write("", name="empty.jsonl")))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe4"}\n')
-    with pytest.raises(ValueError, match=r"latin.jsonl.*this is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"latin.jsonl.*this is not UTF-8 text"):
         _examples(Responses(str(tmp_path / "latin.jsonl")))
     (tmp_path / "not.xz").write_bytes(b"{}\n")
-    with pytest.raises(ValueError, match=r"not.xz is named .xz and is no xz file"):
+    with pytest.raises(ValueError, match=r"not.xz is named .xz but is not an xz file"):
         _examples(Responses(str(tmp_path / "not.xz")))
 
 

@@ -82,7 +82,9 @@ def test_the_largest_id_is_looked_for_in_every_file_once(make_data, tmp_path) ->
 
 def test_files_that_cannot_be(make_data, tmp_path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
-    with pytest.raises(ValueError, match=r"odd.bin' has 3 bytes, which is no whole number of uint"):
+    with pytest.raises(
+        ValueError, match=r"odd.bin' has 3 bytes, which is not a whole number of uint"
+    ):
         make_data(train="odd.bin").prepare_data()
     with pytest.raises(FileNotFoundError, match=r"data.train: '.*/no.bin' matches no file"):
         make_data(train="no.bin")

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from recipes.training.forked import without_beginning_cuda
+from recipes.training.forked import without_initializing_cuda
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_child_does_the_work_and_its_answer_comes_back(cuda_build) -> None:
         return os.getpid(), seen, torch.get_num_threads()
 
     try:
-        pid, in_child, threads = without_beginning_cuda(work)
+        pid, in_child, threads = without_initializing_cuda(work)
     finally:
         torch.set_num_threads(before)
     assert pid != os.getpid()
@@ -39,14 +39,14 @@ def test_a_child_does_the_work_and_its_answer_comes_back(cuda_build) -> None:
 
 def test_what_it_raises_is_raised_here(cuda_build) -> None:
     with pytest.raises(ValueError, match="does not keep examples apart"):
-        without_beginning_cuda(fail)
+        without_initializing_cuda(fail)
 
 
 def test_a_child_that_dies_is_not_waited_for(cuda_build) -> None:
     with pytest.raises(RuntimeError, match="ended with exit code 3 and no answer"):
-        without_beginning_cuda(lambda: os._exit(3))
+        without_initializing_cuda(lambda: os._exit(3))
 
 
 def test_elsewhere_nothing_is_forked(monkeypatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert without_beginning_cuda(os.getpid) == os.getpid()
+    assert without_initializing_cuda(os.getpid) == os.getpid()

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.training.length import count_ranks, settle_length
+from recipes.training.length import apply_token_budget, count_ranks
 from tests.recipes.conftest import CONF
 
 
@@ -42,7 +42,7 @@ def composed():
 )
 def test_steps_of_a_budget(composed, capsys, overrides, steps) -> None:
     cfg = composed(*overrides)
-    settle_length(cfg)
+    apply_token_budget(cfg)
     assert cfg.trainer.max_steps == steps
     assert OmegaConf.to_container(cfg.optimizer, resolve=True)["total_steps"] == steps
     said = capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_steps_of_a_budget(composed, capsys, overrides, steps) -> None:
 
 def test_without_a_budget_the_steps_stay(composed, capsys) -> None:
     cfg = composed("trainer.max_steps=17")
-    settle_length(cfg)
+    apply_token_budget(cfg)
     assert cfg.trainer.max_steps == 17
     assert capsys.readouterr().out == ""
 
@@ -62,13 +62,13 @@ def test_a_budget_below_one_step(composed, budget) -> None:
     with pytest.raises(
         ValueError, match=rf"token_budget={int(budget):,} is not .* 2,048 tokens a step \(2 shares"
     ):
-        settle_length(composed(f"token_budget={budget}"))
+        apply_token_budget(composed(f"token_budget={budget}"))
 
 
 @pytest.mark.parametrize("budget", ["many", "1.5", "true"])
 def test_a_budget_that_is_no_number_of_tokens(composed, budget) -> None:
     with pytest.raises(ValueError, match="must be a whole number of tokens"):
-        settle_length(composed(f"token_budget={budget}"))
+        apply_token_budget(composed(f"token_budget={budget}"))
 
 
 def test_ranks_are_counted_by_lightning(composed) -> None:

@@ -25,7 +25,7 @@ from recipes.training.evaluation import generate_text, token_loss
 from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
-from recipes.training.plan_rows import _alone
+from recipes.training.plan_rows import _single_replica
 from recipes.training.progress import History, RunRecorder
 from recipes.training.report import RunReport
 from recipes.training.summary import RunSummary, print_panel, share, summary_rows
@@ -158,7 +158,7 @@ def test_a_diloco_runs_figures_are_the_ledgers(fit, capfd) -> None:
     assert re.search(r"a save takes [\d.]+ \w?B more memory on each rank", shown)
     per_step, cycle = human_bytes(size / 4), human_bytes(size)
     assert (
-        f"one rank sends {per_step} per step in the mean over a cycle, {cycle} per cycle of 4"
+        f"one rank sends {per_step} per step on average over a cycle, {cycle} per cycle of 4"
         f" steps: outer_gradient {per_step}"
     ) in shown
     rows = summary_rows(summary)
@@ -204,7 +204,7 @@ def test_a_strategy_that_nobody_can_count(quiet_trainer) -> None:
     trainer = quiet_trainer(accelerator="cpu")
     trainer.strategy.connect(LightningModule())
     trainer._accelerator_connector.strategy = FSDPStrategy.__new__(FSDPStrategy)
-    with pytest.raises(TypeError, match="cannot say what `FSDPStrategy` sends. Use a strategy of"):
+    with pytest.raises(TypeError, match="do not know what `FSDPStrategy` sends. Use a strategy of"):
         TrafficMeter(trainer, 64, 0)
 
 
@@ -283,6 +283,6 @@ def test_a_path_that_the_panel_has_no_room_for_stands_beneath_it_in_one_piece(
 
 def test_one_replica_alone_is_told_what_diloco_makes_of_it() -> None:
     diloco = StreamingDiLoCoStrategy(replica_size=2)
-    assert "look-ahead optimizer" in _alone(SimpleNamespace(strategy=diloco, world_size=2))
-    assert _alone(SimpleNamespace(strategy=diloco, world_size=4)) == ""
-    assert _alone(SimpleNamespace(strategy=DDPStrategy(), world_size=1)) == ""
+    assert "look-ahead optimizer" in _single_replica(SimpleNamespace(strategy=diloco, world_size=2))
+    assert _single_replica(SimpleNamespace(strategy=diloco, world_size=4)) == ""
+    assert _single_replica(SimpleNamespace(strategy=DDPStrategy(), world_size=1)) == ""

@@ -30,11 +30,11 @@ def test_one_that_was_cut_short_is_passed_over(tmp_path) -> None:
     whole = _save(tmp_path, "step-30.ckpt", step=30, age=2)
     cut = _save(tmp_path, "last.ckpt", step=40, age=1)
     cut.write_bytes(cut.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match=r"last.ckpt' was cut short and is passed over"):
+    with pytest.warns(UserWarning, match=r"last.ckpt' is truncated and was skipped"):
         assert find_checkpoint("last", str(tmp_path), 60) == str(whole)
     whole.unlink()
     with (
-        pytest.warns(UserWarning, match="cut short"),
+        pytest.warns(UserWarning, match="truncated"),
         pytest.raises(FileNotFoundError, match="ckpt_path=last found no whole checkpoint in"),
     ):
         find_checkpoint("last", str(tmp_path), 60)
@@ -47,7 +47,7 @@ def test_a_folder_is_a_checkpoint_too(tmp_path) -> None:
     (folder / ".metadata").touch()
     _save(tmp_path, "last.ckpt/checkpoint.pt", step=30, age=1)
     assert find_checkpoint("last", str(tmp_path), 60) == str(folder)
-    with pytest.raises(ValueError, match=r"last.ckpt' has taken 30 steps"):
+    with pytest.raises(ValueError, match=r"last.ckpt' has already taken 30 steps"):
         find_checkpoint("last", str(tmp_path), 30)
 
 
@@ -63,7 +63,9 @@ def test_no_checkpoint_is_no_fresh_start(tmp_path) -> None:
 def test_a_finished_run_has_nothing_left(tmp_path, word) -> None:
     path = str(_save(tmp_path, "last.ckpt", step=60, age=1))
     given = path if word == "path" else word
-    with pytest.raises(ValueError, match=r"has taken 60 steps, and trainer.max_steps=60: nothing"):
+    with pytest.raises(
+        ValueError, match=r"has already taken 60 steps, and trainer.max_steps=60: nothing"
+    ):
         find_checkpoint(given, str(tmp_path), 60)
     assert find_checkpoint(given, str(tmp_path), 61) == path
 

@@ -1,4 +1,4 @@
-"""The table at the end of a sweep (`-m`): what differed between its jobs, and what came of them."""
+"""The table at the end of a sweep (`-m`): overrides and validation loss of each job."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-_SUMMARY = "summary.json"  # of `recipes.training.report`, whose libraries are not loaded for this
+_SUMMARY = "summary.json"  # as in `recipes.training.report`, which would import torch
 
 
 class SweepTable(Callback):
-    """Prints the table when all jobs are done; a callback of Hydra's, from `conf/*.yaml`."""
+    """A Hydra callback, set in `conf/*.yaml`, that prints the table when all jobs are done."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Read what the jobs have left, wherever they ran, and print it."""
+        """Read the summaries of the jobs and print the table."""
         from rich.console import Console
 
         folder = Path(config.hydra.sweep.dir)
@@ -27,10 +27,10 @@ class SweepTable(Callback):
 
 
 def sweep_rows(folder: Path) -> list[tuple[str, list[str], float | None]]:
-    """Return for every job its number, the overrides that others do not have, and its loss.
+    """Return the number, the overrides that not all jobs share, and the loss of each job.
 
     Args:
-        folder: of the sweep; a job's is named by its number.
+        folder: of the sweep; the folders of its jobs are named by their numbers.
     """
     jobs = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=_number)
     words = {job: _words(job) for job in jobs}
@@ -41,7 +41,7 @@ def sweep_rows(folder: Path) -> list[tuple[str, list[str], float | None]]:
 
 
 def sweep_table(rows: list[tuple[str, list[str], float | None]]) -> Any:
-    """Return the table for a terminal, the job with the lowest loss marked."""
+    """Return a table for a terminal with the lowest loss marked."""
     from rich.table import Table
     from rich.text import Text
 
@@ -49,9 +49,9 @@ def sweep_table(rows: list[tuple[str, list[str], float | None]]) -> Any:
     table.add_column("validation loss", justify="right")
     losses = [loss for *_, loss in rows if loss is not None]
     for name, words, loss in rows:
-        told = "none" if loss is None else f"{loss:.4f}"
+        shown = "none" if loss is None else f"{loss:.4f}"
         best = loss is not None and loss == min(losses)
-        table.add_row(name, Text(" ".join(words)), f"{told} *" if best else f"{told}  ")
+        table.add_row(name, Text(" ".join(words)), f"{shown} *" if best else f"{shown}  ")
     return table
 
 
@@ -67,6 +67,6 @@ def _words(job: Path) -> list[str]:
 def _loss(job: Path) -> float | None:
     try:
         loss = json.loads((job / _SUMMARY).read_text())["validation_loss"]
-    except FileNotFoundError:  # the job has failed, or is another kind of command's
+    except FileNotFoundError:  # the job has failed, or its command trains nothing
         return None
     return None if loss is None else float(loss)

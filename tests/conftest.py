@@ -50,9 +50,9 @@ def pytest_collection_finish() -> None:
     over them copies them.
     """
     # not above: what it imports reads HF_HUB_OFFLINE once
-    from lightning_commfree.diloco.codec import WIRE_FORMATS, warm_up
+    from lightning_commfree.diloco.codec import CODECS, warm_up
 
-    for wire in WIRE_FORMATS.values():
+    for wire in CODECS.values():
         warm_up(wire, torch.device("cpu"))
     gc.freeze()
 

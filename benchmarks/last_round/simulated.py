@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from benchmarks.common.pretraining import Config, batches
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
+    Codec,
     DiLoCoSettings,
     OuterFragment,
     Schedule,
-    WireFormat,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import decode
+from lightning_commfree.diloco.codec import codec_of, decode_all
 from recipes.training.evaluation import token_loss
 from recipes.training.language_model import LanguageModel
 from recipes.training.pretraining import build_data, build_module
@@ -52,7 +52,7 @@ class SimulatedDiLoCo:
         )
         self.schedule = Schedule(settings.sync_every, len(fragments), int(settings.overlap_steps))
         self.step = 0
-        self._mix, self._wire = settings.mix, WIRE_FORMATS[settings.wire_dtype]
+        self._mix, self._wire = settings.mix, codec_of(settings.wire_dtype)
         self._fragments = [
             [OuterFragment(module, fragment, settings.outer_optimizer) for module in modules]
             for fragment in fragments
@@ -81,7 +81,7 @@ class SimulatedDiLoCo:
         every = range(len(self._fragments))
         means = {
             "mean": [self._mean(p, self._wire) for p in every],
-            "mean_fp32": [self._mean(p, WIRE_FORMATS["fp32"]) for p in every],
+            "mean_fp32": [self._mean(p, CODECS["fp32"]) for p in every],
         }
         firsts = [replicas[0] for replicas in self._fragments]
         copies = [first.global_copy.clone() for first in firsts]
@@ -96,7 +96,7 @@ class SimulatedDiLoCo:
             first.merge(mix=0.0)
         yield "outer"
 
-    def _mean(self, p: int, wire: WireFormat) -> Tensor:
+    def _mean(self, p: int, wire: Codec) -> Tensor:
         """Return the mean outer gradient, summed in replica order after a trip over the wire."""
         total: Tensor | None = None
         for replica in self._fragments[p]:
@@ -114,11 +114,11 @@ class SimulatedDiLoCo:
             replica.merge(mix)
 
 
-def _received(wire: WireFormat, values: Tensor) -> Tensor:
+def _received(wire: Codec, values: Tensor) -> Tensor:
     """Encode and decode values in a wire format."""
     payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
     wire.encode(values, payload)
-    return decode(wire, payload, torch.empty_like(values))
+    return decode_all(wire, payload, torch.empty_like(values))
 
 
 def train(config: Config) -> dict[str, float]:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.sync_cost.job import PHASES, MemoryJob, SyncJob
-from lightning_commfree.diloco import WIRE_FORMATS
+from lightning_commfree.diloco import CODECS
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "How much does a sync cost, and how much memory does the outer state need?"
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8], metavar="M")
     parser.add_argument("--numel", type=int, default=2**22, help="parameters (%(default)s)")
     parser.add_argument("--rounds", type=int, default=9, help="counted syncs (%(default)s)")
-    parser.add_argument("--wire-dtype", choices=tuple(WIRE_FORMATS), default="fp4")
+    parser.add_argument("--wire-dtype", choices=tuple(CODECS), default="fp4")
     parser.add_argument("--check-drift-every", type=int, default=1, help="%(default)s, or 0")
     parser.add_argument(
         "--memory-numel", type=int, default=2**25, help="parameters, for memory (%(default)s)"

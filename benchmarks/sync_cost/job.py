@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
@@ -85,7 +86,7 @@ def start(
     }
     settings = DiLoCoSettings(**{**defaults, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    return StreamingDiLoCo(module, fragments, settings, channel, replica)
+    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel), replica)
 
 
 def sync(module: nn.Module, diloco: StreamingDiLoCo, seed: int) -> dict[str, float]:

@@ -21,16 +21,16 @@ from torch import Tensor
 from benchmarks.common.page import draw_bars, provenance, result_page, write_page
 from benchmarks.common.timing import Timing, seconds_of, take_turns
 from benchmarks.wire.errors import Error, grid_errors, outer_gradients, wire_errors
-from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.codec import BLOCK, Fp4Format, Int8Format, WireFormat, decode
+from lightning_commfree.diloco import CODECS
+from lightning_commfree.diloco.codec import BLOCK, Codec, Fp4Codec, Int8Codec, decode_all
 
 PAGE = Path(__file__).with_name("result.md")
 TITLE = "How large is the error of the wire formats, and how fast are they?"
 COPY = "copy"
-TIMED: dict[str, WireFormat] = {
-    **WIRE_FORMATS,
-    "int8 in torch operations": Int8Format(compiled=False),
-    "fp4 in torch operations": Fp4Format(compiled=False),
+TIMED: dict[str, Codec] = {
+    **CODECS,
+    "int8 in torch operations": Int8Codec(compiled=False),
+    "fp4 in torch operations": Fp4Codec(compiled=False),
 }
 COPY_TO_NEW = "copy into new memory"
 NEAREST = "power of two, nearest"
@@ -72,7 +72,7 @@ def operations(values: Tensor) -> dict[str, Callable[[], object]]:
         wire.encode(values, out=payload)
         table |= {
             f"{name} encode": partial(wire.encode, values, payload),
-            f"{name} decode": partial(decode, wire, payload, decoded),
+            f"{name} decode": partial(decode_all, wire, payload, decoded),
         }
     return table
 

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader
 
 from benchmarks.common.pretraining import composed
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     OuterFragment,
     default_outer_optimizer,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import decode
+from lightning_commfree.diloco.codec import decode_all
 from recipes.training.pretraining import build_data, build_module
 
 POWERS = 7  # magnitudes of E3M0 besides zero
@@ -85,13 +85,13 @@ def outer_gradients(
 def wire_errors(gradients: Sequence[Tensor]) -> dict[str, Error]:
     """Return the error of every wire format over all of `gradients`."""
     errors = {}
-    for name, wire in WIRE_FORMATS.items():
+    for name, wire in CODECS.items():
         num_bytes = sum(wire.num_bytes(values.numel()) for values in gradients)
         decoded = []
         for values in gradients:
             payload = torch.empty(wire.num_bytes(values.numel()), dtype=torch.uint8)
             wire.encode(values, out=payload)
-            decoded.append(decode(wire, payload, torch.empty_like(values)))
+            decoded.append(decode_all(wire, payload, torch.empty_like(values)))
         errors[name] = _error(gradients, decoded, 8 * num_bytes)
     return errors
 

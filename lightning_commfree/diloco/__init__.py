@@ -1,12 +1,28 @@
 """Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch.
 
 Douillard et al., 2025, arXiv:2501.18512. Replicas train apart; fragment by fragment they exchange
-*outer gradients* while they go on computing.
+*outer gradients* while they continue to compute. One replica's part of it::
+
+    global_copy = copy of the initial parameters          # equal on all M replicas, in fp32
+    for step in 1, 2, ...:
+        inner_optimizer.step()                            # on this replica's own batch
+
+        for p in fragments launched after this step:      # every H steps; see `schedule`
+            delta = global_copy[p] - local[p]             # outer gradient: old minus new
+            flight[p] = all_gather(encode(delta))         # in the background
+
+        for p in fragments launched tau steps ago:
+            global_copy[p].grad = mean(decode(flight[p])) # the same bits on all replicas
+            outer_optimizer.step()
+            local[p] = alpha * local[p] + (1 - alpha) * global_copy[p]
+
+    land what is in flight
+    local = global_copy = mean of the local copies        # `finish`
 
 ======  ==================  ===============  ===============  =================================
 symbol  name here           unit             default          source
 ======  ==================  ===============  ===============  =================================
-M       `Channel.size`      replicas         the world        section 2
+M       `View.size`         replicas         the world        section 2
 H       `sync_every`        inner steps      100              section 3; 30 and 100 ablated
 P       `num_fragments`     fragments        3 blocks each    section 3.1; 1 more for the rest
 t_p     `Schedule.offset`   inner steps      floor(p H / P)   section 2.2
@@ -14,33 +30,34 @@ tau     `overlap_steps`     inner steps      1                section 3; at most
 alpha   `mix`               weight of local  0.5              Figure 10
 theta   `global_copy`       fp32             --               Algorithm 2
 Delta   `outer_gradient()`  old minus new    --               Algorithm 2
---      `wire_dtype`        bits a value     "fp4"            section 2.4; see `wire`
+--      `wire_dtype`        bits a value     "fp4"            section 2.4; see `codec`
 --      `outer_optimizer`   --               SGD, lr 0.4,     section 3; the momentum is not
                                              Nesterov 0.9     stated: arXiv:2503.09799
 ======  ==================  ===============  ===============  =================================
 
-Read in this order: `schedule` (when), `fragments` (what), `wire` (how it travels; `quantize` and
-`quantize_numba` make the codes), `outer` (what one replica does with it), `message` and
-`fragment_exchange` (how the mean is formed), `transfers` (what is in flight), `streaming` (the
-algorithm), `replica` (its state and figures). Then what is rare: `last_round` and `evaluation` (the
-mean of the local copies), `refusals` and `nonfinite` (a replica with NaN), `late_parameters` (what
-is thawed or moved later), `eager` (the form that hides a whole cycle), `forecast` (sentences).
+Read in this order:
+
+1. `schedule`: when fragments launch and land. `fragments`: how a model is cut into them.
+2. `codec`: how values are rounded. `quantize` and `quantize_numba` make the codes.
+3. `outer`: a fragment's global copy and outer step. `exchange`: how the mean is formed.
+4. `streaming`: the algorithm.
+5. Rare cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are thawed, or moved by
+   hooks). `messages`: what the user is told.
 
 Departures from the paper:
 
-- A run *finishes*: what is in flight lands, then every fragment is exchanged once more and the mean
-  of the local weights taken, so that all replicas end with the same weights. The paper evaluates
-  the global copies, which are up to H steps stale.
+- A run *finishes*: in-flight fragments land, then every fragment is exchanged once more and the
+  mean of the local weights taken, so that all replicas end with the same weights. The paper
+  evaluates the global copies, which are up to H steps stale.
 - Section 2.2 writes the offset with the other sign than Algorithm 2; the algorithm is followed. It
-  matters from P = 3 on and then only for the order of the fragments.
+  matters from P = 3 on, and only for the order of the fragments.
 - Floating-point buffers of a checkpoint (BatchNorm) are averaged with their module's fragment, in
   fp32 on every wire; the paper's models have none.
 """
 
 from __future__ import annotations
 
-from lightning_commfree.diloco.codec import WIRE_FORMATS, WireFormat
-from lightning_commfree.diloco.eager import EagerDiLoCo
+from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import Fragment, split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
 from lightning_commfree.diloco.schedule import Schedule
@@ -49,19 +66,17 @@ from lightning_commfree.diloco.settings import (
     OuterOptimizerFactory,
     default_outer_optimizer,
 )
-from lightning_commfree.diloco.streaming import StreamingDiLoCo, foretold
+from lightning_commfree.diloco.streaming import StreamingDiLoCo
 
 __all__ = [
-    "WIRE_FORMATS",
+    "CODECS",
+    "Codec",
     "DiLoCoSettings",
-    "EagerDiLoCo",
     "Fragment",
     "OuterFragment",
     "OuterOptimizerFactory",
     "Schedule",
     "StreamingDiLoCo",
-    "WireFormat",
     "default_outer_optimizer",
-    "foretold",
     "split_into_fragments",
 ]

@@ -1,25 +1,28 @@
-"""What an outer gradient looks like on the wire: fp32 values to a payload of bytes and back.
+"""How outer gradients are rounded for the wire: fp32 values to a payload of bytes and back.
 
-A replica encodes its outer gradient once; every replica, the sender too, decodes the same bytes and
-sums in fp32 in the order of the ranks, so that the global copies stay bit-identical
+A replica encodes its outer gradient once. Every replica, the sender included, decodes the same
+bytes and sums in fp32 in the order of the replicas, so the global copies stay bit-identical
 (arXiv:2501.18512, section 2.4). A payload of N values has the same size on all replicas.
 
 ==========  ============  =====================================================================
 wire_dtype  bits a value  rounding
 ==========  ============  =====================================================================
 fp32        32            none
-bf16        16            to nearest, ties to even; NaN and Inf stay what they are
+bf16        16            to nearest, ties to even; NaN and Inf are kept
 int8        8.125         to nearest in steps of a block's largest magnitude / 127
 fp4         4.03          to nearest of zero and seven powers of two with either sign (E3M0)
 ==========  ============  =====================================================================
 
-Int8 and fp4 have *blocks* of consecutive values, with a scale for each. Values are worked on in
-*chunks* of whole blocks, so that intermediate results stay in a cache.
+Int8 and fp4 scale *blocks* of consecutive values. Values are processed in *chunks* of whole blocks,
+so that intermediate results stay in a cache. `quantize` defines the blocks, and how zeros, NaN and
+Inf are encoded. Where numba is installed, a CPU uses the compiled loops of `quantize_numba` to
+encode both and to decode fp4: the same values (a NaN block may hold other codes), two to four times
+as fast on one thread.
 
-`quantize` says what the blocks of int8 and fp4 are, and what becomes of zeros, NaN and Inf there.
-Where numba is installed, a CPU encodes them, and decodes fp4, in the compiled loops of
-`quantize_numba`: the same values (a NaN block may hold other codes), two to four times as fast, one
-thread against one.
+A codec of your own is any object with the attributes and methods of `Codec`; pass it as
+`wire_dtype`. Coarse codecs (1 or 2 bits, top-k) converge only with *error feedback*: what rounding
+loses is added to the next outer gradient of the same fragment (see `Codec.error_feedback`;
+`examples/sign_codec.py` is one).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,154 +48,204 @@ _CPU_CHUNK = 2**19  # values; 4 MB of workspace: smaller chunks pay more for tor
 _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 
 
-class Chunk(NamedTuple):
-    """Values that are worked on together: whole blocks, or the last one where it is shorter."""
-
-    values: slice
-    blocks: slice
-
-    @property
-    def numel(self) -> int:
-        """How many values it has."""
-        return int(self.values.stop - self.values.start)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """How its values are seen as blocks."""
-        num_blocks = int(self.blocks.stop - self.blocks.start)
-        return num_blocks, self.numel // num_blocks
-
-
 def num_blocks(numel: int) -> int:
     """Return how many blocks `numel` values make."""
     return -(-numel // BLOCK)
 
 
-def chunks(numel: int, device: torch.device) -> Iterator[Chunk]:
-    """Cut `numel` values into chunks of a size that suits the device, in ascending order."""
+def chunks(numel: int, device: torch.device) -> Iterator[slice]:
+    """Cut `numel` values into chunks of a size that suits the device, in ascending order.
+
+    Every chunk begins at a block and has whole blocks, but for the last one: it is the rest.
+    """
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // BLOCK * BLOCK
     for start in range(0, whole, step):
-        stop = min(start + step, whole)
-        yield Chunk(slice(start, stop), slice(start // BLOCK, stop // BLOCK))
+        yield slice(start, min(start + step, whole))
     if whole < numel:
-        yield Chunk(slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1))
+        yield slice(whole, numel)
 
 
-class WireFormat(Protocol):
+@runtime_checkable
+class Codec(Protocol):
     """Fp32 values to a payload of bytes and back."""
+
+    @property
+    def name(self) -> str:
+        """Compared between the replicas when a fit begins."""
+
+    @property
+    def error_feedback(self) -> bool:
+        """Whether what rounding loses is kept and added to the fragment's next outer gradient.
+
+        It costs 4 bytes of memory a parameter.
+        """
 
     def num_bytes(self, numel: int) -> int:
         """Return the size of the payload of `numel` values."""
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write fp32 `values`, shape (N,), into `out`: uint8, shape (num_bytes(N),)."""
+    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """Encode values.
 
-    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
-        """Write one chunk of the `numel` values of a payload into `out`: fp32, shape (n,)."""
+        Args:
+            values: fp32, shape (N,). With error feedback the earlier loss is in them already.
+            out: uint8, shape (num_bytes(N),); filled.
+            residual: fp32, shape (N,); filled with what was lost: `values` minus what `decode` will
+                make of `out`. None: nobody asks.
+        """
+
+    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
+        """Decode a chunk of a payload.
+
+        Args:
+            payload: as `encode` filled it.
+            numel: N, of the whole payload.
+            values: which of the N values, as `chunks` cuts them.
+            out: fp32, shape (values.stop - values.start,); filled.
+        """
 
 
 @dataclass(frozen=True)
-class CastFormat:
+class CastCodec:
     """The values in another floating-point type."""
 
+    name: str
     dtype: torch.dtype
+    error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """See `WireFormat`."""
+        """Return N times the size of the type."""
         return numel * self.dtype.itemsize
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """See `WireFormat`."""
+    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """Cast the values."""
         out.view(self.dtype).copy_(values)
+        _keep_loss(self, values, out, residual)
 
-    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
-        """See `WireFormat`."""
-        assert payload.numel() == self.num_bytes(numel), "a payload has one size"
-        out.copy_(payload.view(self.dtype)[chunk.values])
+    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
+        """Cast a chunk back."""
+        _check_size(self, payload, numel)
+        out.copy_(payload.view(self.dtype)[values])
 
 
 @dataclass(frozen=True)
-class Int8Format:
-    """The blocks' scales in fp32, then an int8 per value.
+class Int8Codec:
+    """The blocks' scales in fp32, then an int8 for each value.
 
     Args:
-        compiled: False: never `quantize_numba`, whatever is installed.
+        compiled: False: never use `quantize_numba`, even where it is installed.
     """
 
+    name: str = "int8"
     compiled: bool = True
+    error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """See `WireFormat`."""
-        return self._scale_bytes(numel) + numel
+        """Return N bytes and 4 for each block."""
+        return 4 * num_blocks(numel) + numel
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """See `WireFormat`."""
-        split = self._scale_bytes(values.numel())
-        scales, codes = out[:split].view(torch.float32), out[split:].view(torch.int8)
+    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """Encode block by block."""
+        scales, codes = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_int8(values, codes, scales, BLOCK)
-            return
+        else:
+            for chunk in chunks(values.numel(), values.device):
+                blocks, shape = blocks_of(chunk)
+                values_BV, codes_BV = (part[chunk].view(shape) for part in (values, codes))
+                quantize.encode_int8(values_BV, codes_BV, scales[blocks])
+        _keep_loss(self, values, out, residual)
 
-        for chunk in chunks(values.numel(), values.device):
-            values_BV, codes_BV = (part[chunk.values].view(chunk.shape) for part in (values, codes))
-            quantize.encode_int8(values_BV, codes_BV, scales[chunk.blocks])
+    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
+        """Decode the blocks of a chunk."""
+        _check_size(self, payload, numel)
+        scales, codes = self._split(payload, numel)
+        blocks, shape = blocks_of(values)
+        quantize.decode_int8(codes[values].view(shape), scales[blocks], out.view(shape))
 
-    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
-        """See `WireFormat`."""
-        assert payload.numel() == self.num_bytes(numel), "a payload has one size"
-        split = self._scale_bytes(numel)
-        scales, codes = payload[:split].view(torch.float32), payload[split:].view(torch.int8)
-        codes_BV = codes[chunk.values].view(chunk.shape)
-        quantize.decode_int8(codes_BV, scales[chunk.blocks], out.view(chunk.shape))
-
-    def _scale_bytes(self, numel: int) -> int:
-        return 4 * num_blocks(numel)
+    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        split = 4 * num_blocks(numel)
+        return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
 
 
 @dataclass(frozen=True)
-class Fp4Format:
+class Fp4Codec:
     """Two E3M0 codes a byte, then the blocks' scales, a byte each.
 
     Args:
-        compiled: False: never `quantize_numba`, whatever is installed.
+        compiled: False: never use `quantize_numba`, even where it is installed.
     """
 
+    name: str = "fp4"
     compiled: bool = True
+    error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """See `WireFormat`."""
+        """Return half a byte for each value, in whole words, and one for each block."""
         return _packed_bytes(numel) + num_blocks(numel)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """See `WireFormat`."""
-        packed, scales = _split_before_scales(out, values.numel())
+    def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
+        """Encode block by block, and pack the codes."""
+        packed, scales = self._split(out, values.numel())
         if loops := self.compiled and _loops(values.device):
             loops.encode_e3m0(values, packed, scales, BLOCK)
-            return
+        else:
+            for chunk in chunks(values.numel(), values.device):
+                blocks, shape = blocks_of(chunk)
+                codes = quantize.encode_e3m0(values[chunk].view(shape), scales[blocks])
+                pack_nibbles_part(codes, chunk.start, packed)
+        _keep_loss(self, values, out, residual)
 
-        for chunk in chunks(values.numel(), values.device):
-            values_BV = values[chunk.values].view(chunk.shape)
-            codes = quantize.encode_e3m0(values_BV, scales[chunk.blocks])
-            pack_nibbles_part(codes, chunk.values.start, packed)
-
-    def decode_chunk(self, payload: Tensor, numel: int, chunk: Chunk, out: Tensor) -> None:
-        """See `WireFormat`."""
-        assert payload.numel() == self.num_bytes(numel), "a payload has one size"
-        packed, scales = _split_before_scales(payload, numel)
-        start = chunk.values.start
+    def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
+        """Decode the blocks of a chunk."""
+        _check_size(self, payload, numel)
+        packed, scales = self._split(payload, numel)
+        blocks, shape = blocks_of(values)
         if loops := self.compiled and _loops(payload.device):
-            loops.decode_e3m0(packed, start, scales[chunk.blocks], out, BLOCK)
-            return
+            loops.decode_e3m0(packed, values.start, scales[blocks], out, BLOCK)
+        else:
+            lift = partial(lift_nibbles_part, packed, values.start)
+            quantize.decode_e3m0(lift, scales[blocks], out.view(shape))
 
-        lift = partial(lift_nibbles_part, packed, start)
-        quantize.decode_e3m0(lift, scales[chunk.blocks], out.view(chunk.shape))
+    def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        split = _packed_bytes(numel)
+        return payload[:split], payload[split:]
 
 
-def _split_before_scales(payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    """Return the packed codes and the scales, a byte for each block."""
-    split = _packed_bytes(numel)
-    return payload[:split], payload[split:]
+CODECS: dict[str, Codec] = {
+    "fp32": CastCodec("fp32", torch.float32),
+    "bf16": CastCodec("bf16", torch.bfloat16),
+    "int8": Int8Codec(),
+    "fp4": Fp4Codec(),
+}
+"""The codecs of this package, by the name in `wire_dtype`."""
+
+
+def codec_of(wire_dtype: str | Codec) -> Codec:
+    """Return the codec that a setting names, or is."""
+    return CODECS[wire_dtype] if isinstance(wire_dtype, str) else wire_dtype
+
+
+def decode_all(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
+    """Decode all values of a payload into `out`, fp32, shape (N,), and return it."""
+    for chunk in chunks(out.numel(), out.device):
+        codec.decode(payload, out.numel(), chunk, out[chunk])
+    return out
+
+
+def warm_up(codec: Codec, device: torch.device) -> None:
+    """Encode and decode one value, so that what loads or compiles at first use does it here."""
+    value = torch.zeros(1, dtype=torch.float32, device=device)
+    payload = torch.empty(codec.num_bytes(1), dtype=torch.uint8, device=device)
+    codec.encode(value, payload)
+    decode_all(codec, payload, value)
+
+
+def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
+    """Return a chunk's blocks, and the shape (blocks, values of a block) of its values."""
+    blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
+    count = blocks.stop - blocks.start
+    return blocks, (count, (chunk.stop - chunk.start) // count)
 
 
 @cache  # asked for at every chunk of every message
@@ -200,29 +253,23 @@ def _packed_bytes(numel: int) -> int:
     return packed_nibbles_size(numel)
 
 
-def decode(wire: WireFormat, payload: Tensor, out: Tensor) -> Tensor:
-    """Write all values of a payload into `out`, fp32, shape (N,), and return it."""
-    for chunk in chunks(out.numel(), out.device):
-        wire.decode_chunk(payload, out.numel(), chunk, out[chunk.values])
-    return out
+def _check_size(codec: Codec, payload: Tensor, numel: int) -> None:
+    assert payload.numel() == codec.num_bytes(numel), "a payload has one size"
 
 
-def warm_up(wire: WireFormat, device: torch.device) -> None:
-    """Encode and decode one value: what the first time loads or compiles is there from then on."""
-    value = torch.zeros(1, dtype=torch.float32, device=device)
-    payload = torch.empty(wire.num_bytes(1), dtype=torch.uint8, device=device)
-    wire.encode(value, payload)
-    decode(wire, payload, value)
+def _keep_loss(codec: Codec, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
+    if residual is not None:
+        torch.sub(values, decode_all(codec, payload, residual), out=residual)
 
 
 def _loops(device: torch.device) -> ModuleType | None:
-    """Return `quantize_numba` where it is of use; None where torch operations have to do."""
+    """Return `quantize_numba` if it can be used for tensors on `device`, else None."""
     return _numba_loops() if device.type == "cpu" else None
 
 
 @cache
 def _numba_loops() -> ModuleType | None:
-    slower = "int8 and fp4 take torch operations on a CPU: slower, with the same result"
+    slower = "int8 and fp4 use torch operations on a CPU: slower, with the same result"
     try:
         from lightning_commfree.diloco import quantize_numba
 
@@ -237,12 +284,3 @@ def _numba_loops() -> ModuleType | None:
             _log.warning(text, type(error).__name__, error, slower, folder)
         return None
     return quantize_numba
-
-
-WIRE_FORMATS: dict[str, WireFormat] = {
-    "fp32": CastFormat(torch.float32),
-    "bf16": CastFormat(torch.bfloat16),
-    "int8": Int8Format(),
-    "fp4": Fp4Format(),
-}
-"""What may travel, by the name in `wire_dtype`."""

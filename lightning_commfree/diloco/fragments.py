@@ -1,18 +1,17 @@
-"""How a model is cut into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
+"""Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
-A *block* is one of the equal modules that most of a model consists of (`comm.blocks`). With P
-fragments, the last one holds what stands in no block (embeddings, final norm, head); the blocks go
-to the other G:
+A *block* is one of the equal modules that most of a model consists of (`model.blocks`). With P
+fragments, the last one holds the parameters outside of blocks (embeddings, final norm, head); the
+blocks are split between the other G:
 
-- "strided": block i to fragment i mod G. The paper's choice: what leaves together is spread over
-  the depth;
-- "sequential": consecutive blocks, as even as their number allows;
+- "strided": block i to fragment i mod G. The paper's choice: a fragment is spread over the depth;
+- "sequential": consecutive blocks, in groups of equal size as far as possible;
 - "balanced": tensors instead of blocks, the largest first, each to the fragment with the fewest
-  bytes so far; all P fragments alike.
+  bytes so far; all P fragments are filled this way.
 
-The fragments partition the trainable parameters; a tied weight stands in one of them, once, under
-the first of its names. Floating-point buffers that a checkpoint holds (BatchNorm statistics) travel
-with the fragment of their module.
+The fragments partition the trainable parameters; a tied weight is in one of them, once, under the
+first of its names. Floating-point buffers of a checkpoint (BatchNorm statistics) travel with the
+fragment of their module.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _BALANCED_WITHOUT_BLOCKS = 4  # fragments, where neither the user nor the blocks
 
 @dataclass(frozen=True)
 class Fragment:
-    """Names of what one sync exchanges, as `named_parameters` and `named_buffers` give them."""
+    """Names of the parameters and buffers that are exchanged together."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...] = ()
@@ -42,7 +41,7 @@ class Fragment:
 def split_into_fragments(
     module: nn.Module, num_fragments: int | None, pattern: str
 ) -> list[Fragment]:
-    """Cut the trainable parameters and the averaged buffers of `module` into fragments.
+    """Split the trainable parameters and the averaged buffers of `module` into fragments.
 
     Args:
         module: the model.
@@ -78,7 +77,7 @@ def split_into_fragments(
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Return whether some parameter that is trained stands in a block."""
+    """Return whether some trainable parameter is in a block."""
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     return any(_inside(name, block) for block in block_names(module) for name in names)
 

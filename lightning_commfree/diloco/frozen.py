@@ -1,143 +1,124 @@
-"""What no fragment holds, and how it joins the exchange while a fit runs.
+"""Parameters that are frozen when a fit begins: they are in no fragment and are never sent.
 
-Parameters that are frozen when a fit begins stand in no fragment and send nothing. Two kinds of
-them join later, each time as a fragment of their own behind those that are there:
+Two things can happen to them during the fit:
 
-- *Thawed* ones are trained from now on. They join before the step that trains them first, when all
-  replicas still hold them alike. Their offset is the step of the next launch: they leave a cycle
-  after it. The headers of that launch and of all later ones carry a hash of what has joined
-  (`LateParameters.digest`): replicas that have not thawed the same find out before any of it
-  travels.
-- *Moved* ones are not trained, but hooks write to them (a teacher in BYOL, DINO, MoCo, a mean
-  teacher) and they are no longer the same on all replicas. Whether there are any is told by a hash
-  of all frozen parameters in the headers of fragment 0. Where it differs, the replicas compare the
-  hashes of each of them, and average those that differ, at once and then in every cycle: in fp32,
-  as buffers are. The mean of moving averages is the moving average of the mean, so a teacher is
-  what it would be of the replicas' mean weights. What nobody moves costs no byte; it is read once
-  a cycle, at about the speed of memory.
+- They are *thawed* and trained from now on. They become one more fragment before the step that
+  trains them first, while all replicas still hold the same values. Its offset in the schedule is
+  the step of the next launch, and it leaves a cycle after that. The headers of that next launch
+  carry a hash of what has joined: replicas that thawed different parameters find out before any of
+  them travels.
+- Hooks *move* them: a teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights, and
+  is different on each replica. Moved parameters are averaged when a validation begins and at the
+  end of the fit; the replicas compare hashes to find them. The mean of moving averages is the
+  moving average of the mean, so the teacher is then what the mean of the students would have had.
+  In between each replica learns from its own teacher.
 
-Buffers need no such thing: those of a checkpoint are averaged from the start, integers count, and
-what is not saved is each rank's own.
+Buffers need neither: those in a checkpoint are averaged with their fragment, integers count, and
+buffers that are not saved belong to each rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.handshake import check_agreement
+from lightning_commfree.comm.view import View
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.diloco.outer import REPLICA_TAG
 from lightning_commfree.model.shards import own
 
 TAG = "moved"
-_DIGEST_BYTES = 5
 
 
-class LateParameters:
-    """The parameters that no fragment holds.
+class FrozenParameters:
+    """The parameters that are in no fragment.
 
     Args:
         module: the model.
-        fragments: those with which the fit begins.
-
-    Attributes:
-        outside: those parameters, by name.
-        joined: what has joined, in words.
+        fragments: those of the fit.
     """
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
-        self.outside: dict[str, Tensor] = {
+        self._parameters: dict[str, Tensor] = {
             name: p for name, p in module.named_parameters() if name not in held
         }
-        self.joined: dict[str, str] = {}
 
     def thawed(self) -> list[str]:
         """Return the names of those that are trained now."""
-        return [name for name, p in self.outside.items() if p.requires_grad]
+        return [name for name, p in self._parameters.items() if p.requires_grad]
 
-    def join(self, p: int, fragment: Fragment, offset: int) -> None:
-        """Note that some of them are fragment `p` from now on."""
-        for name in (*fragment.parameters, *fragment.buffers):
-            del self.outside[name]
-        self.joined[f"what has joined as fragment {p}"] = f"{fragment} with offset {offset}"
+    def remove(self, names: Iterable[str]) -> None:
+        """Forget parameters that have joined as a fragment."""
+        for name in names:
+            del self._parameters[name]
 
-    def digest(self, values: bool) -> Tensor | int:
-        """Return a hash of what has joined, and of the frozen `values` where they are asked for.
+    def average_moved(
+        self, view: View, background: Background, fingerprint: Mapping[str, str]
+    ) -> None:
+        """Average those that are different on the replicas; collective.
 
-        Returns:
-            Less than 2^40, int64; 0 where there is nothing. A tensor is not waited for.
-        """
-        text = repr(self.joined).encode() if self.joined else b""
-        joined = int.from_bytes(hashlib.sha256(text).digest()[:_DIGEST_BYTES], "big") if text else 0
+        A replica that holds NaN or Inf does not count.
 
-        digests_T = self._digests() if values else None
-        if digests_T is None:
-            return joined
-
-        return (mix_digests(digests_T) & ((1 << 8 * _DIGEST_BYTES) - 1)) ^ joined
-
-    def moved(self, channel: Channel, background: Background, replica: Channel | None) -> list[str]:
-        """Return which frozen parameters are not the same on all replicas.
-
-        Collective, at the landing that has shown a difference.
+        Args:
+            view: the replicas. Each rank averages its own tensors, or shards, with its peers.
+            background: its thread may be using the channel, so this runs in its turn.
+            fingerprint: must be equal on all replicas, else the tensors could not be compared.
 
         Raises:
-            ValueError: not the same parameters have joined on all replicas.
+            ValueError: it is not.
         """
-        names, digests_T = list(self._frozen()), self._digests()
-        fingerprint = {**self.joined, "parameters in no fragment": repr(names)}
+        tensors, channel = self._tensors(), view.channel
+        if view.size == 1 or not tensors:
+            return
 
-        def compare() -> Tensor | None:
-            check_agreement(channel, fingerprint)
-            if digests_T is None:
-                return None
-            return channel.all_gather(digests_T.to(channel.device), TAG).wait()
+        def average() -> list[tuple[Tensor, Tensor]]:
+            check_agreement(channel, {**fingerprint, "frozen parameters": repr(list(tensors))})
+            found = [digest(tensor.contiguous()).to(channel.device) for tensor in tensors.values()]
+            hashes_MT = channel.all_gather(torch.stack(found), TAG).wait()
+            differ_T = (hashes_MT != hashes_MT[0]).any(dim=0).tolist()
+            pairs = zip(tensors.values(), differ_T, strict=True)
+            moved = [tensor for tensor, differs in pairs if differs]
+            rows = [channel.all_gather(t.float().to(channel.device), TAG).wait() for t in moved]
+            return [(tensor, _finite_mean(row)) for tensor, row in zip(moved, rows, strict=True)]
 
-        # by the thread: it may be in the middle of an exchange on this channel
-        digests_MT = background.submit(compare, TAG).wait()
-        if digests_MT is None:
-            return []
+        for tensor, mean in background.submit(average, TAG).wait():
+            tensor.copy_(mean)
 
-        differ_T = (digests_MT != digests_MT[0]).any(dim=0)
-        if replica is not None and replica.size > 1:
-            differ_T = differ_T.float().to(replica.device)
-            differ_T = replica.all_reduce(differ_T, REPLICA_TAG).wait() > 0
-
-        return [name for name, differs in zip(names, differ_T.tolist(), strict=True) if differs]
-
-    def _frozen(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return those that can be compared, as this rank holds them."""
         return {
             name: own(p)
-            for name, p in self.outside.items()
+            for name, p in self._parameters.items()
             if not (p.requires_grad or is_lazy(p) or p.is_meta)
             and p.is_floating_point()
             and p.layout == torch.strided
         }
 
-    def _digests(self) -> Tensor | None:
-        """Return the hashes of the frozen parameters: int64, shape (T,); None where T = 0."""
-        found = [digest(tensor.contiguous()) for tensor in self._frozen().values()]
-        return torch.stack([one.to(found[0].device) for one in found]) if found else None
+
+def _finite_mean(rows_M: Tensor) -> Tensor:
+    """Return the mean of the rows that are finite; of all where none is."""
+    finite = [row for row in rows_M if bool(row.isfinite().all())] or list(rows_M)
+    total: Tensor = finite[0].clone()
+    for row in finite[1:]:  # in the order of the replicas: the same bits on all of them
+        total += row
+    return total / len(finite)
 
 
 def refuse_late(late: Sequence[str], replica_size: int) -> None:
-    """Refuse parameters that are trained now and stand in no fragment.
+    """Refuse parameters that became trainable where they cannot join.
 
     Args:
         late: their names.
         replica_size: ranks of a replica.
 
     Raises:
-        RuntimeError: with advice.
+        RuntimeError: always.
     """
     why, advice = (
         (

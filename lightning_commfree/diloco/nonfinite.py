@@ -1,21 +1,19 @@
-"""A replica with NaN or Inf: seen where its values leave, kept from the others, made good again.
+"""Replicas with NaN or Inf: detected when a fragment leaves, kept from the others, and repaired.
 
-A replica that goes on from NaN stays NaN, and its outer gradient would make all the others so. With
-every launch travels whether its values are finite (`is_nonfinite`). At the landing all
-ranks know alike which replicas' values are not. With `nonfinite="raise"` all stop (`refusals`).
+A replica that trains on after a NaN stays NaN, and its outer gradient would make all the others so.
+Every launch therefore says whether its values are finite (`is_nonfinite`); at the landing all ranks
+know which replicas' values are not. With `nonfinite="raise"` all ranks stop (`refuse_landing`).
 With "abstain":
 
-1. The mean is over the other replicas; where no other is left, all stop.
+1. The mean is over the other replicas; if no other is left, all stop.
 2. The replica that abstained takes the global copy of that fragment, whatever `mix` is. It also
-   takes the global copy of every other fragment that is not finite in its local copy: else its next
-   step would make all of them NaN again. Averaged buffers of a fragment count and go with it.
-3. Its inner optimizer forgets the state of those of these parameters for which it is not finite
+   takes the global copy of every other fragment whose local copy is not finite: otherwise its next
+   step would make all of them NaN again. Averaged buffers of a fragment are included.
+3. Its inner optimizer resets the state of the parameters in them for which it is not finite
    (`reset_nonfinite_state`).
 4. In the last round of a fit the mean of the local weights is over the others, and it takes it.
 
-What no exchange knows stays as it is: buffers that are not part of a checkpoint, other fragments.
-
-What ends a fit on all ranks: what all replicas sent of a fragment must not land.
+Buffers that are not in a checkpoint are never exchanged and stay as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.diloco.exchange import Arrival
-from lightning_commfree.diloco.outer import REPLICA_TAG, OuterFragment
+from lightning_commfree.diloco.outer import WITHIN_TAG, OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
 from lightning_commfree.model.shards import own
 
@@ -44,28 +42,34 @@ def refuse_landing(
     p: int,
     names: Sequence[str],
     step: int,
-    channel: Channel,
+    members: Sequence[int],
     settings: DiLoCoSettings,
 ) -> None:
-    """See that what all replicas sent of a fragment may land; the same on all of them.
+    """Check that a received fragment may land; all replicas come to the same result.
 
     Args:
-        arrival: what they sent.
+        arrival: what all replicas sent.
         p: the fragment.
         names: of its parameters.
         step: the inner step after which it lands.
-        channel: to the other replicas.
+        members: ids of the replicas that exchanged it.
         settings: of the fit.
 
     Raises:
-        RuntimeError: it left after different steps, the global copies differ, or a replica's values
-            are not finite.
+        RuntimeError: it was launched after different steps, the global copies differ, different
+            parameters were thawed, or a replica's values are not finite.
     """
     if arrival.steps_differ:
         raise RuntimeError(
             f"The replicas are at different inner steps: the messages of fragment {p} that"
             f" landed after step {step} left after different ones. Every replica must see"
             " as many batches, and resume from the same checkpoint."
+        )
+    if arrival.joined_differ:
+        raise RuntimeError(
+            f"The replicas have thawed different parameters, or the same ones at different steps:"
+            f" found when fragment {p} landed after inner step {step}. Set `requires_grad` on the"
+            " same parameters at the same step of all ranks."
         )
     if arrival.drifted:
         raise RuntimeError(
@@ -75,19 +79,20 @@ def refuse_landing(
             " Resume from a checkpoint before it."
         )
     if arrival.nonfinite:
-        _refuse_nonfinite(arrival.nonfinite, p, step, channel.size, settings)
+        _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
 
 
 def _refuse_nonfinite(
-    nonfinite: Sequence[int], p: int, step: int, num_replicas: int, settings: DiLoCoSettings
+    nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Stop where a replica's values are not finite; with "abstain", where no replica's are."""
+    """Stop if a replica's values are not finite; with "abstain", if no replica's are."""
     abstains = settings.nonfinite == "abstain"
-    if abstains and len(nonfinite) < num_replicas:
+    if abstains and len(nonfinite) < len(members):
         return
 
     size = settings.replica_size
-    named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in nonfinite)
+    sick = [members[m] for m in nonfinite]
+    named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in sick)
     hint = (
         "No replica is left whose weights are finite: resume from a checkpoint before it."
         if abstains
@@ -115,10 +120,10 @@ def refuse_to_save(
     step: int,
     world: Channel,
 ) -> None:
-    """See, before anything is written, that what a checkpoint would hold is finite.
+    """Check, before anything is written, that the weights of a checkpoint are finite.
 
-    Collective over the world; nothing is in flight. With "abstain" a local copy may be what it is:
-    the replica will go on from the global one, in a resumed fit too.
+    Collective over the world; nothing is in flight. With "abstain" only the global copies must be:
+    the replica will continue from them, in a resumed fit too.
 
     Args:
         fragments: all of the model.
@@ -128,7 +133,7 @@ def refuse_to_save(
         world: channel over all ranks.
 
     Raises:
-        RuntimeError: somebody's weights are not; on all ranks alike.
+        RuntimeError: some rank's weights are not; on all ranks.
     """
     tensors, found = iter(local), []
     for fragment in fragments:
@@ -148,15 +153,15 @@ def refuse_to_save(
         )
 
 
-def take_global(fragments: Sequence[OuterFragment], p: int, replica: Channel | None) -> list[int]:
-    """Let the local copy of fragment `p`, and of all others that are not finite, be the global one.
+def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
+    """Replace the local copies of fragment `p` and of all that are not finite by the global ones.
 
-    Collective over the replica.
+    Collective within the replica.
 
     Returns:
-        Which they were.
+        The numbers of these fragments.
     """
-    found = [is_nonfinite(fragment, fragment.outer_gradient(), replica) for fragment in fragments]
+    found = [is_nonfinite(fragment, fragment.outer_gradient(), within) for fragment in fragments]
     taken = [q for q, flag in enumerate(found) if flag or q == p]
     for q in taken:
         fragments[q].merge(mix=0.0)
@@ -170,14 +175,14 @@ def restart_from_global(
     step: int,
     taken: Sequence[int],
 ) -> None:
-    """Let a replica that has abstained go on: `reset_nonfinite_state`, and a warning on its ranks.
+    """Reset the inner optimizers of a replica that has abstained, and warn on its ranks.
 
     Args:
         optimizers: the inner ones.
-        parameters: of the fragments that it has taken.
+        parameters: of the fragments in `taken`.
         p: the fragment that has landed.
         step: the inner step after which it has.
-        taken: numbers of the fragments that it has taken.
+        taken: fragments whose global copies the replica has taken.
     """
     reset_nonfinite_state(optimizers, parameters)
     warnings.warn(
@@ -194,8 +199,8 @@ def reset_nonfinite_state(
 ) -> None:
     """Reset the inner optimizers' state of those parameters for which it is not finite.
 
-    It is dropped, so that the next step is as a parameter's first one; where the optimizer cannot
-    make it anew (Adagrad has made it in its constructor), its tensors become zero.
+    It is dropped, so the next step is like a parameter's first. Adagrad makes its state in the
+    constructor only: there the tensors become zero.
     """
     wanted = list(parameters)
     for optimizer in optimizers:
@@ -213,18 +218,19 @@ def reset_nonfinite_state(
                 del optimizer.state[parameter]
 
 
-def is_nonfinite(fragment: OuterFragment, values: Tensor, replica: Channel | None = None) -> Tensor:
+def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None = None) -> Tensor:
     """Return whether values of a fragment hold NaN, Inf or more than any wire format carries.
 
     A buffer's constants count only where the global copy is finite: a mask may hold -inf.
 
     Args:
-        fragment: that has the values.
+        fragment: the fragment.
         values: as `OuterFragment.outer_gradient` returns them.
-        replica: to the ranks that hold the other shards; they are told of this one. Collective.
+        within: channel to the ranks that hold the other shards: the result is of all shards.
+            Collective.
 
     Returns:
-        bool, no dimension, on the device of `values`, where nobody waits for it.
+        bool, no dimension, on the device of `values`; the host does not wait for it.
     """
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)
@@ -236,7 +242,7 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, replica: Channel | Non
         outer = outer.to(values.device, non_blocking=True)
         found = found | (outer.isfinite() & ~buffers.isfinite()).any()
 
-    if replica is None or replica.size == 1:
+    if within is None or within.size == 1:
         return found
-    shards = replica.all_reduce(found.float().to(replica.device), REPLICA_TAG).wait()
+    shards = within.all_reduce(found.float().to(within.device), WITHIN_TAG).wait()
     return (shards > 0).to(values.device)

@@ -1,4 +1,4 @@
-"""Fp32 values to E3M0 codes of 4 bits, or to int8, and back; by blocks with a scale each.
+"""Quantize fp32 values to 4-bit E3M0 codes or int8 and back, in blocks with a scale each.
 
 E3M0 (arXiv:2501.18512, section 2.4) has a sign and three exponent bits: zero and seven powers of
 two with either sign. The paper does not state scale, block, rounding or zero; here they are:
@@ -11,8 +11,8 @@ two with either sign. The paper does not state scale, block, rounding or zero; h
 - *Zero* stays zero, so weights that were not touched (unused embedding rows) stay where they are.
   It keeps its sign, and so do values that become 0. Powers of two in range are exact. A block whose
   largest magnitude rounds to less than 2^-118 becomes zero.
-- *NaN, Inf* (and what rounds to 2^120 or more): the whole block decodes to NaN, on all replicas
-  alike: a replica that diverged shows.
+- *NaN, Inf* (and what rounds to 2^120 or more): the whole block decodes to NaN, on all replicas,
+  so a replica that diverged is noticed.
 
 int8 uses the same blocks with an fp32 scale, the largest magnitude / 127, and rounds to the nearest
 with ties to even; 8.125 bits a value. A block of which the largest magnitude is below 2^-118
@@ -23,8 +23,6 @@ all devices. They go chunk by chunk, so that intermediate values stay in a CPU's
 comparisons of values: torch makes boolean tensors several times slower than it does arithmetic.
 `python -m benchmarks.wire` measures the time against a copy. It also measures the error of this
 and of other blocks and scales; block and scale were chosen by it.
-
-Buffers for what lies between the values and the codes of a chunk, and tables for E3M0.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _EXPONENT_BIAS = 127
 
 
 class ChunkWorkspace:
-    """Buffers for what lies between the values and the codes of one chunk, shape (B, V).
+    """Intermediate buffers between the values and the codes of one chunk, shape (B, V).
 
     Args:
         workspace: from which it is cut.
@@ -102,7 +100,7 @@ class ChunkWorkspace:
 class Workspace:
     """Buffers for chunks of any shape up to a size, and the tables of E3M0 by biased exponent.
 
-    All of it is made when it is asked for.
+    They are made at first use.
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -111,7 +109,7 @@ class Workspace:
         self._chunk: ChunkWorkspace | None = None
 
     def chunk(self, shape: tuple[int, int]) -> ChunkWorkspace:
-        """Return what a chunk of this shape is worked on in; good until another shape comes."""
+        """Return buffers for a chunk of this shape; valid until another shape is asked for."""
         if self._chunk is None or self._chunk.shape != shape:
             self._chunk = ChunkWorkspace(self, shape)
         return self._chunk
@@ -149,14 +147,14 @@ class Workspace:
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
 
     def _exponents(self) -> Tensor:
-        """Int32, shape (256,): what becomes of the blocks' biased exponents."""
+        """Int32, shape (256,): biased exponents of blocks; 0 and 255 outside the range."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < LOWEST_TOP, 0)
         return exponents.masked_fill_(exponents > HIGHEST_TOP, EXPONENT_OF_NAN)
 
 
-# A CPU's memory comes page by page, slower than the work that is done in it: a thread keeps its
-# workspace, which means nothing between two calls. A device's allocator keeps memory by itself.
+# On a CPU allocating fresh pages takes longer than the work done in them, so a thread keeps its
+# workspace; its contents mean nothing between two calls. A device's allocator caches memory itself.
 _of_thread = threading.local()
 
 
@@ -184,7 +182,7 @@ def encode_e3m0(values_BV: Tensor, scales_B: Tensor) -> Tensor:
     """Encode one chunk of fp32 values, blocks of V each.
 
     Args:
-        values_BV: what is encoded.
+        values_BV: fp32.
         scales_B: filled: uint8: E + 127, 0 for a block that becomes zero, 255 for one that becomes
             NaN.
 
@@ -252,7 +250,7 @@ def encode_int8(values_BV: Tensor, codes_BV: Tensor, scales_B: Tensor) -> None:
     """Encode one chunk of fp32 values, blocks of V each.
 
     Args:
-        values_BV: what is encoded.
+        values_BV: fp32.
         codes_BV: filled: int8 in -127..127. In a block with a NaN or an Inf they mean nothing.
         scales_B: filled: fp32; NaN for a block with a NaN or an Inf.
     """

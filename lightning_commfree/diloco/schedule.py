@@ -1,4 +1,4 @@
-"""When a fragment leaves and when it lands (arXiv:2501.18512, Algorithm 2): integers only.
+"""When fragments launch and land (arXiv:2501.18512, Algorithm 2): integers only.
 
 Inner steps are counted from 1. With H = `sync_every`, P = `num_fragments` and tau =
 `overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P). It launches after inner
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """The launches and landings of `num_fragments` fragments.
+    """The launches and landings of all fragments.
 
     Args:
         sync_every: H, inner steps between two launches of one fragment; at least 1.
         num_fragments: P; at least 1. Above H, several fragments leave after one step.
         overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. At 0 a launch lands at
             once.
-        joined: fragments that joined while the fit ran come behind the P: the offset of each, an
-            inner step after which it joined. It launches a cycle later, and so on.
+        joined: offsets of fragments that joined during the fit; they come after the P others. An
+            offset is an inner step here, and the first launch a cycle later.
     """
 
     sync_every: int
@@ -38,11 +38,11 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """How many fragments there are, those that have joined too."""
+        """Number of fragments, including those that joined."""
         return self.num_fragments + len(self.joined)
 
     def offset(self, fragment: int) -> int:
-        """Return t_p, the fragment's place in the cycle, in inner steps."""
+        """Return t_p, the fragment's position in the cycle, in inner steps."""
         if fragment >= self.num_fragments:
             return self.joined[fragment - self.num_fragments]
         return fragment * self.sync_every // self.num_fragments
@@ -61,7 +61,7 @@ class Schedule:
         return offset + (step - offset) // self.sync_every * self.sync_every
 
     def launches_until(self, fragment: int, step: int) -> int:
-        """Return how often the fragment has launched after inner step `step`."""
+        """Return how often the fragment has launched up to inner step `step`."""
         return max((step - self.offset(fragment)) // self.sync_every, 0)
 
     @property

@@ -1,4 +1,4 @@
-"""What the user decides about Streaming DiLoCo, checked when it is said."""
+"""The settings of Streaming DiLoCo, validated when they are made."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_commfree.diloco.codec import WIRE_FORMATS
+from lightning_commfree.diloco.codec import CODECS, Codec
 from lightning_commfree.diloco.fragments import PATTERNS, has_blocks
 
 OuterOptimizerFactory = Callable[[list[nn.Parameter]], Optimizer | tuple[Optimizer, LRScheduler]]
-"""Makes the outer optimizer of a list of fp32 parameters, or it and its scheduler."""
-EAGER = "eager"
+"""Takes fp32 parameters; returns the outer optimizer, or a tuple of it and its scheduler."""
 NONFINITE = ("raise", "abstain")
 
 
 def cuts_whole(module: nn.Module, settings: DiLoCoSettings) -> bool:
-    """Return whether the model is one fragment for want of blocks, and not by the user's wish."""
+    """Return whether the model becomes one fragment because no blocks were found in it."""
     by_default = settings.num_fragments is None and settings.fragment_pattern != "balanced"
     return by_default and not has_blocks(module)
 
@@ -34,7 +33,7 @@ def default_outer_optimizer(parameters: list[nn.Parameter]) -> Optimizer:
 def make_outer_optimizer(
     factory: OuterOptimizerFactory, parameters: list[nn.Parameter]
 ) -> tuple[Optimizer, LRScheduler | None]:
-    """Return the outer optimizer, and the scheduler of its learning rate if there is one.
+    """Return the outer optimizer, and the scheduler of its learning rate or None.
 
     Raises:
         TypeError: the factory did not return a torch optimizer.
@@ -55,31 +54,26 @@ def make_outer_optimizer(
 
 @dataclass(frozen=True)
 class DiLoCoSettings:
-    """The knobs of the algorithm; `StreamingDiLoCoStrategy` says what each is for.
+    """The settings of the algorithm; `StreamingDiLoCoStrategy` documents each.
 
     Raises:
-        ValueError: a value outside its range.
-        TypeError: a value of another kind, or an `outer_optimizer` that cannot be called.
+        ValueError: a value is outside its range.
+        TypeError: a value has another type, or `outer_optimizer` cannot be called.
     """
 
     sync_every: int
     num_fragments: int | None
     fragment_pattern: str
-    overlap_steps: int | str
+    overlap_steps: int
     mix: float
-    wire_dtype: str
+    wire_dtype: str | Codec
     outer_optimizer: OuterOptimizerFactory
     replica_size: int
-    inside: Any = "ddp"  # a name, or Domino's settings, which this wing does not know
+    inside: Any = "ddp"  # a name, or a value of Domino's settings, which this package cannot import
     nonfinite: str = "raise"
     evaluate: str = "outer"
     check_drift_every: int = 1
     outer_device: str | None = None
-
-    @property
-    def eager(self) -> bool:
-        """Whether a whole cycle is hidden (arXiv:2502.12996)."""
-        return self.overlap_steps == EAGER
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -88,9 +82,15 @@ class DiLoCoSettings:
         self._check_replicas()
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, as text; a factory has no comparable value."""
+        """Return the settings that must be equal on all ranks, as text.
+
+        The outer optimizer's factory is left out: functions cannot be compared.
+        """
         names = (field.name for field in fields(self) if field.name != "outer_optimizer")
-        return {name: repr(getattr(self, name)) for name in names}
+        values = {name: getattr(self, name) for name in names}
+        if not isinstance(self.wire_dtype, str):  # the object's own text may show an address
+            values["wire_dtype"] = self.wire_dtype.name
+        return {name: repr(value) for name, value in values.items()}
 
     def _check_kinds(self) -> None:
         counts = (
@@ -101,16 +101,14 @@ class DiLoCoSettings:
             "check_drift_every",
         )
 
-        others = (("num_fragments", None), ("overlap_steps", EAGER))
-
         for name in counts:
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole and (name, value) not in others:
+            if name == "num_fragments" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
                     f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int"
-                    f"{' or ' + repr(EAGER) if name == 'overlap_steps' else ''}."
+                    f" {type(value).__name__}. Give an int."
                 )
 
         if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
@@ -138,8 +136,7 @@ class DiLoCoSettings:
                 f" {', '.join(map(repr, PATTERNS))}."
             )
 
-        steps = 0 if self.eager else int(self.overlap_steps)
-        if not 0 <= steps < self.sync_every:
+        if not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(
                 f"`overlap_steps={self.overlap_steps}` must be at least 0 and below"
                 f" `sync_every={self.sync_every}`: a fragment has to land before it leaves again."
@@ -153,10 +150,12 @@ class DiLoCoSettings:
                 " a landing: 0 takes the global ones, 1 ignores them."
             )
 
-        if self.wire_dtype not in tuple(WIRE_FORMATS):  # a tuple compares what cannot be hashed
+        # a tuple: it also compares what cannot be hashed
+        if self.wire_dtype not in tuple(CODECS) and not isinstance(self.wire_dtype, Codec):
             raise ValueError(
                 f"`wire_dtype={self.wire_dtype!r}` is unknown. Choose one of"
-                f" {', '.join(map(repr, WIRE_FORMATS))}."
+                f" {', '.join(map(repr, CODECS))}, or pass a codec of your own"
+                " (`lightning_commfree.diloco.codec.Codec`)."
             )
 
         if not callable(self.outer_optimizer):

@@ -1,30 +1,28 @@
-"""What a worker sends up of one bucket: a header, then its votes as bits.
+"""A worker's ballot on one bucket of parameters, and how ballots travel and become Delta.
 
-The header is two words and a byte for each parameter. The first word holds flags and the number of
-zeros. The second word holds hashes of what must be equal on all workers: of the hyperparameters in
-its upper half, of the parameters in its lower. Every worker sees all headers, so all of them decide
-alike.
+A ballot has a header and two planes of bits: c > 0 and c != 0. The header is two int64 words and a
+byte for each parameter. The first word holds flags and the number of zeros. The second word holds
+hashes of what must be equal on all workers: of the hyperparameters in its upper half, of the
+parameters in its lower. Every worker sees all headers, so all of them decide the same.
 
-A vote is two bits in two planes, c > 0 and c != 0. The second plane travels only where there are
-zeros. While they are few, a list of their indices takes its place.
+`comm.exchange` describes the two routes; the cheaper one in bytes is taken for each bucket. With N
+parameters, n workers and D bits a parameter in the result (`vote`):
 
-How ballots travel and the result of the vote comes back.
+=========  ==============================================================  =======================
+route      what travels                                                    a worker sends
+=========  ==============================================================  =======================
+gather     every ballot to every worker; each counts all of it             N (n - 1) / 8
+two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 + D) (n - 1) / 8 n
+           the result to all
+=========  ==============================================================  =======================
 
-N parameters, n workers, D bits a parameter in the result (`vote`):
+1. Up: header and the plane c > 0, one bit of each parameter.
+2. Up, if some worker has an exact zero (the headers tell how many): the plane c != 0, or a list of
+   the zeros' indices while that is shorter. A worker that abstains needs neither.
+3. Down: the planes of the result. A majority has a second plane where some sum is zero; it follows
+   in a message of its own.
 
-=========  ==================================================================  =================
-way        what travels                                                        a worker sends
-=========  ==================================================================  =================
-gather     every worker's ballot to every other one; all count all of it       N (n - 1) / 8
-by shards  each worker gets one shard of all ballots, counts it, and sends     N (1 + D)
-           the result on it to all                                             (n - 1) / (8 n)
-=========  ==================================================================  =================
-
-The cheaper one in bytes is taken, headers and padding included. A ballot is one bit of each
-parameter, c > 0. If some worker has an exact zero, a second message says where the zeros are: a
-plane, c != 0, or a list of indices while that is shorter. If some sum is zero, the majority's
-result has a second plane. What came before says that they follow, so every worker knows alike. A
-worker that abstains needs no second plane: the header says it.
+So what follows is known to all from what came before.
 """
 
 from __future__ import annotations
@@ -38,7 +36,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.comm.exchange import Route, routes
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
 # Bits of a header's first word, below the number of zeros. A worker wants all to STOP; the STREAM
@@ -51,7 +50,7 @@ _DIGEST_BITS = 32  # of parameters; the upper half of a header's second word is 
 
 
 class Ballot(NamedTuple):
-    """What one worker votes on the parameters of one bucket; on the channel's device."""
+    """One worker's ballot on one bucket, on the channel's device."""
 
     header: Tensor  # (header_bytes(parameters),), uint8
     plus: Tensor  # (B,), uint8: c > 0, padding 0
@@ -59,10 +58,10 @@ class Ballot(NamedTuple):
 
 
 class HeaderSummary(NamedTuple):
-    """What all headers say together; the same on all workers."""
+    """All workers' headers together; the same on all workers."""
 
-    stop: bool  # somebody wants all to stop
-    stream_ends: bool  # somebody's stream of unknown length ends with this step
+    stop: bool  # some worker wants all to stop
+    stream_ends: bool  # some worker's stream of unknown length ends with this step
     zeros: int  # the most votes of 0 of a worker that does not abstain
     abstaining: tuple[int, ...]  # workers
     faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
@@ -71,12 +70,12 @@ class HeaderSummary(NamedTuple):
     hyperparameters_differ: bool
 
     def refuses(self, faults: bool) -> bool:
-        """Return whether nothing may be done by this vote; `faults`: nor where there are some."""
+        """Return whether this vote must change nothing; with `faults`, NaN or Inf is a reason."""
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
 
 
-# -- the header
+# -- headers
 
 
 def header_bytes(parameters: int) -> int:
@@ -85,7 +84,7 @@ def header_bytes(parameters: int) -> int:
 
 
 def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
-    """Return a header's word of what must be equal on all workers; int64 like `parameters`."""
+    """Return a header's second word: two hashes; int64 like `parameters`."""
     # the sign bit stays free: torch has no unsigned words
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
@@ -94,14 +93,14 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 def write_header(
     out: Tensor, flags: int, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
 ) -> None:
-    """Fill a header without reading anything back from its device.
+    """Fill a header; the host does not wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: what this worker says for itself: `STOP`, `STREAM_ENDS`, their sum, or 0.
+        flags: this worker's: `STOP`, `STREAM_ENDS`, their sum, or 0.
         zeros: int64, no dimension: how many of its votes are 0.
         abstains: bool, no dimension: it leaves the whole bucket to the others.
-        digest: as `join_digests` makes it, int64; 0: not asked for.
+        digest: as `join_digests` makes it, int64; 0: not compared.
         marks: uint8, shape (parameters,): `HAS_GRADIENT` and `NONFINITE`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
@@ -113,7 +112,7 @@ def write_header(
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Put all workers' headers together; uint8, shape (workers, bytes)."""
+    """Summarize all workers' headers; uint8, shape (workers, bytes)."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
 
@@ -133,7 +132,7 @@ def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
 
 
 def digest_of(header: Tensor) -> Tensor:
-    """Return the bytes of what must be equal on all workers: uint8, shape (DIGEST_BYTES,)."""
+    """Return the header's hashes as bytes: uint8, shape (DIGEST_BYTES,)."""
     return header[_WORDS_BYTES - DIGEST_BYTES : _WORDS_BYTES]
 
 
@@ -144,7 +143,7 @@ def differing(digests: Collection[int]) -> tuple[bool, bool]:
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
 
 
-# -- the zeros as a list
+# -- lists of zeros
 
 
 def zero_indices_bytes(most: int) -> int:
@@ -158,8 +157,8 @@ def zero_indices(nonzero: Tensor, valid: Tensor, most: int) -> Tensor:
     Args:
         nonzero: this worker's plane, uint8, shape (B,).
         valid: the bits that are no padding, uint8, shape (B,).
-        most: length of the list, the same on all workers. The list of a worker with more zeros is
-            cut off: that worker abstains, and nobody reads its list.
+        most: length of the list, the same on all workers. A worker with more zeros abstains: its
+            list is cut off, and no worker reads it.
 
     Returns:
         int32, shape (most,): bit b of byte i has the index i + b B; -1 fills up.
@@ -186,6 +185,8 @@ def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
     return valid ^ zero
 
 
+# -- exchanges
+
 UP_TAG = "vote_up"
 DOWN_TAG = "vote_down"
 NODE_TAG = "vote_node"
@@ -194,163 +195,158 @@ _FLAG_BYTES = 8
 
 
 class VoteResult(NamedTuple):
-    """The outcome for one bucket."""
+    """The result of a vote on one bucket."""
 
     summary: HeaderSummary
     delta: PackedDelta | None  # None: the bucket is refused
 
 
-class BallotExchange(Protocol):
-    """A way for buckets of one size; `run` belongs into a background thread."""
+class BucketExchange(Protocol):
+    """How ballots on one bucket are exchanged: between workers, or also within a node."""
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends for a bucket without zeros, by the ledger's formulas."""
+        """Bytes that this worker sends to others for a bucket without zeros, as formulas say."""
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
-        """Exchange a bucket; blocks.
+    def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
+        """Exchange ballots and count them; blocks.
 
-        It is refused after the first message where the workers' parameters or hyperparameters
-        differ and, with `refuse_faults`, where some worker has NaN or Inf.
+        The vote ends without a result after the first message if the workers' parameters or
+        hyperparameters differ or, with `refuse_faults`, if some worker has NaN or Inf.
         """
 
 
 def cheaper_ballot_exchange(
-    channel: Channel, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
+    view: View, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
 ) -> BallotExchange:
-    """Return the way that sends fewer bytes for buckets of this size.
+    """Return the exchange on the route that sends fewer bytes; arguments as `BallotExchange`."""
+    both = [BallotExchange(route, plane_bytes, parameters, valid, rule) for route in routes(view)]
+    return min(both, key=lambda exchange: exchange.bytes_by_tag.total())
+
+
+class BallotExchange:
+    """The exchange of ballots on buckets of one size, in one view.
 
     Args:
-        channel: to the other workers.
-        plane_bytes: of a ballot's plane, a multiple of 8 times the workers.
+        route: between the workers.
+        plane_bytes: of a ballot's plane: a multiple of 8 times the workers, so that shards are
+            whole words.
         parameters: tensors in the bucket.
         valid: uint8, shape (plane_bytes,): the bits that are no padding.
-        rule: what it is for.
+        rule: makes Delta of the votes.
     """
-    ways: list[BallotExchange] = [
-        GatheredBallotExchange(channel, plane_bytes, parameters, valid),
-        ShardedBallotExchange(channel, plane_bytes, parameters, valid, rule),
-    ]
-    return min(ways, key=lambda way: way.bytes_by_tag.total())
-
-
-class GatheredBallotExchange:
-    """Every worker counts all ballots."""
-
-    def __init__(self, channel: Channel, plane_bytes: int, parameters: int, valid: Tensor) -> None:
-        self._channel, self._valid = channel, valid
-        self._message_bytes = header_bytes(parameters) + plane_bytes
-
-    @property
-    def bytes_by_tag(self) -> Counter[str]:
-        """See `BallotExchange`."""
-        return Counter({UP_TAG: all_gather_bytes(self._message_bytes, self._channel.size)})
-
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
-        """See `BallotExchange`."""
-        message = torch.cat([ballot.header, ballot.plus])
-        received = self._channel.all_gather(message, UP_TAG).wait()
-        summary, plus_WB = _open(received, ballot, parameters)
-        if summary.refuses(refuse_faults):
-            return VoteResult(summary, None)
-
-        nonzero_WB = None
-        if summary.zeros and zero_indices_bytes(summary.zeros) < ballot.nonzero.numel():
-            nonzero_WB = _gather_zeros(self._channel, ballot, self._valid, summary.zeros)
-        elif summary.zeros:
-            nonzero_WB = self._channel.all_gather(ballot.nonzero, UP_TAG).wait()
-
-        shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, shard=0)
-        planes = shard.planes
-        if shard.rest is not None:
-            planes = torch.cat([planes, shard.rest.unsqueeze(0)])
-        return VoteResult(summary, _packed(planes, shard.weights, rule.offset(self._channel.size)))
-
-
-class ShardedBallotExchange:
-    """Every worker counts one shard for all."""
 
     def __init__(
-        self, channel: Channel, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
+        self, route: Route, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
     ) -> None:
-        size = channel.size
-        assert plane_bytes % (8 * size) == 0, "shards are whole words"
-        self._channel = channel
-        self._shard_bytes = plane_bytes // size
-        self._valid_everywhere = valid
-        self._valid = valid.view(size, -1)[channel.rank]
-        self._up_bytes = size * (header_bytes(parameters) + self._shard_bytes)
-        self._down_planes = rule.expected_planes(size)
+        assert plane_bytes % (8 * route.num_shards) == 0, "shards are whole words"
+        self._route, self._parameters, self._rule = route, parameters, rule
+        self._shard_bytes = plane_bytes // route.num_shards
+        self._valid = valid
+        self._valid_here = valid.view(route.num_shards, -1)[route.shard]
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """See `BallotExchange`; ties count where they can be."""
-        size = self._channel.size
-        down_bytes = _FLAG_BYTES + self._down_planes * self._shard_bytes
-        up, down = all_to_all_bytes(self._up_bytes, size), all_gather_bytes(down_bytes, size)
-        return Counter({UP_TAG: up, DOWN_TAG: down})
+        """Bytes that this worker sends; a majority's second plane counts where ties can be."""
+        sent = Counter(
+            {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
+        )
+        if self._route.two_phase:
+            planes = self._rule.expected_planes(self._route.view.size)
+            sent[DOWN_TAG] = self._route.bytes_down(_FLAG_BYTES + planes * self._shard_bytes)
+        return sent
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
-        """See `BallotExchange`."""
-        size, rank = self._channel.size, self._channel.rank
-        headers = ballot.header.expand(size, -1)
-        messages = torch.cat([headers, ballot.plus.view(size, -1)], dim=1)
-        received = self._channel.all_to_all(messages, UP_TAG).wait()
-        summary, plus_WB = _open(received, ballot, parameters)
+    def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
+        """Send the ballot up, count this worker's shard, and send the result down."""
+        shards = self._route.num_shards
+        headers = ballot.header.expand(shards, -1)
+        messages = torch.cat([headers, ballot.plus.view(shards, -1)], dim=1)
+        received = self._route.up(messages, UP_TAG).wait()
+
+        head = ballot.header.numel()
+        summary = summarize_headers(received[:, :head].cpu(), self._parameters)
         if summary.refuses(refuse_faults):
             return VoteResult(summary, None)
 
-        nonzero_WB = None
-        if summary.zeros and zero_indices_bytes(summary.zeros) < self._shard_bytes:
-            whole_WB = _gather_zeros(self._channel, ballot, self._valid_everywhere, summary.zeros)
-            nonzero_WB = whole_WB.view(size, size, -1)[:, rank]
-        elif summary.zeros:
-            nonzero_WB = self._channel.all_to_all(ballot.nonzero.view(size, -1), UP_TAG).wait()
-
-        shard = _count(plus_WB, nonzero_WB, summary, self._valid, rule, rank)
+        nonzero_WB = self._nonzero_planes(ballot, summary.zeros) if summary.zeros else None
+        shard = self._count(received[:, head:], nonzero_WB, summary)
         planes = self._send_back(shard)
-        return VoteResult(summary, _packed(planes, shard.weights, rule.offset(size)))
+
+        weights = shard.weights if len(planes) == len(shard.weights) else (*shard.weights, 1)
+        offset = self._rule.offset(self._route.view.size)
+        packed = planes.contiguous().view(torch.uint8)
+        return VoteResult(summary, PackedDelta(packed, weights, offset))
+
+    def _nonzero_planes(self, ballot: Ballot, most: int) -> Tensor:
+        """Exchange the zeros, at most `most` a worker; return planes of c != 0, uint8, (W, B)."""
+        shards, channel = self._route.num_shards, self._route.view.channel
+        if zero_indices_bytes(most) >= self._shard_bytes:
+            return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
+
+        # a list has indices of all shards: it goes to all workers
+        mine = zero_indices(ballot.nonzero, self._valid, most)
+        lists = channel.all_gather(mine, UP_TAG).wait()
+        whole_WB = torch.stack([nonzero_plane(indices, self._valid) for indices in lists])
+        return whole_WB.view(len(whole_WB), shards, -1)[:, self._route.shard]
+
+    def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: HeaderSummary) -> Shard:
+        """Count the ballots of the workers that do not abstain."""
+        if summary.abstaining:
+            if nonzero_WB is None:
+                nonzero_WB = self._valid_here.repeat(len(plus_WB), 1)
+            for worker in summary.abstaining:
+                plus_WB[worker] = 0
+                nonzero_WB[worker] = 0
+
+        nonzero = None if nonzero_WB is None else _words(nonzero_WB)
+        valid = _words(self._valid_here)
+        return self._rule.count(_words(plus_WB), nonzero, valid, self._route.shard)
 
     def _send_back(self, shard: Shard) -> Tensor:
-        """Return the planes of all shards, int64, (D, B)."""
+        """Return the planes of the whole bucket, int64, (D, B)."""
         flag = torch.tensor([shard.rest is not None], dtype=torch.int64)
         message = torch.cat([flag.to(shard.planes.device), shard.planes.flatten()])
-        received = self._channel.all_gather(message, DOWN_TAG).wait()
-        planes = received[:, 1:].view(self._channel.size, *shard.planes.shape).transpose(0, 1)
-        planes = planes.reshape(len(shard.planes), -1)
+        received = self._route.down(message, DOWN_TAG).wait()
+        planes_SDB = received[:, 1:].view(len(received), *shard.planes.shape)
+        planes = planes_SDB.transpose(0, 1).reshape(len(shard.planes), -1)
 
         if not received[:, 0].any():
             return planes
         rest = torch.zeros_like(shard.planes[0]) if shard.rest is None else shard.rest
-        return torch.cat([planes, self._channel.all_gather(rest, DOWN_TAG).wait().view(1, -1)])
+        return torch.cat([planes, self._route.down(rest, DOWN_TAG).wait().view(1, -1)])
+
+
+def _words(planes: Tensor) -> Tensor:
+    return planes.contiguous().view(torch.int64)
 
 
 class NodeBallotExchange:
-    """The ranks of a node hold one ballot; each carries its part of it to the other nodes.
+    """The exchange where the ranks of a node hold one ballot: each carries its part of it.
 
     Args:
-        inner: the way from this rank to those ranks of the other nodes that carry the same part.
-        node: to the other ranks of this node.
-        workers: nodes.
+        inner: between the ranks of all nodes that carry the same part.
+        node: between the ranks of this node.
+        rule: makes Delta of the votes.
+        workers: number of nodes.
     """
 
-    def __init__(self, inner: BallotExchange, node: Channel, workers: int) -> None:
-        self._inner, self._node, self._workers = inner, node, workers
+    def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
+        self._inner, self._node, self._rule, self._workers = inner, node, rule, workers
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """See `BallotExchange`; without what stays within the node."""
+        """Bytes that this rank sends to other nodes."""
         return self._inner.bytes_by_tag
 
-    def run(self, ballot: Ballot, rule: Rule, parameters: int, refuse_faults: bool) -> VoteResult:
-        """See `BallotExchange`."""
+    def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
+        """Exchange this rank's part with the other nodes, and the results within the node."""
         size, rank = self._node.size, self._node.rank
         parts = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
         part = Ballot(ballot.header, *parts)
-        summary, delta = self._inner.run(part, rule, parameters, refuse_faults)
+        summary, delta = self._inner.run(part, refuse_faults)
 
-        # all planes that there can be: the ranks of the node know alike how many these are
-        weights = rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
+        # as many planes as there can be: a number that all ranks of the node know
+        weights = self._rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
         part_bytes = ballot.plus.numel() // size
         planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
         if delta is not None:
@@ -361,12 +357,12 @@ class NodeBallotExchange:
             return VoteResult(summary, None)
         planes = planes.reshape(size, len(weights), part_bytes).transpose(0, 1)
         whole = planes.reshape(len(weights), -1)
-        return VoteResult(summary, PackedDelta(whole, weights, rule.offset(self._workers)))
+        return VoteResult(summary, PackedDelta(whole, weights, self._rule.offset(self._workers)))
 
     def _share(
         self, summary: HeaderSummary, refused: bool, header: Tensor, planes: Tensor
     ) -> tuple[HeaderSummary, bool, Tensor]:
-        """Return what all ranks of the node have learnt, and their planes, a row for each rank."""
+        """Combine the summaries of all ranks of the node; return their planes, a row for each."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.stop, summary.stream_ends, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
@@ -386,44 +382,3 @@ class NodeBallotExchange:
             hyperparameters_differ=hyperparameters or within[1],
         )
         return shared, refused, planes
-
-
-def _open(received: Tensor, ballot: Ballot, parameters: int) -> tuple[HeaderSummary, Tensor]:
-    """Split the first messages of all workers into headers and planes."""
-    split = ballot.header.numel()
-    return summarize_headers(received[:, :split].cpu(), parameters), received[:, split:]
-
-
-def _gather_zeros(channel: Channel, ballot: Ballot, valid: Tensor, most: int) -> Tensor:
-    """Exchange lists of zeros; return the planes of c != 0 of all workers, uint8, (W, B)."""
-    mine = zero_indices(ballot.nonzero, valid, most)
-    lists = channel.all_gather(mine, UP_TAG).wait()
-    return torch.stack([nonzero_plane(indices, valid) for indices in lists])
-
-
-def _count(
-    plus_WB: Tensor,
-    nonzero_WB: Tensor | None,
-    summary: HeaderSummary,
-    valid_B: Tensor,
-    rule: Rule,
-    shard: int,
-) -> Shard:
-    """Count the ballots of those that do not abstain."""
-    if summary.abstaining:
-        nonzero_WB = valid_B.repeat(len(plus_WB), 1) if nonzero_WB is None else nonzero_WB
-        for worker in summary.abstaining:
-            plus_WB[worker] = 0
-            nonzero_WB[worker] = 0
-
-    nonzero = None if nonzero_WB is None else _words(nonzero_WB)
-    return rule.count(_words(plus_WB), nonzero, _words(valid_B), shard)
-
-
-def _words(planes: Tensor) -> Tensor:
-    return planes.contiguous().view(torch.int64)
-
-
-def _packed(planes_DB: Tensor, weights: tuple[int, ...], offset: int) -> PackedDelta:
-    with_rest = weights if len(planes_DB) == len(weights) else (*weights, 1)
-    return PackedDelta(planes_DB.contiguous().view(torch.uint8), with_rest, offset)

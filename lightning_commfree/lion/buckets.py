@@ -1,4 +1,4 @@
-"""Parameters to buckets: what is voted on in one exchange.
+"""Split parameters into buckets: a bucket is voted on in one exchange.
 
 Buckets are filled in reverse order of use, so that during backward the first one is complete while
 the gradients of the others are still to come. A parameter is never cut in two.
@@ -18,7 +18,7 @@ _WANTED = 16  # buckets, so that little is left to send when backward ends
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some parameters side by side: parameter i begins at value `starts[i]`."""
+    """Parameters that are voted on together: parameter i begins at value `starts[i]`."""
 
     index: int
     parameters: tuple[nn.Parameter, ...]
@@ -31,11 +31,11 @@ class Bucket:
 def split_into_buckets(
     parameters: Sequence[tuple[str, nn.Parameter]], shards: int, numel: int | None = None
 ) -> list[Bucket]:
-    """Return the buckets, those that backward completes first in front.
+    """Return the buckets in the order in which backward completes them.
 
     Args:
         parameters: names and parameters, in order of use in forward.
-        shards: parts of whole 8-byte words into which a bucket's planes are cut.
+        shards: number of shards, of whole 8-byte words, that a bucket's planes are cut into.
         numel: values from which on a bucket is full; None: by the size of the model.
     """
     total = sum(p.numel() for _, p in parameters)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import (
@@ -35,10 +36,10 @@ class DistributedLion(Optimizer):
         m_i   <- b2 m_i + (1 - b2) g_i
         x     <- x (1 - lr decay) - lr Delta
 
-    with sign(0) = 0. Alone, which is everywhere but under the strategy, n is 1: plain Lion. The
-    arithmetic is in fp32 whatever gradients are, each operation rounding once. For parameters of
-    less than 32 bits an fp32 master copy is kept, which the steps move and the parameter rounds:
-    at bf16's precision most steps would be lost.
+    with sign(0) = 0. Without the strategy n is 1, which is plain Lion. The arithmetic is in fp32
+    whatever the gradients are, and each operation rounds once. For parameters of less than 32 bits
+    an fp32 master copy is kept: steps change it, and the parameter is its rounded value. At bf16's
+    precision most steps would be lost.
 
     How to choose, from AdamW's settings:
 
@@ -74,10 +75,11 @@ class DistributedLion(Optimizer):
             return DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)
     """
 
-    # of the class: a copy and an unpickled one, to which torch gives its own state alone, are alone
+    # attributes of the class: torch restores only its own state in a copy or an unpickled
+    # optimizer, which then is plain Lion
     voting: Voting | None = None
     _views: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
-    _join_again = False  # parameters have come that the other workers know nothing of
+    _join_again = False  # the other workers do not know of parameters that were added
 
     def __init__(
         self,
@@ -98,28 +100,28 @@ class DistributedLion(Optimizer):
             self.param_groups.pop()
             raise
 
-        joined = self.voting is not None and self.voting.channel.size > 1
+        joined = self.voting is not None and self.voting.view.size > 1
         self.leave()
         self._join_again = joined
 
     def join(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        channel: Channel,
+        view: View,
         settings: LionSettings,
         node: Channel | None = None,
         others: Channel | None = None,
     ) -> Voting:
-        """Vote with other workers from now on; what `DistributedLionStrategy` calls.
+        """Vote with other workers from now on; `DistributedLionStrategy` calls it.
 
         Args:
             parameters: all of this optimizer's, with names, in order of use in forward; the same
                 on all workers, and with the same values.
-            channel: to the other workers: CPU tensors.
+            view: the workers; their channel carries CPU tensors.
             settings: of the vote, the same on all workers.
-            node: to the ranks that form one worker with this one; their gradients are equal.
-            others: to the ranks that form one worker with this one and hold the other parts of its
-                parameters (`comm.parts`); each votes on its own.
+            node: channel between the ranks that form one worker; their gradients are equal.
+            others: channel between the ranks that form one worker and hold the other shards of its
+                parameters; each votes on its own.
         """
         own = {p for group in self.param_groups for p in group["params"]}
         assert {p for _, p in parameters} == own, "the parameters are this optimizer's"
@@ -127,17 +129,17 @@ class DistributedLion(Optimizer):
         self.leave()
         self._views = {p: nn.Parameter(own_part(p)) for _, p in parameters if is_part(p)}
         named = [(name, self._views.get(p, p)) for name, p in parameters]
-        self.voting = Voting(named, self._members, channel, settings, node, others)
+        self.voting = Voting(named, self._members, view, settings, node, others)
         return self.voting
 
     @property
     def is_voted_on(self) -> bool:
-        """Whether all parameters that it has now are voted on, and no others."""
+        """Whether exactly its current parameters are voted on."""
         now = {self._views.get(p, p) for group in self.param_groups for p in group["params"]}
         return self.voting is not None and self.voting.parameters == now
 
     def leave(self) -> None:
-        """Be plain Lion again."""
+        """Stop voting: it is plain Lion again."""
         if self.voting is not None:
             self.voting.close()
             self.voting = None
@@ -172,8 +174,7 @@ class DistributedLion(Optimizer):
         bf16 parameter: they are taken over as they were saved.
 
         Raises:
-            ValueError: it has something else than momenta of these parameters; nothing has been
-                loaded then.
+            ValueError: it does not hold momenta of these parameters; nothing has been loaded.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
@@ -187,10 +188,7 @@ class DistributedLion(Optimizer):
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
-        """Let weights count that somebody has written since the state was made.
-
-        A parameter in bf16 follows its master copy, which was made before: see `follow_values`.
-        """
+        """Update master copies from weights that were written after the state was made."""
         for group in self.param_groups:
             for p in group["params"]:
                 follow_values(self.state[p], own_part(p))
@@ -198,7 +196,7 @@ class DistributedLion(Optimizer):
     def _vote(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:
             # somebody has written to `param_groups`, or to the lists in them
-            if self.voting.channel.size > 1:
+            if self.voting.view.size > 1:
                 self._join_again = True
             else:
                 self.leave()
@@ -212,11 +210,12 @@ class DistributedLion(Optimizer):
         if self.voting is None:
             own = [p for group in self.param_groups for p in group["params"]]
             named = [(f"parameter {i}", p) for i, p in enumerate(own)]
-            return self.join(named, Channel([0], 0, Ledger()), LionSettings(check_drift_every=0))
+            alone = View.of(Channel([0], 0, Ledger()))
+            return self.join(named, alone, LionSettings(check_drift_every=0))
         return self.voting
 
     def _members(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
-        """Return parameters with state, made the first time on all workers alike, and group."""
+        """Return parameters with their state, created at the first call, and their group."""
         members = {}
         for group in self.param_groups:
             for parameter in group["params"]:

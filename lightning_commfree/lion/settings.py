@@ -1,4 +1,4 @@
-"""What the user decides about Distributed Lion, checked when it is said."""
+"""The settings of Distributed Lion, validated when they are made."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class LionSettings:
-    """The knobs of the vote; `DistributedLionStrategy` says what each is for.
+    """The settings of the vote; `DistributedLionStrategy` documents each.
 
     Raises:
-        ValueError: a value outside its range.
-        TypeError: a value of another kind.
+        ValueError: a value is outside its range.
+        TypeError: a value has another type.
     """
 
     vote: str = "majority"
@@ -26,7 +26,7 @@ class LionSettings:
     momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
-    inside: Any = "ddp"  # a name, or Domino's settings, which this wing does not know
+    inside: Any = "ddp"  # a name, or a value of Domino's settings, which this package cannot import
     check_drift_every: int = 100
 
     def __post_init__(self) -> None:
@@ -57,5 +57,5 @@ class LionSettings:
             )
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, as text."""
+        """Return the settings that must be equal on all ranks, as text."""
         return {field.name: repr(getattr(self, field.name)) for field in fields(self)}

@@ -1,10 +1,10 @@
-"""What becomes of the workers' votes (arXiv:2404.00438, equation 4): two rules, on packed planes.
+"""How votes are counted (arXiv:2404.00438, equation 4): two rules, on packed planes.
 
 A worker's vote on a parameter is the sign of its direction: +1, -1, or 0 for an exact zero. With P
 workers for plus, M for minus and n workers in all:
 
 ============ ============================== ====================================================
-rule         Delta                          what is sent back of each parameter
+rule         Delta                          sent back for each parameter
 ============ ============================== ====================================================
 majority     sign(P - M)                    1 bit; a second one where some sum in the shard is 0
 average      (P - M) / n                    P in ceil(log2(n + 1)) bits; where some worker has a
@@ -84,7 +84,7 @@ class PackedDelta(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What the counting of some words gives."""
+    """The result of counting some words."""
 
     planes: Tensor  # (D, B), int64: those that are always sent back
     weights: tuple[int, ...]
@@ -92,7 +92,7 @@ class Shard(NamedTuple):
 
 
 class Rule(Protocol):
-    """How votes become Delta."""
+    """How votes become Delta: `Majority` or `Average`."""
 
     def offset(self, workers: int) -> int:
         """Return `PackedDelta.offset`."""
@@ -104,7 +104,7 @@ class Rule(Protocol):
 
         Args:
             plus_WB: int64, the bits of c > 0.
-            nonzero_WB: int64, the bits of c != 0; None: nobody has a zero.
+            nonzero_WB: int64, the bits of c != 0; None: no worker has a zero.
             valid_B: int64, set where there is a parameter and not padding.
             shard: which words of the bucket they are.
         """
@@ -113,7 +113,7 @@ class Rule(Protocol):
         """Return the weights of all planes that a result can have."""
 
     def expected_planes(self, workers: int) -> int:
-        """Return how many bits of each parameter a shard sends back, if nobody votes zero."""
+        """Return how many planes a shard sends back if no worker votes zero."""
 
 
 class Majority:
@@ -121,21 +121,21 @@ class Majority:
 
     Args:
         draw: breaks ties: a parameter with as many votes for plus as for minus takes the drawn bit.
-            One on which nobody votes does not move in any case. None: ties do not move either.
+            One on which no worker votes never moves. None: ties do not move either.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
 
     def offset(self, workers: int) -> int:
-        """See `Rule`."""
+        """Return 1: the planes hold sign + 1."""
         del workers
         return 1
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """See `Rule`."""
+        """Compare the numbers of votes for plus and minus."""
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
 
@@ -155,12 +155,12 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """See `Rule`."""
+        """Return the weights of Delta > 0 and of Delta = 0: together sign + 1."""
         del workers, zeros
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """See `Rule`; an even number of workers ties somewhere."""
+        """Count a second plane for an even number of workers: they tie somewhere."""
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 
@@ -168,14 +168,14 @@ class Average:
     """Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """See `Rule`."""
+        """Return n: the planes hold P - M + n."""
         return workers
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """See `Rule`."""
-        del valid_B, shard  # what padding comes to is never read
+        """Count the votes for plus; with zeros, P - M + n."""
+        del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
         if nonzero_WB is not None:  # P - M + n = 2 P + (n - P - M)
@@ -186,12 +186,12 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """See `Rule`."""
+        """Return the binary weights up to the largest possible sum."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 
     def expected_planes(self, workers: int) -> int:
-        """See `Rule`."""
+        """Return the digits of the sum."""
         return len(self.weights(workers, zeros=False))
 
 

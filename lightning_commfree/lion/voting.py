@@ -1,18 +1,16 @@
-"""When buckets leave and land: one optimizer step of a worker among others.
+"""One optimizer step of a worker: when ballots leave, and what becomes of the results.
 
-1. *Launch*: a bucket's ballot is cast and leaves as soon as its last gradient is there, if that is
-   allowed during backward, else at the step. Buckets leave in their order, on every worker.
-2. *Land*: the step waits for the results of all buckets. Only then is anything changed, so that a
-   fault that stops the run leaves parameters and momenta as they were.
+1. *Launch*: a bucket's ballot is cast and leaves as soon as its last gradient has been computed, if
+   that is allowed during backward, otherwise at the step. Buckets leave in the same order on every
+   worker.
+2. *Land*: the step waits for the results of all buckets. Only then is anything changed, so a fault
+   that stops the run leaves parameters and momenta as they were.
 3. *Apply*: every worker steps by the results; from time to time momenta are averaged.
 
-What travels is in CPU memory, and a background thread sends it (`ballot_exchange`).
+Ballots are in CPU memory, and a background thread exchanges them (`ballot`).
 
-One bucket, from its gradients to Delta.
-
-Why a step is refused, in words; nothing has been changed then.
-
-What the votes were like: figures for a log, counted on packed planes and only when asked for.
+`Voting` takes the steps, `BucketVote` is the vote on one bucket. `refusal` makes the error of a
+step that must not be taken. `vote_shares` counts figures on packed planes, when they are asked for.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
 from lightning_commfree.comm.liveness import AgreedError
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,
@@ -41,7 +40,7 @@ from lightning_commfree.lion.ballot import (
     STREAM_ENDS,
     UP_TAG,
     Ballot,
-    BallotExchange,
+    BucketExchange,
     NodeBallotExchange,
     VoteResult,
     cheaper_ballot_exchange,
@@ -65,36 +64,231 @@ WAIT_TAG = "vote"
 
 
 class BallotInFlight(NamedTuple):
-    """A ballot on its way."""
+    """A ballot that has been launched."""
 
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # what was voted with, and how often written to
+    gradients: list[tuple[Tensor | None, int]]  # that were voted with, and their version counters
 
 
 class CastVote(NamedTuple):
-    """This worker's votes on a bucket, and what became of all votes; packed, in host memory."""
+    """This worker's ballot on a bucket and the result; packed, in host memory."""
 
     valid: Tensor  # uint8, shape (bucket.plane_bytes,): the bits that are no padding
     ballot: Ballot
     delta: PackedDelta
 
 
+class Voting:
+    """The votes of a worker, step after step.
+
+    Args:
+        parameters: names and parameters, in order of use in forward; the same on all workers.
+        members: returns parameters with their current state and group.
+        view: the workers; their channel carries CPU tensors.
+        settings: of the vote.
+        node: channel between the ranks that form one worker; None for a worker of one rank.
+        others: channel between the ranks of this worker that vote on other shards of its
+            parameters. They stop after the same step, and change nothing if one of them must not.
+        bucket_numel: see `split_into_buckets`.
+
+    Attributes:
+        step: steps that have been voted on.
+        stop: callable, sent with every ballot: whether this worker wants all to stop.
+        stop_agreed: whether some worker wanted to at the last step; the same on all of them.
+        stream_ends: callable, sent with every ballot: whether this worker's stream ends with the
+            step.
+        stream_ended: whether some worker's did with the last step; the same on all of them.
+        abstentions: how often a worker has left a bucket to the others because of NaN or Inf.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        members: Callable[[Sequence[nn.Parameter]], list[Member]],
+        view: View,
+        settings: LionSettings,
+        node: Channel | None = None,
+        others: Channel | None = None,
+        bucket_numel: int | None = None,
+    ) -> None:
+        self.settings, self.view, self.node = settings, view, node
+        self._others = others
+        shards = view.size * (node.size if node else 1)
+        self.buckets = split_into_buckets(parameters, shards, bucket_numel)
+
+        self.step = 0
+        self.stop: Callable[[], bool] = lambda: False
+        self.stop_agreed = False
+        self.stream_ends: Callable[[], bool] = lambda: False
+        self.stream_ended = False
+        self.abstentions = 0
+
+        self._members = members
+        self._background = Background(view.channel.ledger)
+        self._votes = [BucketVote(bucket, view, settings, node) for bucket in self.buckets]
+        self._flights: list[BallotInFlight] = []
+        self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
+        self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self._begun = (self.step, self._sent())
+
+    # -- a step
+
+    def run_step(self) -> None:
+        """Vote on all buckets and step by the results.
+
+        Raises:
+            RuntimeError: on all workers: a gradient is not finite and the setting is "raise", or
+                the workers' parameters or hyperparameters differ. Nothing has been changed.
+        """
+        while len(self._flights) < len(self.buckets):
+            self._launch(len(self._flights))
+        flights, self._flights = self._flights, []
+        for vote, flight in zip(self._votes, flights, strict=True):
+            vote.check_gradients(flight)
+
+        results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
+        summaries = [result.summary for result in results]
+        raises = self.settings.nonfinite == "raise"
+        refused = any(summary.refuses(raises) for summary in summaries)
+        stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
+        self.stop_agreed, self.stream_ended, refused = self._heard([stop, ended, refused])
+        if refused:
+            here = raises, self.view, self.node
+            raise refusal(self.step + 1, self.buckets, results, self._members, *here)
+
+        for vote, flight, result in zip(self._votes, flights, results, strict=True):
+            vote.apply(self._members(vote.bucket.parameters), flight, result)
+            self.abstentions += len(result.summary.abstaining)
+        self.step += 1
+
+        every = self.settings.momentum_sync_every
+        if every and self.step % every == 0:
+            for bucket in self.buckets:
+                average_momenta(self._members(bucket.parameters), self.view, self.node)
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Launch buckets as their gradients come, during the step's last backward in the body.
+
+        Nothing may change the gradients between that backward and the step.
+        """
+        for parameter in self._bucket_of:
+            if parameter.requires_grad and parameter not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+                self._hooks[parameter] = hook
+
+        self._awaited = [{p for p in b.parameters if p.requires_grad} for b in self.buckets]
+        try:
+            yield
+        finally:
+            self._awaited = []
+
+    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
+        if not self._awaited:  # a backward that is not the step's last, or votes wait for the step
+            return
+        self._awaited[self._bucket_of[parameter]].discard(parameter)
+        while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
+            self._launch(len(self._flights))
+
+    def _launch(self, index: int) -> None:
+        members = self._members(self.buckets[index].parameters)
+        flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
+        flight = self._votes[index].launch(members, self.step, flags, self._background)
+        self._flights.append(flight)
+
+    def _heard(self, flags: list[bool]) -> list[bool]:
+        """Return which flags some rank with a shard of this worker's parameters has set."""
+        if self._others is None or self._others.size == 1:
+            return flags
+        mine = torch.tensor(flags, dtype=torch.uint8, device=self._others.device)
+        return self._others.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
+
+    def close(self) -> None:
+        """Remove the hooks and end the thread."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._background.close()
+
+    @property
+    def parameters(self) -> Set[nn.Parameter]:
+        """What is voted on."""
+        return self._bucket_of.keys()
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an exact resume needs besides parameters and optimizer state."""
+        return {"step": self.step, "abstentions": self.abstentions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` returned."""
+        self.step, self.abstentions = state["step"], state["abstentions"]
+        self._begun = (self.step, self._sent())
+
+    # -- bytes and figures
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank sends in a step without zeros and momentum sync, by formula."""
+        return sum(vote.bytes_by_tag.total() for vote in self._votes)
+
+    def cycle(self) -> tuple[Counter[str], int]:
+        """Return the bytes by tag from one momentum sync to the next, and the steps in between.
+
+        By the ledger's formulas, like `bytes_per_step`.
+        """
+        every = max(self.settings.momentum_sync_every, 1)
+        sent: Counter[str] = Counter()
+        for vote in self._votes:
+            for tag, num_bytes in vote.bytes_by_tag.items():
+                sent[tag] += every * num_bytes
+
+        if self.settings.momentum_sync_every:
+            members = (self._members(bucket.parameters) for bucket in self.buckets)
+            sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.view, self.node) for m in members)
+        return sent, every
+
+    def shares(self) -> dict[str, float]:
+        """Return shares of ties, zeros and agreement in the last step; see `vote_shares`."""
+        return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
+
+    def bits_per_parameter(self) -> dict[str, float]:
+        """Return the bits per parameter and step that this rank has sent up and down."""
+        since, before = self._begun
+        voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
+        sent = self._sent() - before
+
+        names = {UP_TAG: "bits_up", DOWN_TAG: "bits_down"}
+        return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
+
+    def figures(self) -> dict[str, float]:
+        """Return figures for a log, by name; shares are those of the last step."""
+        abstentions = {"abstentions": float(self.abstentions)}
+        return {**self.shares(), **self.bits_per_parameter(), **abstentions}
+
+    def _sent(self) -> Counter[str]:
+        sent = self.view.channel.ledger.bytes_by_tag
+        return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
+
+
 class BucketVote:
-    """The votes on one bucket, one after the other.
+    """The vote on one bucket, repeated every step.
 
     Args:
         bucket: what is voted on.
-        channel: to the other workers: CPU tensors.
+        view: the workers; their channel carries CPU tensors.
         settings: of the vote.
-        node: to the ranks that form one worker with this one; None for a worker of one rank.
+        node: channel between the ranks that form one worker; None for a worker of one rank.
 
     Attributes:
         latest: the vote of the last step; None before the first.
     """
 
     def __init__(
-        self, bucket: Bucket, channel: Channel, settings: LionSettings, node: Channel | None
+        self, bucket: Bucket, view: View, settings: LionSettings, node: Channel | None
     ) -> None:
         self.bucket = bucket
         self.latest: CastVote | None = None
@@ -102,26 +296,26 @@ class BucketVote:
         pack_bits_part(torch.ones(bucket.numel, dtype=torch.bool), 0, self._valid)
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
 
-        self._channel, self._settings, self._node = channel, settings, node
+        self._view, self._settings, self._node = view, settings, node
         self._step = 0
         self._rule = self._make_rule()
         self._exchange = self._make_exchange()
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this rank sends for a vote without zeros, by the ledger's formulas."""
+        """Bytes that this rank sends for a vote without zeros, by formula."""
         return self._exchange.bytes_by_tag
 
     def launch(
         self, members: list[Member], step: int, flags: int, background: Background
     ) -> BallotInFlight:
-        """Cast the ballot and let it go.
+        """Cast the ballot and start its exchange.
 
         Args:
             members: the bucket's parameters, in its order.
-            step: how many steps came before.
-            flags: what this worker says for itself, as `write_header` takes it.
-            background: where the exchange runs.
+            step: number of earlier steps.
+            flags: this worker's, as `write_header` takes them.
+            background: runs the exchange.
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
@@ -136,15 +330,15 @@ class BucketVote:
             ballot = Ballot(host[:head], *host[head:].view(2, -1))
 
             task = partial(self._carry, ballot, wait_for_host)
-            alone = self._channel.size == 1 and self._node is None  # nothing is sent
+            alone = self._view.size == 1 and self._node is None  # nothing is sent
             pending = Pending(task) if alone else background.submit(task, WAIT_TAG, wait_for_host)
             return BallotInFlight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
-        """See that gradients are still what was voted with.
+        """Check that no gradient was written to since it was voted with.
 
         Raises:
-            RuntimeError: one of them was written to since.
+            RuntimeError: one was.
         """
         for name, voted, now in zip(
             self.bucket.names, flight.gradients, self._gradients(), strict=True
@@ -166,7 +360,7 @@ class BucketVote:
         """Step the bucket's parameters by the result, and this worker's momenta."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
-        abstained = self._channel.rank in summary.abstaining
+        abstained = self._view.place in summary.abstaining
 
         with record_function(f"apply vote #{self.bucket.index}"):
             on_device = delta.to(self.bucket.parameters[0].device)
@@ -177,8 +371,7 @@ class BucketVote:
 
     def _carry(self, ballot: Ballot, wait_for_host: Callable[[], None]) -> VoteResult:
         wait_for_host()
-        refuse = self._settings.nonfinite == "raise"
-        return self._exchange.run(ballot, self._rule, len(self.bucket.parameters), refuse)
+        return self._exchange.run(ballot, refuse_faults=self._settings.nonfinite == "raise")
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
@@ -189,26 +382,26 @@ class BucketVote:
             return Average()
         return Majority(self._draw if self._settings.ties == "random" else None)
 
-    def _make_exchange(self) -> BallotExchange:
+    def _make_exchange(self) -> BucketExchange:
         count = len(self.bucket.parameters)
-        make = partial(cheaper_ballot_exchange, self._channel, parameters=count, rule=self._rule)
+        make = partial(cheaper_ballot_exchange, self._view, parameters=count, rule=self._rule)
         if self._node is None:
             return make(plane_bytes=self.bucket.plane_bytes, valid=self._valid)
 
         part = self._valid.view(self._node.size, -1)[self._node.rank]
         inner = make(plane_bytes=part.numel(), valid=part)
-        return NodeBallotExchange(inner, self._node, self._channel.size)
+        return NodeBallotExchange(inner, self._node, self._rule, self._view.size)
 
     def _draw(self, shard: int, words: int) -> Tensor:
-        """Return random words that depend on nothing but their place and the step.
+        """Return random words that depend only on the step and on their position.
 
-        So all workers that count the same words draw the same, and a resumed run draws as the
-        uninterrupted one.
+        So all workers that count the same words draw the same, and a resumed run draws what the
+        uninterrupted one would have.
         """
         part = self._node.rank if self._node else 0
-        place = f"{self._step} {self.bucket.index} {part} {shard}"
+        position = f"{self._step} {self.bucket.index} {part} {shard}"
         # the generator reads 32 bits of a seed only
-        generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(position.encode()))
         raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
         return raw.view(torch.int64)
 
@@ -223,10 +416,10 @@ def refusal(
     results: Sequence[VoteResult],
     members: Callable[[Sequence[nn.Parameter]], list[Member]],
     faults: bool,
-    channel: Channel,
+    view: View,
     node: Channel | None,
 ) -> RuntimeError:
-    """Return the error for a step that may not be taken.
+    """Return the error for a step that must not be taken.
 
     Args:
         step: its number.
@@ -234,8 +427,8 @@ def refusal(
         results: of the votes on them.
         members: as `Voting` takes it.
         faults: NaN or Inf refuses a step.
-        channel: to the other workers.
-        node: to the ranks that form one worker with this one.
+        view: the workers.
+        node: channel between the ranks that form one worker.
     """
     for bucket, (summary, _) in zip(buckets, results, strict=True):
         names = bucket.names
@@ -260,7 +453,7 @@ def refusal(
             worker, i = summary.faults[0]
             more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
             return AgreedError(
-                f"The gradient of {names[i]!r} on {_ranks_of(worker, channel, node)} holds NaN or"
+                f"The gradient of {names[i]!r} on {_ranks_of(worker, view, node)} holds NaN or"
                 f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
                 " the learning rate or look at that rank's batch; `nonfinite='abstain'` would"
                 " leave such a worker out of the vote."
@@ -272,8 +465,8 @@ def refusal(
     )
 
 
-def _ranks_of(worker: int, channel: Channel, node: Channel | None) -> str:
-    rank = channel.ranks[worker]
+def _ranks_of(worker: int, view: View, node: Channel | None) -> str:
+    rank = view.channel.ranks[worker]
     if node is None:
         return f"rank {rank}"
     first = rank - node.rank
@@ -284,11 +477,11 @@ def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
     """Return shares of the parameters, from 0 to 1.
 
     Args:
-        votes: of one step, on all buckets.
+        votes: on all buckets, in one step.
 
     Returns:
         `ties`: Delta is 0. `zeros`: this worker's own vote is 0. `agreement`: Delta has the sign of
-        this worker's vote, of the votes that are not 0.
+        this worker's vote, among votes that are not 0.
     """
     parameters = moved = voted = alike = 0
     for valid, ballot, delta in votes:
@@ -323,200 +516,3 @@ def _ones(plane: Tensor) -> int:
 
 
 _ONES = torch.tensor([byte.bit_count() for byte in range(256)])
-
-
-class Voting:
-    """A worker's part in the votes of a run.
-
-    Args:
-        parameters: names and parameters, in order of use in forward; the same on all workers.
-        members: gives parameters with their state and group, as they are now.
-        channel: to the other workers: CPU tensors.
-        settings: of the vote.
-        node: to the ranks that form one worker with this one; None for a worker of one rank.
-        others: to the ranks of this worker that vote on other parts of its parameters. They end
-            with the same step and change nothing where one of them may not.
-        bucket_numel: see `split_into_buckets`.
-
-    Attributes:
-        step: steps that have been voted on.
-        stop: asked at every launch: whether this worker wants all to stop.
-        stop_agreed: whether some worker wanted to, at the last step; the same on all of them.
-        stream_ends: asked at every launch: whether this worker's stream ends with the step.
-        stream_ended: whether some worker's did, with the last step; the same on all of them.
-        abstentions: buckets that some worker has left to the others because of NaN or Inf, each
-            worker counted, since the beginning.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
-        members: Callable[[Sequence[nn.Parameter]], list[Member]],
-        channel: Channel,
-        settings: LionSettings,
-        node: Channel | None = None,
-        others: Channel | None = None,
-        bucket_numel: int | None = None,
-    ) -> None:
-        self.settings, self.channel, self.node = settings, channel, node
-        self._others = others
-        shards = channel.size * (node.size if node else 1)
-        self.buckets = split_into_buckets(parameters, shards, bucket_numel)
-
-        self.step = 0
-        self.stop: Callable[[], bool] = lambda: False
-        self.stop_agreed = False
-        self.stream_ends: Callable[[], bool] = lambda: False
-        self.stream_ended = False
-        self.abstentions = 0
-
-        self._members = members
-        self._background = Background(channel.ledger)
-        self._votes = [BucketVote(bucket, channel, settings, node) for bucket in self.buckets]
-        self._flights: list[BallotInFlight] = []
-        self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
-        self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._begun = (self.step, self._sent())
-
-    @property
-    def parameters(self) -> Set[nn.Parameter]:
-        """What is voted on."""
-        return self._bucket_of.keys()
-
-    # -- what is sent, and figures of it
-
-    @property
-    def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step without zeros and momentum sync, as formulas say."""
-        return sum(vote.bytes_by_tag.total() for vote in self._votes)
-
-    def cycle(self) -> tuple[Counter[str], int]:
-        """Return the bytes that this rank sends from one momentum sync to the next, and the steps.
-
-        By tag; as `bytes_per_step` says, by the ledger's formulas.
-        """
-        every = max(self.settings.momentum_sync_every, 1)
-        sent: Counter[str] = Counter()
-        for vote in self._votes:
-            for tag, num_bytes in vote.bytes_by_tag.items():
-                sent[tag] += every * num_bytes
-
-        if self.settings.momentum_sync_every:
-            members = (self._members(bucket.parameters) for bucket in self.buckets)
-            sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.channel, self.node) for m in members)
-        return sent, every
-
-    def shares(self) -> dict[str, float]:
-        """Return what the votes of the last step were like; see `vote_shares`."""
-        return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
-
-    def bits_per_parameter(self) -> dict[str, float]:
-        """Return what this rank has sent up and down, in bits per parameter and step."""
-        since, before = self._begun
-        voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
-        sent = self._sent() - before
-
-        names = {UP_TAG: "bits_up", DOWN_TAG: "bits_down"}
-        return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
-
-    def figures(self) -> dict[str, float]:
-        """Return what a log shows of the votes, by name; shares are those of the last step."""
-        abstentions = {"abstentions": float(self.abstentions)}
-        return {**self.shares(), **self.bits_per_parameter(), **abstentions}
-
-    # -- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what besides parameters and optimizer state an exact resume needs."""
-        return {"step": self.step, "abstentions": self.abstentions}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
-        self.step, self.abstentions = state["step"], state["abstentions"]
-        self._begun = (self.step, self._sent())
-
-    # -- a step
-
-    @contextmanager
-    def during_backward(self) -> Iterator[None]:
-        """Launch buckets as their gradients come, in a backward in the body: the step's last one.
-
-        Nothing may change the gradients between that backward and the step.
-        """
-        for parameter in self._bucket_of:
-            if parameter.requires_grad and parameter not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
-                self._hooks[parameter] = hook
-
-        self._awaited = [{p for p in b.parameters if p.requires_grad} for b in self.buckets]
-        try:
-            yield
-        finally:
-            self._awaited = []
-
-    def run_step(self) -> None:
-        """Take the step that the gradients of all workers ask for.
-
-        Raises:
-            RuntimeError: on all workers alike: a gradient is not finite and the setting is "raise",
-                or the workers' parameters or hyperparameters differ. Nothing has been changed.
-        """
-        while len(self._flights) < len(self.buckets):
-            self._launch(len(self._flights))
-        flights, self._flights = self._flights, []
-        for vote, flight in zip(self._votes, flights, strict=True):
-            vote.check_gradients(flight)
-
-        results = [vote.land(flight) for vote, flight in zip(self._votes, flights, strict=True)]
-        summaries = [result.summary for result in results]
-        raises = self.settings.nonfinite == "raise"
-        refused = any(summary.refuses(raises) for summary in summaries)
-        stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
-        self.stop_agreed, self.stream_ended, refused = self._heard([stop, ended, refused])
-        if refused:
-            here = raises, self.channel, self.node
-            raise refusal(self.step + 1, self.buckets, results, self._members, *here)
-
-        for vote, flight, result in zip(self._votes, flights, results, strict=True):
-            vote.apply(self._members(vote.bucket.parameters), flight, result)
-            self.abstentions += len(result.summary.abstaining)
-        self.step += 1
-
-        every = self.settings.momentum_sync_every
-        if every and self.step % every == 0:
-            for bucket in self.buckets:
-                average_momenta(self._members(bucket.parameters), self.channel, self.node)
-
-    def close(self) -> None:
-        """Let parameters and thread go."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
-        self._background.close()
-
-    # -- inside
-
-    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
-        if not self._awaited:  # a backward that is not the step's last, or votes wait for the step
-            return
-        self._awaited[self._bucket_of[parameter]].discard(parameter)
-        while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
-            self._launch(len(self._flights))
-
-    def _launch(self, index: int) -> None:
-        members = self._members(self.buckets[index].parameters)
-        flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
-        flight = self._votes[index].launch(members, self.step, flags, self._background)
-        self._flights.append(flight)
-
-    def _sent(self) -> Counter[str]:
-        sent = self.channel.ledger.bytes_by_tag
-        return Counter({tag: sent[tag] for tag in (UP_TAG, DOWN_TAG)})
-
-    def _heard(self, flags: list[bool]) -> list[bool]:
-        """Return which flags some rank with a part of this worker's parameters has set."""
-        if self._others is None or self._others.size == 1:
-            return flags
-        mine = torch.tensor(flags, dtype=torch.uint8, device=self._others.device)
-        return self._others.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()

@@ -1,4 +1,4 @@
-"""What one worker does alone: its ballot before the vote, its step after it.
+"""What one worker computes alone: its ballot before the vote, its step after it.
 
     c <- b1 m + (1 - b1) g       the direction, with the old momentum; its sign is the vote
     m <- b2 m + (1 - b2) g       from the worker's own gradient
@@ -6,11 +6,10 @@
 
 In fp32 (fp64 for fp64 parameters), whatever gradients and parameters are, and every operation
 rounds once: no fused multiply-add, so that the result does not depend on device or layout. On a CPU
-the work goes in chunks that stay in its cache.
+the work is done in chunks that stay in its cache.
 
-The mean of the workers' momenta; without it they stay private and drift apart.
-
-After arXiv:2411.16462.
+Momenta are never sent and drift apart, unless they are averaged from time to time
+(`average_momenta`, after arXiv:2411.16462).
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
+from lightning_commfree.comm.exchange import Route
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
@@ -47,11 +47,11 @@ class Member(NamedTuple):
 
 
 def fill_state(state: State, held: Tensor) -> State:
-    """Return a parameter's state, with what it lacks made.
+    """Create the parts of a parameter's state that are missing, and return it.
 
     Args:
         state: empty before the first step.
-        held: what this rank holds of the parameter.
+        held: the parameter, or this rank's shard of it.
     """
     exact = torch.promote_types(held.dtype, torch.float32)
     like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
@@ -63,18 +63,20 @@ def fill_state(state: State, held: Tensor) -> State:
 
 
 def keep_exact(state: State, saved: State, device: torch.device) -> None:
-    """Take a saved state's tensors as they are, in their dtypes."""
+    """Copy a saved state's tensors in their own dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
             state[key] = own(value).to(device, copy=True)
 
 
 def follow_values(state: State, held: Tensor) -> None:
-    """Let a master copy take every value that the parameter does not have from it.
+    """Update a master copy where the parameter has been written to.
+
+    Values of the parameter that are still the rounded ones of the master are left.
 
     Args:
         state: of the parameter.
-        held: what this rank holds of it.
+        held: the parameter, or this rank's shard of it.
     """
     master = state.get("master")
     if master is not None:
@@ -83,7 +85,7 @@ def follow_values(state: State, held: Tensor) -> None:
 
 
 def hyperparameters(members: list[Member]) -> list[str]:
-    """Return what workers must have alike, in words, of every group once."""
+    """Return the hyperparameters that must be equal on all workers, as text, once a group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
@@ -95,7 +97,7 @@ def hyperparameters(members: list[Member]) -> list[str]:
 def cast_ballot(
     bucket: Bucket, members: list[Member], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
-    """Write a worker's ballot on one bucket; nothing of the worker's state changes.
+    """Write a worker's ballot on one bucket; the worker's state does not change.
 
     Args:
         bucket: what is voted on.
@@ -142,7 +144,7 @@ def cast_ballot(
 
 
 class _Signs:
-    """Signs of directions, and how many there are, in few passes over a chunk.
+    """Signs of directions, in few passes over a chunk.
 
     Attributes:
         voters: how many directions were not 0, int64.
@@ -196,8 +198,8 @@ def take_step(
         bucket: what was voted on.
         members: the bucket's parameters, in its order.
         delta: on the parameters' device.
-        moved: per parameter: some worker has a gradient. Without one it stays as it is.
-        abstained: this worker left the bucket to the others; its momenta stay clean.
+        moved: per parameter: some worker has a gradient. Otherwise it stays as it is.
+        abstained: this worker left the bucket to the others; its momenta stay finite.
     """
     for start, member, moves in zip(bucket.starts, members, moved, strict=True):
         if moves:
@@ -277,27 +279,25 @@ def _chunk_size(values: Tensor) -> int:
 TAG = "momentum"
 
 
-def average_momenta(
-    members: Sequence[Member], channel: Channel, node: Channel | None = None
-) -> None:
+def average_momenta(members: Sequence[Member], view: View, node: Channel | None = None) -> None:
     """Replace the momenta of some parameters by their mean over the workers; blocks.
 
-    Every worker averages one shard, in the order of the workers, and sends it to all: as many bytes
-    as a ring all-reduce, and the same bits on all workers.
+    Always in two phases: every worker averages one shard, in the order of the workers, and sends it
+    to all. That is as many bytes as a ring all-reduce, and the same bits on all workers.
 
     Args:
         members: the parameters; the same on all workers.
-        channel: to the other workers: CPU tensors.
-        node: to the ranks that form one worker with this one and share its momenta; each averages
+        view: the workers; their channel carries CPU tensors.
+        node: channel between the ranks that form one worker and share its momenta; each averages
             its part.
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
-    values = torch.cat([momentum.to(channel.device) for momentum in momenta])
+    values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
 
     parts, mine = (node.size, node.rank) if node else (1, 0)
-    shards = channel.size * parts
-    padded = pad(values, (0, -values.numel() % shards)).view(parts, channel.size, -1)
-    mean = _mean(padded[mine], channel)
+    shards = view.size * parts
+    padded = pad(values, (0, -values.numel() % shards)).view(parts, view.size, -1)
+    mean = _mean(padded[mine], view)
     if node is not None:
         mean = node.all_gather(mean.to(node.device), TAG).wait()
 
@@ -307,14 +307,14 @@ def average_momenta(
         momentum.copy_(new)
 
 
-def momentum_bytes(members: Sequence[Member], channel: Channel, node: Channel | None = None) -> int:
+def momentum_bytes(members: Sequence[Member], view: View, node: Channel | None = None) -> int:
     """Return the bytes that this rank sends to other workers in `average_momenta`."""
     parts = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)
     widest = max(member.state["momentum"].element_size() for member in members)
-    shard_bytes = -(-numel // (channel.size * parts)) * widest
-    up_bytes = all_to_all_bytes(channel.size * shard_bytes, channel.size)
-    return up_bytes + all_gather_bytes(shard_bytes, channel.size)
+    shard_bytes = -(-numel // (view.size * parts)) * widest
+    route = Route(view, two_phase=True)
+    return route.bytes_up(shard_bytes) + route.bytes_down(shard_bytes)
 
 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -328,15 +328,15 @@ def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]) -> None:
-    """See that what a saved optimizer state has of parameters are momenta for them.
+    """Check that a saved state holds a momentum of the right shape and dtype per parameter.
 
     Args:
-        state: of a `DistributedLion.state_dict()`, by the parameter's number. It has nothing of
-            parameters with which no step has been taken.
+        state: of a `DistributedLion.state_dict()`, by the parameter's number. Parameters without a
+            step have none.
         parameters: that it is to be loaded for, by their numbers.
 
     Raises:
-        ValueError: one is something else, or of another shape or dtype.
+        ValueError: one has something else.
     """
     for index, parameter in parameters.items():
         own = state.get(index)
@@ -361,10 +361,11 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
         )
 
 
-def _mean(values_WS: Tensor, channel: Channel) -> Tensor:
+def _mean(values_WS: Tensor, view: View) -> Tensor:
     """Return the mean of all workers' values, shape (W * S,)."""
-    rows = channel.all_to_all(values_WS, TAG).wait()
+    route = Route(view, two_phase=True)
+    rows = route.up(values_WS, TAG).wait()
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
-    return channel.all_gather(total / channel.size, TAG).wait().flatten()
+    return route.down(total / view.size, TAG).wait().flatten()

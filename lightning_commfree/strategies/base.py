@@ -35,6 +35,7 @@ from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, reading_whole
 from lightning_commfree.strategies.checks import check_ddp_kwargs, present
+from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
@@ -154,7 +155,7 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
-        clock = self.session_type.clock_for(self.module)
+        clock = clock_for(self.module)
         stopping = Stopping(trainer, self.ranks, clock, self.patches)
         super().setup(trainer)
         self.inside.begin(self.optimizers)

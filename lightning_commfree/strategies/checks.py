@@ -82,11 +82,6 @@ REPLICAS = {
         " and masks that each replica makes of its own local weights"
     ),
 }
-EAGER = {
-    "WeightAveraging": (
-        "with `overlap_steps='eager'` the outer weights, which it averages, differ between replicas"
-    )
-}
 PARTS = {
     **dict.fromkeys(_AVERAGES, _OF_PARTS),
     "ModelPruning": (

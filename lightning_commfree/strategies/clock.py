@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -70,3 +71,8 @@ class PerBatch(Clock):
         stepped, self._stepped = self._stepped, False
         self.steps += stepped
         return stepped
+
+
+def clock_for(module: pl.LightningModule) -> Clock:
+    """Return what counts as a step of this module's fit."""
+    return PerOptimizerStep() if module.automatic_optimization else PerBatch()

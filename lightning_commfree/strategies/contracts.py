@@ -251,8 +251,8 @@ class LocalUpdates(Between, Protocol):
     def refuse_to_save(self, world: Channel) -> None:
         """Raise, on all ranks, if a checkpoint would hold useless weights."""
 
-    def follow_hooks(self) -> None:
-        """Accept, after `finish`, what hooks have written to tensors that are not trained."""
+    def average_moved(self) -> None:
+        """Average frozen weights that hooks have moved apart, before a validation; collective."""
 
 
 class EveryStep(Between, Protocol):

@@ -21,7 +21,6 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
 from lightning_commfree.lightning_internals import Patches, add_to_rows
-from lightning_commfree.strategies.clock import Clock, PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
@@ -72,12 +71,6 @@ class FitSession(Generic[B]):
         traffic = Traffic.of(numel, ranks.size, *between.cycle())
         self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
-
-    @classmethod
-    def clock_for(cls, module: pl.LightningModule) -> Clock:
-        """Return what counts as a step of this module's fit."""
-        del module
-        return PerOptimizerStep()
 
     def begin(self, resumed: bool) -> None:
         """Begin to train with the next batch; hooks may have written to the weights.

@@ -27,7 +27,6 @@ from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.model.replication import common_start
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
 from lightning_commfree.resume.rank_files import copied
-from lightning_commfree.strategies.clock import Clock, PerBatch
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -60,13 +59,6 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def finished(self) -> bool:
         """Whether the algorithm has finished after its latest step."""
         return self._finished_at == self.between.step
-
-    @override
-    @classmethod
-    def clock_for(cls, module: pl.LightningModule) -> Clock:
-        if module.automatic_optimization:
-            return super().clock_for(module)
-        return PerBatch()
 
     @override
     def steps_before(self) -> int:
@@ -110,6 +102,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             raise RuntimeError(
                 f"Parameters were written to after the last step of the fit. {ADVICE}"
             )
+        if self._trains and not self.finished:
+            self.between.average_moved()
         with self._ranks.explaining():
             self._swap.put_in(self._shown())
 
@@ -164,11 +158,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         if stopped_by_hand(self._module):
             yield True
             return
-        if self._trains and not self._saves_under_scores:
-            if self._stopping.no_step_follows():
-                self._finish()
-            if self.finished:
-                self.between.follow_hooks()
+        if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():
+            self._finish()
         with self._ranks.explaining():
             self.between.wait_in_flight()
             shown = self._shown()

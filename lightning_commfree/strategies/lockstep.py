@@ -27,6 +27,12 @@ class LockstepSession(FitSession[EveryStep]):
         super().begin(resumed)
 
     @override
+    def batch_begins(self) -> None:
+        # a stream may end with a batch in which no optimizer steps, so no vote can say it
+        channel = self._world if self.clock.spans_batch else self._channels.within
+        self._stopping.share_last_batch(channel)
+
+    @override
     def after_step(self) -> None:
         if self.between.stream_ended:
             self._stopping.end_epoch()

@@ -10,19 +10,19 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
+    Codec,
     DiLoCoSettings,
-    EagerDiLoCo,
     OuterOptimizerFactory,
     StreamingDiLoCo,
     default_outer_optimizer,
-    foretold,
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
-from lightning_commfree.strategies.checks import EAGER, REPLICAS, refuse_callbacks
+from lightning_commfree.strategies.checks import REPLICAS, refuse_callbacks
 from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
 
 
@@ -42,9 +42,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     replica's own; per epoch it means all ranks.
 
     Frozen parameters are never sent. Parameters that a callback thaws between two steps
-    (`BackboneFinetuning`) become a fragment of their own, and so do frozen ones that hooks move
-    apart on the replicas (the teacher of BYOL or DINO), which are averaged; the forecast
-    `traffic()` does not know of them.
+    (`BackboneFinetuning`) become a fragment of their own. Frozen ones that hooks move apart on the
+    replicas (the teacher of BYOL or DINO) are averaged at validations and at the end of `fit`. The
+    forecast `traffic()` does not know of either.
 
     Args:
         sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
@@ -54,12 +54,11 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         fragment_pattern: "strided" (block i to fragment i mod P), "sequential" (consecutive blocks)
             or "balanced" (tensors, equal bytes; for models without blocks).
         overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
-            in flight. At most 5 is advised. "eager" hides a whole cycle (arXiv:2502.12996): the
-            mean of the previous cycle, with this replica's own part brought up to date; the outer
-            weights then differ between replicas until `fit` ends, and rank 0's are saved.
+            in flight. At most 5 is advised.
         mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
             1 ignores them.
-        wire_dtype: what travels; see `lightning_commfree.diloco.codec`.
+        wire_dtype: how outer gradients are rounded for the wire: a name, or a codec of your own;
+            see `lightning_commfree.diloco.codec`.
         outer_optimizer: factory, from a list of fp32 parameters to a `torch.optim.Optimizer`; None
             for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
             and a learning-rate scheduler, stepped with every landing of its fragment. With
@@ -78,7 +77,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         evaluate: what a validation, and the checkpoints written for it, hold. "outer": the outer
             weights, which until a fragment's first landing are the initial ones, and later up to
             `sync_every` steps old. "mean": the plain mean of the replicas' local weights, exchanged
-            for it (N/2 bytes in fp4; 4N with eager updates): early stopping and best checkpoints
+            for it (N/2 bytes in fp4): early stopping and best checkpoints
             then mean something in short runs. A checkpoint without a validation at its step takes
             an exchange of its own. Nothing is trained on it: the fit goes the same way.
         check_drift_every: cycles from one comparison of the replicas' global copies to the next,
@@ -108,9 +107,9 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         sync_every: int = 100,
         num_fragments: int | None = None,
         fragment_pattern: str = "strided",
-        overlap_steps: int | str = 1,
+        overlap_steps: int = 1,
         mix: float = 0.5,
-        wire_dtype: str = "fp4",
+        wire_dtype: str | Codec = "fp4",
         outer_optimizer: OuterOptimizerFactory | None = None,
         replica_size: int = 1,
         inside: str | FSDPSettings | DominoSettings = "ddp",
@@ -171,14 +170,11 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
-        eager = EAGER if self.settings.eager else {}
-        refuse_callbacks(trainer, type(self).__name__, {**REPLICAS, **eager})
-        algorithm = EagerDiLoCo if self.settings.eager else StreamingDiLoCo
+        refuse_callbacks(trainer, type(self).__name__, REPLICAS)
         how = self.settings.num_fragments, self.settings.fragment_pattern
         fragments = split_into_fragments(self.module, *how)
-        between, replica = self.channels.between, self.channels.within
-        within = replica if replica.size > 1 else None
-        self._diloco = algorithm(self.module, fragments, self.settings, between, within)
+        replicas, within = FixedMembership(self.channels.between), self.channels.within
+        self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
         self._diloco.optimizers = self.optimizers
         return self._diloco
 
@@ -187,7 +183,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         super().on_train_start()
         if self._diloco is not None:
             steps = steps_to_come(self.module.trainer)
-            for text, warns in foretold(self._diloco, self.module, steps):
+            for text, warns in self._diloco.startup_messages(steps):
                 rank_zero_warn(text) if warns else rank_zero_info(text)
 
     @override

@@ -23,6 +23,7 @@ from benchmarks.last_round.simulated import SimulatedDiLoCo, take_steps, train
 from benchmarks.quality.grid import Run, Size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
     StreamingDiLoCo,
@@ -84,7 +85,7 @@ def real_rank(rank: int, size: int, config: dict[str, Any]) -> dict[str, Weights
     settings = settings_of(config)
     fragments = split_into_fragments(module, None, settings.fragment_pattern)
     channel = Channel(range(size), rank, Ledger(), dist.group.WORLD)
-    diloco = StreamingDiLoCo(module, fragments, settings, channel)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
     for batch in batches(data, STEPS):
         take_steps([module], [made], batch, config["trainer"]["gradient_clip_val"])
         diloco.after_step()

@@ -10,7 +10,7 @@ import torch
 from benchmarks.sync_cost import __main__ as sync_cost
 from benchmarks.sync_cost.job import SyncJob
 from lightning_commfree.comm.ledger import all_gather_bytes
-from lightning_commfree.diloco import WIRE_FORMATS
+from lightning_commfree.diloco import CODECS
 
 NUMEL, MEMORY_NUMEL = 200_000, 2**22
 MOST_OVERHEAD = 100  # bytes of the header, and of padding to multiples of 8
@@ -37,7 +37,7 @@ def test_ledger_prediction_and_interface_agree(page: str) -> None:
     """Each of two replicas sends its payload and a header."""
     sent, per_parameter, predicted, crossed, ratio, *_ = row_of(page, 2)
     assert sent == predicted
-    payload = WIRE_FORMATS["fp4"].num_bytes(NUMEL)
+    payload = CODECS["fp4"].num_bytes(NUMEL)
     overhead = int(sent) - all_gather_bytes(payload, 2)
     assert 0 < overhead <= MOST_OVERHEAD
     assert float(per_parameter) == pytest.approx(int(sent) / NUMEL, abs=1e-4)

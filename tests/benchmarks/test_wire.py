@@ -11,8 +11,8 @@ from torch import Tensor
 from benchmarks.wire import __main__ as wire
 from benchmarks.wire import errors as of_wire
 from benchmarks.wire.errors import SCALES, Error, e3m0, grid_errors, wire_errors
-from lightning_commfree.diloco import WIRE_FORMATS
-from lightning_commfree.diloco.codec import BLOCK, decode
+from lightning_commfree.diloco import CODECS
+from lightning_commfree.diloco.codec import BLOCK, decode_all
 
 TOY = [
     "--sync-every=2",
@@ -29,9 +29,9 @@ TOY = [
 
 
 def fp4(values: Tensor) -> Tensor:
-    payload = torch.empty(WIRE_FORMATS["fp4"].num_bytes(values.numel()), dtype=torch.uint8)
-    WIRE_FORMATS["fp4"].encode(values, out=payload)
-    return decode(WIRE_FORMATS["fp4"], payload, torch.empty_like(values))
+    payload = torch.empty(CODECS["fp4"].num_bytes(values.numel()), dtype=torch.uint8)
+    CODECS["fp4"].encode(values, out=payload)
+    return decode_all(CODECS["fp4"], payload, torch.empty_like(values))
 
 
 def test_the_page_has_every_format_block_and_operation(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_the_page_has_every_format_block_and_operation(tmp_path: Path) -> None:
     text = page.read_text()
     assert "- command: `python -m benchmarks.wire --sync-every=2" in text
     assert "2 outer gradients of 2 fragments" in text
-    for name in WIRE_FORMATS:
+    for name in CODECS:
         assert f"\n| {name} | " in text
     for name in wire.TIMED:
         assert f"\n| {name} decode | " in text
@@ -62,7 +62,7 @@ def test_the_chosen_variant_equals_the_format_bit_for_bit() -> None:
 
 def test_an_error_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """3 becomes 4 and 0.01 zero: an error of sqrt(1 + 1e-4) in a norm of sqrt(25 + 1e-4)."""
-    monkeypatch.setattr(of_wire, "WIRE_FORMATS", {"fp4": WIRE_FORMATS["fp4"]})
+    monkeypatch.setattr(of_wire, "CODECS", {"fp4": CODECS["fp4"]})
     error = wire_errors([torch.tensor([4.0, 3.0, 0.0]), torch.tensor([0.01])])["fp4"]
     assert error.zeroed == 0.0, "as the only value of its fragment, 0.01 determines the scale"
     error = wire_errors([torch.tensor([4.0, 3.0, 0.0, 0.01])])["fp4"]

@@ -9,22 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership, View
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
-    EagerDiLoCo,
     Fragment,
     OuterFragment,
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import (
-    GatheredFragmentExchange,
-    ShardedFragmentExchange,
-    cheaper_fragment_exchange,
-)
+from lightning_commfree.diloco.exchange import cheaper_exchange
 from tests.diloco.training import DEFAULTS, NESTEROV, alone, world
 from tests.world import run_ranks
 
@@ -54,14 +48,13 @@ def mean_of_variances(size: int, step: int) -> Tensor:
     return mean / size
 
 
-def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> Any:
+def train(rank: int, size: int, wire_dtype: str) -> Any:
     module = Normed()
     changes = {"sync_every": H, "num_fragments": 1, "wire_dtype": wire_dtype}
-    settings = DiLoCoSettings(**{**DEFAULTS, **changes, "overlap_steps": overlap_steps})
-    algorithm = EagerDiLoCo if overlap_steps == "eager" else StreamingDiLoCo
+    settings = DiLoCoSettings(**{**DEFAULTS, **changes, "overlap_steps": 1})
     channel = world(rank, size)
     fragments = split_into_fragments(module, 1, "strided")
-    diloco = algorithm(module, fragments, settings, channel)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
     seen = []
     for step in range(1, LAST + 1):
         with torch.no_grad():
@@ -74,21 +67,19 @@ def train(rank: int, size: int, wire_dtype: str, overlap_steps: int | str) -> An
         seen[-1] = seen[-1], local
     diloco.finish()
     seen.append((module.norm.running_var.clone(), module.wide.weight.detach().clone()))
-    way = type(diloco._transfers.exchanges[0])
+    way = diloco._exchanges[0].route.two_phase
     diloco.close()
     channel.close()
     return way, seen
 
 
-@pytest.mark.parametrize(
-    ("size", "way"), [(2, GatheredFragmentExchange), (3, ShardedFragmentExchange)]
-)
+@pytest.mark.parametrize(("size", "two_phase"), [(2, False), (3, True)])
 @pytest.mark.parametrize("wire_dtype", ["fp4", "int8", "fp32"])
 def test_the_outer_statistics_are_the_replicas_mean(
-    wire_dtype: str, size: int, way: type, tmp_path: Path
+    wire_dtype: str, size: int, two_phase: bool, tmp_path: Path
 ) -> None:
-    for rank, (got_way, seen) in enumerate(run_ranks(train, size, tmp_path, wire_dtype, 1)):
-        assert got_way is way
+    for rank, (got_way, seen) in enumerate(run_ranks(train, size, tmp_path, wire_dtype)):
+        assert got_way is two_phase
         for step, (outer, local) in enumerate(seen[:-1], 1):
             launched = (step - 1) // H * H  # what has landed left one step before
             expected = mean_of_variances(size, launched) if launched else torch.ones(CHANNELS)
@@ -97,21 +88,6 @@ def test_the_outer_statistics_are_the_replicas_mean(
             landed_now = launched and step == launched + 1
             assert torch.equal(local, merged if landed_now else variances(rank, step))
         assert torch.equal(seen[-1][0], mean_of_variances(size, LAST))
-
-
-@pytest.mark.parametrize("wire_dtype", ["fp4", "fp32"])
-def test_eager_updates_take_the_mean_of_a_cycle_ago(wire_dtype: str, tmp_path: Path) -> None:
-    ranks = run_ranks(train, 2, tmp_path, wire_dtype, "eager")
-    for rank, (_, seen) in enumerate(ranks):
-        for step, (outer, local) in enumerate(seen[:-1], 1):
-            arrived = step // H * H - H
-            expected = mean_of_variances(2, arrived) if arrived > 0 else torch.ones(CHANNELS)
-            assert torch.equal(outer, expected), (rank, step)
-            arrives = arrived > 0 and step % H == 0
-            merged = torch.lerp(variances(rank, step), expected, 0.5)
-            assert torch.equal(local, merged if arrives else variances(rank, step)), (rank, step)
-        assert torch.equal(seen[-1][0], mean_of_variances(2, LAST))
-    assert torch.equal(ranks[0][1][-1][1], ranks[1][1][-1][1]), "the weights are equal too"
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -127,7 +103,9 @@ def average_constants(rank: int, size: int) -> Tensor:
     changes = {"sync_every": 2, "overlap_steps": 0, "wire_dtype": "fp4", "mix": 0.0}
     settings = DiLoCoSettings(**{**DEFAULTS, **changes})
     channel = world(rank, size)
-    diloco = StreamingDiLoCo(module, split_into_fragments(module, 1, "strided"), settings, channel)
+    diloco = StreamingDiLoCo(
+        module, split_into_fragments(module, 1, "strided"), settings, FixedMembership(channel)
+    )
     for _ in range(6):
         diloco.after_step()
     diloco.close()
@@ -139,12 +117,9 @@ def test_buffers_cost_four_bytes_each_and_models_without_them_nothing() -> None:
     channel = alone()
     for size in (2, 8):
         channel.size = size  # the formulas ask for nothing else
-        for name, wire in WIRE_FORMATS.items():
-            place = channel, Background(Ledger()), wire, 100_000
-            without, with_some = (
-                cheaper_fragment_exchange(*place),
-                cheaper_fragment_exchange(*place, 2 * 512),
-            )
+        for name, wire in CODECS.items():
+            place = View.of(channel), wire, 100_000
+            without, with_some = cheaper_exchange(*place), cheaper_exchange(*place, 2 * 512)
             assert with_some.num_bytes - without.num_bytes == pytest.approx(
                 (4 * 1024 * (1 if size == 2 else 2 * 7 / 8)), abs=16 * size
             ), (size, name)

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest, thorough_digest
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
-    EagerDiLoCo,
     OuterFragment,
     StreamingDiLoCo,
     exchange,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import BLOCK, decode, warm_up
+from lightning_commfree.diloco.codec import BLOCK, decode_all, warm_up
 from lightning_commfree.diloco.exchange import (
-    GatheredFragmentExchange,
     HeaderSummary,
-    ShardedFragmentExchange,
 )
 from lightning_commfree.diloco.nonfinite import is_nonfinite
 from tests.cuda_seams import memory, no_compiled_loops, tasks_at_once
@@ -72,8 +70,8 @@ SHARDS = {Question("thread", "diloco/exchange.py headers", "copy down")}
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {
     Question("start", "diloco/outer.py _moved", "copy down"),
-    Question("after step", "diloco/outer.py whole", "copy up"),
-    Question("finish", "diloco/outer.py whole", "copy up"),
+    Question("after step", "diloco/outer.py unflatten", "copy up"),
+    Question("finish", "diloco/outer.py unflatten", "copy up"),
     Question("finish", "diloco/outer.py take_local", "copy down"),
 }
 
@@ -146,17 +144,18 @@ class Training:
     def _start(self, **changes: Any) -> None:
         settings = DiLoCoSettings(**{**DEFAULTS, "sync_every": 2, "num_fragments": 3, **changes})
         fragments = split_into_fragments(self.module, 3, "strided")
-        kind = EagerDiLoCo if settings.eager else StreamingDiLoCo
         with self.walk.during("start"):
-            self.diloco = kind(self.module, fragments, settings, self.channel)
+            self.diloco = StreamingDiLoCo(
+                self.module, fragments, settings, FixedMembership(self.channel)
+            )
 
-    def ways(self) -> set[type]:
-        return {type(way) for way in self.diloco._transfers.exchanges}
+    def two_phase(self) -> set[bool]:
+        return {exchange.route.two_phase for exchange in self.diloco._exchanges}
 
 
 @pytest.mark.parametrize("channel", [CUDA, CPU], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire_dtype", list(CODECS))
 def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
     monkeypatch: pytest.MonkeyPatch, wire_dtype: str, size: int, channel: torch.device
 ) -> None:
@@ -168,7 +167,7 @@ def test_a_launch_waits_for_nothing_and_a_landing_for_what_the_list_names(
     assert asked == here("after step") | here("finish") | shards
 
     assert set(training.diloco.landings) == {0, 1, 2}
-    assert (ShardedFragmentExchange in training.ways()) == (size == 3)
+    assert (True in training.two_phase()) == (size == 3)
     assert all(is_walked(p) for p in training.module.parameters())
     assert all(is_walked(f.global_copy) for f in training.diloco.fragments)
 
@@ -189,12 +188,7 @@ def test_gathers_beside_shards_leave_from_the_device(monkeypatch: pytest.MonkeyP
     training = Training(monkeypatch, 3, CUDA)
     training.module.blocks[1] = nn.Linear(WIDTH, WIDTH, bias=False)
     training.run()
-    assert training.ways() == {GatheredFragmentExchange, ShardedFragmentExchange}
-
-
-def test_eager_updates_wait_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Training(monkeypatch, 2, CUDA).run(overlap_steps="eager", wire_dtype="fp4")
-    assert asked == on_device("after step") | on_device("finish")
+    assert training.two_phase() == {False, True}
 
 
 def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,14 +218,14 @@ def test_who_abstains_looks_for_what_is_not_finite(
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK, 5 * BLOCK + 3])
-@pytest.mark.parametrize("name", list(WIRE_FORMATS))
+@pytest.mark.parametrize("name", list(CODECS))
 def test_codes_are_made_and_read_on_the_device(name: str, numel: int) -> None:
-    wire = WIRE_FORMATS[name]
+    wire = CODECS[name]
     with CudaWalk() as walk:
         warm_up(wire, CUDA)
         payload = torch.empty(wire.num_bytes(numel), dtype=torch.uint8, device=CUDA)
         wire.encode(torch.empty(numel, device=CUDA), payload)
-        assert is_walked(decode(wire, payload, torch.empty(numel, device=CUDA)))
+        assert is_walked(decode_all(wire, payload, torch.empty(numel, device=CUDA)))
     assert walk.questions == []
 
 

@@ -12,10 +12,10 @@ import torch
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import DATA, REPLICA, replica_mesh
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
-    EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
@@ -88,7 +88,7 @@ def test_a_fit_ends_with_the_plain_mean_of_the_local_weights(
         assert moved > 2 * coarse, "the replicas were apart"
 
 
-@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire_dtype", list(CODECS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_replica_alone_ends_with_its_local_weights(wire_dtype: str, dtype: torch.dtype) -> None:
     before, once, twice, _ = finish_twice(0, 1, {"wire_dtype": wire_dtype}, dtype)
@@ -136,19 +136,16 @@ def test_training_may_go_on_after_finish() -> None:
     assert [now - before for before, now in zip(landings, later, strict=True)] == [2, 2]
 
 
-def finish_in_pairs(rank: int, size: int, replica_size: int, overlap_steps: int | str) -> Any:
+def finish_in_pairs(rank: int, size: int, replica_size: int) -> Any:
     """Replicas of several ranks; return the weights before and after `finish`, and a buffer."""
     mesh = replica_mesh(size, replica_size)
     between = Channel.open(mesh.groups(REPLICA), rank, Ledger())
     inside = Channel.open(mesh.groups(DATA), rank, Ledger())
     module = Net()
     module.register_buffer("mean", torch.zeros(3))
-    settings = DiLoCoSettings(
-        **{**DEFAULTS, "replica_size": replica_size, "overlap_steps": overlap_steps}
-    )
-    algorithm = EagerDiLoCo if settings.eager else StreamingDiLoCo
+    settings = DiLoCoSettings(**{**DEFAULTS, "replica_size": replica_size})
     fragments = split_into_fragments(module, None, "strided")
-    diloco = algorithm(module, fragments, settings, between, inside)
+    diloco = StreamingDiLoCo(module, fragments, settings, FixedMembership(between), inside)
     optimizer = ADAMW(module.parameters())
     for step in range(1, 4):
         backward(module, rank // replica_size, step)
@@ -162,11 +159,8 @@ def finish_in_pairs(rank: int, size: int, replica_size: int, overlap_steps: int 
     return before, state_of(module), module.mean.tolist()
 
 
-@pytest.mark.parametrize("overlap_steps", [1, "eager"])
-def test_replicas_of_several_ranks_end_with_the_mean(
-    overlap_steps: int | str, tmp_path: Path
-) -> None:
-    ranks = run_ranks(finish_in_pairs, 4, tmp_path, 2, overlap_steps)
+def test_replicas_of_several_ranks_end_with_the_mean(tmp_path: Path) -> None:
+    ranks = run_ranks(finish_in_pairs, 4, tmp_path, 2)
     for _, after, buffer in ranks:
         assert buffer == ranks[0][2]
         assert_equal_states(after, ranks[0][1])
@@ -177,9 +171,7 @@ def test_replicas_of_several_ranks_end_with_the_mean(
 
 
 def test_one_replica_of_two_ranks_ends_with_its_local_weights(tmp_path: Path) -> None:
-    (before, after, buffer), (_, other, other_buffer) = run_ranks(
-        finish_in_pairs, 2, tmp_path, 2, 1
-    )
+    (before, after, buffer), (_, other, other_buffer) = run_ranks(finish_in_pairs, 2, tmp_path, 2)
     assert_equal_states(after, before)
     assert_equal_states(other, before)
     assert buffer == other_buffer, "every rank had one of its own"

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commfree.comm.background import Background
-from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.background import Background, Staging
+from lightning_commfree.comm.exchange import routes
+from lightning_commfree.comm.view import View
 from lightning_commfree.diloco import codec as wire_module
-from lightning_commfree.diloco.codec import BLOCK, WIRE_FORMATS
+from lightning_commfree.diloco.codec import BLOCK, CODECS
 from lightning_commfree.diloco.exchange import (
-    GatheredFragmentExchange,
+    FragmentExchange,
     Header,
-    ShardedFragmentExchange,
-    cheaper_fragment_exchange,
-    cheaper_fragment_exchanges,
+    cheaper_exchange,
+    fragment_exchanges,
 )
 from lightning_commfree.diloco.fragments import split_into_fragments
 from lightning_commfree.diloco.outer import OuterFragment
@@ -49,23 +49,29 @@ def exchange_both(rank: int, size: int, from_device: bool) -> Any:
         channel.device = torch.device("cpu", 0)
     background = Background(channel.ledger)
     outcomes = {}
-    for name, wire in WIRE_FORMATS.items():
-        ways = (
-            GatheredFragmentExchange(channel, background, wire, NUMEL),
-            ShardedFragmentExchange(channel, background, wire, NUMEL),
-        )
+    for name, wire in CODECS.items():
+        ways = [
+            FragmentExchange(route, wire, NUMEL, 0, background, Staging())
+            for route in routes(View.of(channel))
+        ]
         for way in ways:
             before = channel.ledger.bytes_sent
             header = Header(stop=rank == 1, step=7, digest=5 if name != "bf16" else 5 + rank)
             arrived = way.launch(gradient(rank), header).wait()
             sent = channel.ledger.bytes_sent - before
             arrival = way.read(arrived, torch.device("cpu"))
-            outcomes[name, type(way)] = arrival, arrival.cosine, arrival.norm, sent, way.num_bytes
-    outcomes["cheaper"] = type(cheaper_fragment_exchange(channel, background, wire, NUMEL))
+            outcomes[name, way.route.two_phase] = (
+                arrival,
+                arrival.cosine,
+                arrival.norm,
+                sent,
+                way.num_bytes,
+            )
+    outcomes["cheaper"] = cheaper_exchange(View.of(channel), wire, NUMEL).route.two_phase
     for other_step in ways:
         late = other_step.launch(gradient(rank), Header(False, 7 + rank, 0)).wait()
         read = other_step.read(late, torch.device("cpu"))
-        outcomes["late", type(other_step)] = read.stop, read.drifted, read.steps_differ
+        outcomes["late", other_step.route.two_phase] = read.stop, read.drifted, read.steps_differ
     background.close()
     channel.close()
     return outcomes
@@ -85,7 +91,7 @@ def test_means_flags_and_bytes(
     if piece is not None:
         monkeypatch.setattr(wire_module, "_CPU_CHUNK", piece)  # the ranks are forked
     ranks = run_ranks(exchange_both, size, tmp_path, from_device)
-    for name in WIRE_FORMATS:
+    for name in CODECS:
         sent = torch.stack([through(name)(gradient(rank)) for rank in range(size)])
         mean = torch.zeros(NUMEL)
         for row in sent:
@@ -94,8 +100,8 @@ def test_means_flags_and_bytes(
         units = sent / sent.norm(dim=1, keepdim=True)
         similar = ((units @ units.T).sum() - size) / (size * (size - 1))
         for way, expected in (
-            (GatheredFragmentExchange, mean),
-            (ShardedFragmentExchange, through(name)(mean)),
+            (False, mean),
+            (True, through(name)(mean)),
         ):
             for outcomes in ranks:
                 arrival, cosine, norm, num_bytes, foretold = outcomes[name, way]
@@ -107,21 +113,18 @@ def test_means_flags_and_bytes(
                 assert norm == pytest.approx(float(mean.norm()), rel=1e-5)
                 assert num_bytes == foretold
     for outcomes in ranks:
-        for way in (GatheredFragmentExchange, ShardedFragmentExchange):
+        for way in (False, True):
             assert outcomes["late", way] == (False, False, True)
-        assert outcomes["cheaper"] is (
-            GatheredFragmentExchange if size == 2 else ShardedFragmentExchange
-        )
+        assert outcomes["cheaper"] is (size > 2)
 
 
 def exchange_two_sizes(rank: int, size: int, late: int) -> Any:
     channel = world(rank, size)
     background = Background(channel.ledger)
     sizes = (NUMEL, 100)
-    ways = cheaper_fragment_exchanges(
-        channel, background, WIRE_FORMATS["fp32"], [(n, 0) for n in sizes]
-    )
-    assert [type(way) for way in ways] == [ShardedFragmentExchange, GatheredFragmentExchange]
+    every = [(n, 0) for n in sizes]
+    ways = fragment_exchanges(View.of(channel), CODECS["fp32"], every, background)
+    assert [way.route.two_phase for way in ways] == [True, False]
     if rank == late:
         background.submit(lambda: time.sleep(0.3), "late")
     sent = [gradient(rank)[:n] for n in sizes]
@@ -149,9 +152,9 @@ def test_small_fragments_are_gathered() -> None:
     """A shard is at least a block, so that padding would cost more than it saves."""
     channel = alone()
     channel.size = 8  # the formulas ask for nothing else
-    choose = partial(cheaper_fragment_exchange, channel, Background(Ledger()), WIRE_FORMATS["fp4"])
-    assert type(choose(100)) is GatheredFragmentExchange
-    assert type(choose(100_000)) is ShardedFragmentExchange
+    choose = partial(cheaper_exchange, View.of(channel), CODECS["fp4"])
+    assert not choose(100).route.two_phase
+    assert choose(100_000).route.two_phase
 
 
 def drifting(rank: int, size: int, every: int) -> str:

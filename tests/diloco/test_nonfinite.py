@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
-    EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import ShardedFragmentExchange
 from lightning_commfree.diloco.nonfinite import is_nonfinite, reset_nonfinite_state
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import (
@@ -42,8 +41,7 @@ Sick = Mapping[int, int]  # by replica: the step in which a gradient of its is N
 def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 3, "nonfinite": "abstain", **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    algorithm = EagerDiLoCo if settings.eager else StreamingDiLoCo
-    return algorithm(module, fragments, settings, channel)
+    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
 
 
 def inner_step(
@@ -163,28 +161,10 @@ def test_by_default_all_stop_and_it_is_named(tmp_path: Path) -> None:
         assert all(bool(copy.isfinite().all()) for copy in outcome.outer[-1]), "landed nowhere"
 
 
-@pytest.mark.parametrize("changes", [{}, {"overlap_steps": "eager"}])
-def test_where_nobody_is_left_all_stop(changes: dict[str, Any], tmp_path: Path) -> None:
-    for outcome in run_ranks(train, 2, tmp_path, {0: 6, 1: 5}, changes):
+def test_where_nobody_is_left_all_stop(tmp_path: Path) -> None:
+    for outcome in run_ranks(train, 2, tmp_path, {0: 6, 1: 5}, {}):
         assert "replica 0 (rank 0), replica 1 (rank 1)" in outcome.error
         assert "No replica is left whose weights are finite" in outcome.error
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_eager_updates_go_on_without_it(size: int, tmp_path: Path) -> None:
-    """At the launch: a cycle later, when the others learn of it, it is whole again."""
-    ranks = run_ranks(train, size, tmp_path, {1: 6}, {"overlap_steps": "eager"})
-    for rank, outcome in enumerate(ranks):
-        assert not outcome.error
-        for step, (states, copies) in enumerate(zip(outcome.local, outcome.outer, strict=True), 1):
-            if (rank, step) != (1, 6):
-                assert all(bool(tensor.isfinite().all()) for tensor in states.values()), step
-            assert all(bool(copy.isfinite().all()) for copy in copies), step
-        assert outcome.abstentions == {0: 0, 1: 0, 2: 1}
-        for name, tensor in ranks[0].local[-1].items():
-            assert torch.equal(outcome.local[-1][name], tensor), "all end with the same"
-    assert "after inner step 6" in ranks[1].told[0]
-    assert len(ranks[1].told) == 1
 
 
 # What of it is a mean, by shards too, with buffers
@@ -219,7 +199,7 @@ def average(rank: int, size: int, wire_dtype: str) -> Any:
         warnings.simplefilter("ignore")
         for _ in range(H + 1):
             diloco.after_step()
-    way = type(diloco._transfers.exchanges[0])
+    way = diloco._exchanges[0].route.two_phase
     diloco.close()
     channel.close()
     landing = diloco.landings[0]
@@ -230,7 +210,7 @@ def average(rank: int, size: int, wire_dtype: str) -> Any:
 def test_by_shards_too_the_mean_is_over_the_others(tmp_path: Path) -> None:
     ranks = run_ranks(average, 3, tmp_path, "fp4")
     for rank, (way, weights, buffers, landing, moved) in enumerate(ranks):
-        assert way is ShardedFragmentExchange
+        assert way, "in two phases"
         assert landing.abstentions == 1
         assert landing.cosine == pytest.approx(1.0)
         # a half, where rank 2 would have made it 5/3; the first Nesterov step of lr 0.7

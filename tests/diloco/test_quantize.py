@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.diloco import codec as wire_module
-from lightning_commfree.diloco.codec import BLOCK, chunks, num_blocks
+from lightning_commfree.diloco.codec import BLOCK, blocks_of, chunks, num_blocks
 from lightning_commfree.diloco.quantize import (
     decode_e3m0,
     decode_int8,
@@ -30,8 +30,9 @@ def e3m0_of(values: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(num_blocks(values.numel()), dtype=torch.uint8)
     codes = torch.full((values.numel(),), 0xA5, dtype=torch.uint8)
     for chunk in chunks(values.numel(), values.device):
-        part = encode_e3m0(values[chunk.values].view(chunk.shape), scales[chunk.blocks])
-        codes[chunk.values].copy_(part)
+        blocks, shape = blocks_of(chunk)
+        part = encode_e3m0(values[chunk].view(shape), scales[blocks])
+        codes[chunk].copy_(part)
     return codes, scales
 
 
@@ -39,8 +40,9 @@ def int8_of(values: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(values.numel(), dtype=torch.int8)
     scales = torch.empty(num_blocks(values.numel()))
     for chunk in chunks(values.numel(), values.device):
-        values_BV, codes_BV = (part[chunk.values].view(chunk.shape) for part in (values, codes))
-        encode_int8(values_BV, codes_BV, scales[chunk.blocks])
+        blocks, shape = blocks_of(chunk)
+        values_BV, codes_BV = (part[chunk].view(shape) for part in (values, codes))
+        encode_int8(values_BV, codes_BV, scales[blocks])
     return codes, scales
 
 
@@ -53,8 +55,9 @@ def through_e3m0(values: Tensor) -> Tensor:
     codes, scales = e3m0_of(values)
     decoded = torch.full_like(values, math.pi)
     for chunk in chunks(values.numel(), values.device):
-        out = decoded[chunk.values].view(chunk.shape)
-        decode_e3m0(partial(read_codes, codes[chunk.values]), scales[chunk.blocks], out)
+        blocks, shape = blocks_of(chunk)
+        out = decoded[chunk].view(shape)
+        decode_e3m0(partial(read_codes, codes[chunk]), scales[blocks], out)
     return decoded
 
 
@@ -62,8 +65,9 @@ def through_int8(values: Tensor) -> Tensor:
     codes, scales = int8_of(values)
     decoded = torch.full_like(values, math.pi)
     for chunk in chunks(values.numel(), values.device):
-        codes_BV, out = (part[chunk.values].view(chunk.shape) for part in (codes, decoded))
-        decode_int8(codes_BV, scales[chunk.blocks], out)
+        blocks, shape = blocks_of(chunk)
+        codes_BV, out = (part[chunk].view(shape) for part in (codes, decoded))
+        decode_int8(codes_BV, scales[blocks], out)
     return decoded
 
 

@@ -23,13 +23,13 @@ from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco import codec, quantize_numba, streaming
-from lightning_commfree.diloco.codec import BLOCK, Chunk, Fp4Format, Int8Format, decode, num_blocks
-from lightning_commfree.diloco.exchange import Header, MessageLayout
+from lightning_commfree.diloco.codec import BLOCK, Fp4Codec, Int8Codec, decode_all, num_blocks
+from lightning_commfree.diloco.exchange import FragmentMessage, Header
 
 CPU = torch.device("cpu")
 PAIRS = {
-    "int8": (Int8Format(), Int8Format(compiled=False)),
-    "fp4": (Fp4Format(), Fp4Format(compiled=False)),
+    "int8": (Int8Codec(), Int8Codec(compiled=False)),
+    "fp4": (Fp4Codec(), Fp4Codec(compiled=False)),
 }
 NUMELS = [
     0,
@@ -71,7 +71,7 @@ def kinds(numel: int) -> dict[str, Tensor]:
 
 def through(name: str, values: Tensor) -> Tensor:
     found, _ = payloads(name, values)
-    return decode(PAIRS[name][0], found, torch.empty_like(values))
+    return decode_all(PAIRS[name][0], found, torch.empty_like(values))
 
 
 def payloads(name: str, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ def check(name: str, values: Tensor) -> None:
     for part, other in zip(parts(name, values, found), parts(name, values, expected), strict=True):
         assert torch.equal(part, other)
     decoded = [
-        decode(reader, payload, torch.full_like(values, math.pi)).view(torch.int32)
+        decode_all(reader, payload, torch.full_like(values, math.pi)).view(torch.int32)
         for payload in (found, expected)
         for reader in PAIRS[name]
     ]
@@ -130,10 +130,12 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
 def test_every_loop_is_compiled_once() -> None:
     """For one type of arrays, whole and aligned: another one would be compiled in a landing."""
     for name, (compiled, _) in PAIRS.items():
-        layout = MessageLayout(compiled, numel=3 * BLOCK + 5, exact_floats=3)
+        layout = FragmentMessage(compiled, numel=3 * BLOCK + 5, num_buffers=3)
         values, header = torch.randn(3 * BLOCK + 5), Header(stop=False, step=1, digest=0)
-        messages = [layout.write(values, torch.ones(3), header) for _ in range(2)]
-        mean, _ = layout.average(torch.stack(messages))
+        messages = torch.empty(2, layout.num_bytes, dtype=torch.uint8)
+        for message in messages:
+            layout.write(message, header, values, torch.ones(3))
+        mean, _ = layout.average(messages)
         assert torch.equal(mean, through(name, values))
     for loop in (
         quantize_numba._encode_e3m0,
@@ -148,13 +150,13 @@ def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch
     warm: list[tuple[object, torch.device]] = []
     monkeypatch.setattr(streaming, "warm_up", lambda *args: warm.append(args))
     start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
-    assert warm == [(Fp4Format(), CPU)]
+    assert warm == [(Fp4Codec(), CPU)]
 
 
 @pytest.mark.parametrize("scale", [0, 1, 8, 9, 246, 247, 254, 255])
 def test_scales_that_no_encoder_writes_are_read_alike(scale: int) -> None:
     payload = torch.cat([torch.arange(BLOCK // 2), torch.tensor([scale])]).to(torch.uint8)
-    found, expected = (decode(reader, payload, torch.empty(BLOCK)) for reader in PAIRS["fp4"])
+    found, expected = (decode_all(reader, payload, torch.empty(BLOCK)) for reader in PAIRS["fp4"])
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
@@ -200,13 +202,12 @@ def test_a_chunk_may_begin_at_any_block() -> None:
     numel = 9 * BLOCK + 5
     values = torch.ldexp(torch.randn(numel), torch.arange(numel) // BLOCK)
     payload, _ = payloads("fp4", values)
-    whole = decode(PAIRS["fp4"][1], payload, torch.empty(numel))
+    whole = decode_all(PAIRS["fp4"][1], payload, torch.empty(numel))
     for first in range(num_blocks(numel)):
         for last in range(first + 1, num_blocks(numel) + 1):
             part = slice(first * BLOCK, min(last * BLOCK, numel))
             out = torch.full((part.stop - part.start + 2,), math.pi)
-            chunk = Chunk(part, slice(first, last))
-            PAIRS["fp4"][0].decode_chunk(payload, numel, chunk, out[1:-1])
+            PAIRS["fp4"][0].decode(payload, numel, part, out[1:-1])
             assert torch.equal(out[1:-1], whole[part])
             assert (out[[0, -1]] == torch.tensor(math.pi)).all()
 
@@ -224,7 +225,7 @@ def not_asked_yet() -> Iterator[None]:
         (
             ModuleNotFoundError("No module named 'numba'", name="numba"),
             "INFO",
-            "numba is not installed (pip install 'lightning-commfree[numba]'): int8 and fp4 take",
+            "numba is not installed (pip install 'lightning-commfree[numba]'): int8 and fp4 use",
         ),
         (
             ImportError("Numba needs NumPy 2.3 or less."),

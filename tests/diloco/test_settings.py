@@ -41,7 +41,6 @@ def make(**changes: Any) -> DiLoCoSettings:
         {"sync_every": 2, "overlap_steps": 1},
         {"num_fragments": 1},
         {"num_fragments": 1000},
-        {"overlap_steps": "eager"},
         {"check_drift_every": 0},
         {"outer_device": "cpu"},
         {"nonfinite": "abstain"},
@@ -88,7 +87,7 @@ REFUSED = [
     ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
     (
         {"wire_dtype": "fp8"},
-        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4'\.",
+        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass a codec",
     ),
     ({"wire_dtype": None}, r"`wire_dtype=None` is unknown"),
     ({"wire_dtype": torch.bfloat16}, r"`wire_dtype=torch\.bfloat16` is unknown"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_commfree.diloco import WIRE_FORMATS, StreamingDiLoCo, default_outer_optimizer
+from lightning_commfree.diloco import CODECS, StreamingDiLoCo, default_outer_optimizer
 from tests.diloco.training import (
     Net,
     Run,
@@ -118,7 +118,7 @@ def check_against_twin(size: int, run: Run, folder: Path) -> list[Trace]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire_dtype", list(CODECS))
 def test_every_wire_format_equals_the_twin_through_the_wire(
     wire_dtype: str, size: int, tmp_path: Path
 ) -> None:

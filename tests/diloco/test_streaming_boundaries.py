@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_commfree.diloco import WIRE_FORMATS
+from lightning_commfree.diloco import CODECS
 from tests.diloco.training import (
     ADAMW,
     AVERAGING,
@@ -158,7 +158,7 @@ def test_outer_lr_0_returns_to_the_initial_value_at_every_sync(tmp_path: Path) -
             assert all(same) if step % 4 == 0 else not any(same), step
 
 
-@pytest.mark.parametrize("wire_dtype", list(WIRE_FORMATS))
+@pytest.mark.parametrize("wire_dtype", list(CODECS))
 def test_two_replicas_with_the_same_data_are_one(wire_dtype: str, tmp_path: Path) -> None:
     """(d + d) / 2 is d, exactly. At the end one alone sends nothing, and rounds nothing."""
     run = Run(11, {"wire_dtype": wire_dtype, "num_fragments": 2}, same_data=True, finish=False)

@@ -11,26 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.comm.bits import pack_nibbles, packed_nibbles_size, unpack_nibbles
+from lightning_commfree.comm.bits import packed_nibbles_size
 from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import (
     BLOCK,
-    WIRE_FORMATS,
-    Chunk,
-    Fp4Format,
-    Int8Format,
-    WireFormat,
+    CODECS,
+    Codec,
+    Fp4Codec,
+    Int8Codec,
+    blocks_of,
     chunks,
-    decode,
+    decode_all,
     num_blocks,
 )
-from lightning_commfree.diloco.exchange import Header, MessageLayout
+from lightning_commfree.diloco.exchange import FragmentMessage, Header
 from lightning_commfree.diloco.quantize import encode_e3m0
+from tests.planes import pack_nibbles, unpack_nibbles
 
-FORMATS: dict[str, WireFormat] = {
-    **WIRE_FORMATS,  # the last two in compiled loops, as long as all is on a CPU
-    "int8 in torch operations": Int8Format(compiled=False),
-    "fp4 in torch operations": Fp4Format(compiled=False),
+FORMATS: dict[str, Codec] = {
+    **CODECS,  # the last two in compiled loops, as long as all is on a CPU
+    "int8 in torch operations": Int8Codec(compiled=False),
+    "fp4 in torch operations": Fp4Codec(compiled=False),
 }
 NAMES = list(FORMATS)
 BY_BLOCKS = [name for name in NAMES if name.startswith(("int8", "fp4"))]
@@ -46,11 +47,11 @@ def payload_of(name: str, values: Tensor) -> Tensor:
 
 
 def through_the_wire(name: str, values: Tensor) -> Tensor:
-    return decode(FORMATS[name], payload_of(name, values), torch.empty(values.numel()))
+    return decode_all(FORMATS[name], payload_of(name, values), torch.empty(values.numel()))
 
 
 def test_the_names_of_the_design() -> None:
-    assert list(WIRE_FORMATS) == ["fp32", "bf16", "int8", "fp4"]
+    assert list(CODECS) == ["fp32", "bf16", "int8", "fp4"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,8 @@ def test_an_fp4_payload_is_packed_codes_then_scales(
     scales = torch.empty(num_blocks(numel), dtype=torch.uint8)
     parts = [torch.empty(0, dtype=torch.uint8)]
     for part in chunks(numel, values.device):
-        codes = encode_e3m0(values[part.values].view(part.shape), scales[part.blocks])
+        blocks, shape = blocks_of(part)
+        codes = encode_e3m0(values[part].view(shape), scales[blocks])
         parts.append(codes.clone())
     codes = torch.cat(parts)
     payload = payload_of("fp4", values)
@@ -175,9 +177,8 @@ def test_a_chunk_is_that_part_of_the_whole_and_nothing_else(name: str, numel: in
     for part in parts:
         if part.start == part.stop:
             continue
-        blocks = slice(part.start // BLOCK, num_blocks(part.stop))
         out = torch.full((3 + part.stop - part.start + 3,), math.pi)
-        FORMATS[name].decode_chunk(payload, numel, Chunk(part, blocks), out[3:-3])
+        FORMATS[name].decode(payload, numel, part, out[3:-3])
         assert torch.equal(out[3:-3], whole[part])
         assert (torch.cat([out[:3], out[-3:]]) == torch.tensor(math.pi)).all()
 
@@ -213,13 +214,15 @@ def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
 ) -> None:
     """Lightning's bf16-true does so around every training step, while a thread decodes."""
     wire, values = FORMATS[name], torch.randn(3 * BLOCK + 5)
-    layout = MessageLayout(wire, values.numel(), exact_floats=2)
+    layout = FragmentMessage(wire, values.numel(), num_buffers=2)
     exact, header = torch.tensor([1.0, 3.0000002]), Header(stop=False, step=1, digest=0)
 
     def played() -> list[Tensor]:
-        messages = torch.stack([layout.write(v, exact, header) for v in (values, 2.3 * values)])
+        messages = torch.empty(2, layout.num_bytes, dtype=torch.uint8)
+        for message, sent in zip(messages, (values, 2.3 * values), strict=True):
+            layout.write(message, header, sent, exact)
         mean, gram = layout.average(messages)
-        return [messages, layout.values(messages), mean, gram, layout.average_exact(messages)]
+        return [messages, layout.values(messages), mean, gram, layout.average_buffers(messages)]
 
     expected = played()
     with ThreadPoolExecutor(1) as thread:  # which has no workspace yet
@@ -237,7 +240,7 @@ def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
 def test_a_payload_of_another_size_is_a_mistake(name: str) -> None:
     payload = payload_of(name, torch.ones(BLOCK))
     with pytest.raises(AssertionError, match="a payload has one size"):
-        decode(FORMATS[name], payload, torch.zeros(2 * BLOCK))
+        decode_all(FORMATS[name], payload, torch.zeros(2 * BLOCK))
 
 
 @pytest.mark.gpu
@@ -251,7 +254,7 @@ def test_a_gpu_makes_the_same_payload_and_values_and_never_waits(name: str) -> N
     torch.cuda.set_sync_debug_mode("error")
     try:
         wire.encode(on_gpu, out=payload)
-        decode(wire, payload, decoded)
+        decode_all(wire, payload, decoded)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(payload.cpu(), expected)
@@ -263,9 +266,11 @@ def test_a_gpu_makes_the_same_payload_and_values_and_never_waits(name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_forms_the_same_mean(name: str) -> None:
     rows = [torch.randn(1000 * BLOCK + 7) for _ in range(3)]
-    layout = MessageLayout(FORMATS[name], rows[0].numel(), exact_floats=1)
+    layout = FragmentMessage(FORMATS[name], rows[0].numel(), num_buffers=1)
     exact, header = torch.ones(1), Header(stop=False, step=1, digest=0)
-    messages = torch.stack([layout.write(row, exact, header) for row in rows])
+    messages = torch.empty(len(rows), layout.num_bytes, dtype=torch.uint8)
+    for message, row in zip(messages, rows, strict=True):
+        layout.write(message, header, row, exact)
     (mean, gram), (mean_there, gram_there) = map(layout.average, (messages, messages.cuda()))
     assert torch.equal(mean_there.cpu(), mean)
     torch.testing.assert_close(gram_there.cpu(), gram)

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
-    WIRE_FORMATS,
+    CODECS,
     DiLoCoSettings,
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.codec import decode
+from lightning_commfree.diloco.codec import decode_all
 from tests.diloco.serial import SerialDiLoCo
 
 WIDTH = 5
@@ -78,7 +79,7 @@ def backward(module: nn.Module, replica: int, step: int) -> None:
 def start(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    return StreamingDiLoCo(module, fragments, settings, channel)
+    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
 
 
 def alone() -> Channel:
@@ -155,12 +156,12 @@ def train(rank: int, size: int, run: Run) -> Trace:
 
 def through(wire_dtype: str) -> Callable[[Tensor], Tensor]:
     """One tensor at a time, so that fragments must be single tensors where blocks have scales."""
-    wire = WIRE_FORMATS[wire_dtype]
+    wire = CODECS[wire_dtype]
 
     def transfer(delta: Tensor) -> Tensor:
         payload = torch.empty(wire.num_bytes(delta.numel()), dtype=torch.uint8)
         wire.encode(delta.reshape(-1), out=payload)
-        return decode(wire, payload, torch.empty(delta.numel())).view(delta.shape)
+        return decode_all(wire, payload, torch.empty(delta.numel())).view(delta.shape)
 
     return transfer
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.bits import pack_bits
+from lightning_commfree.comm.exchange import Route
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     Ballot,
-    GatheredBallotExchange,
+    BallotExchange,
     HeaderSummary,
-    ShardedBallotExchange,
     VoteResult,
     header_bytes,
 )
@@ -22,6 +22,7 @@ from lightning_commfree.lion.vote import Average, Majority, Rule
 from lightning_commfree.lion.worker import Member, cast_ballot
 from tests.lion import serial
 from tests.lion.threads import ThreadChannel, in_threads
+from tests.planes import pack_bits
 
 RULES: dict[str, type] = {"majority": Majority, "average": Average}
 
@@ -63,13 +64,10 @@ def ballot_of(
     return Ballot(raw[:cut], *raw[cut:].view(2, -1))
 
 
-def exchange_of(
-    way: str, channel: Any, bucket: Bucket, rule: Rule
-) -> GatheredBallotExchange | ShardedBallotExchange:
-    place = (channel, bucket.plane_bytes, len(bucket.parameters), valid_of(bucket))
-    return (
-        GatheredBallotExchange(*place) if way == "gather" else ShardedBallotExchange(*place, rule)
-    )
+def exchange_of(way: str, channel: Any, bucket: Bucket, rule: Rule) -> BallotExchange:
+    route = Route(View.of(channel), two_phase=way == "shards")
+    bucket_of = bucket.plane_bytes, len(bucket.parameters), valid_of(bucket)
+    return BallotExchange(route, *bucket_of, rule)
 
 
 def play(
@@ -89,7 +87,7 @@ def play(
         digest = 0 if digests is None else digests[rank]
         ballot = ballot_of(bucket, gradients[rank], rank in stops, digest)
         exchange = exchange_of(way, channel, bucket, rule)
-        result = exchange.run(ballot, rule, len(bucket.parameters), refuse_faults)
+        result = exchange.run(ballot, refuse_faults)
         return Outcome(result.summary, read(result, bucket.numel), dict(channel.sent))
 
     return in_threads(len(gradients), worker)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
@@ -101,7 +102,7 @@ class Worker:
             wanted = LionSettings(**{"check_drift_every": 1, **settings})
             channel: Any = InstantChannel(self.size, device=CPU)
             with self.walk.during("join"):
-                voting = lion.join(named, channel, wanted)
+                voting = lion.join(named, View.of(channel), wanted)
 
             for _ in range(STEPS):
                 loss = sum(p.float().square().sum() for _, p in named)

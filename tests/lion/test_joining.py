@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings
 from tests.lion import training
 from tests.lion.threads import in_threads
@@ -29,7 +30,7 @@ def test_who_leaves_is_plain_lion_and_may_come_back() -> None:
         parameter = nn.Parameter(torch.zeros(3))
         lion = DistributedLion([parameter], lr=1.0, betas=(0.0, 0.0))
         assert lion.voting is None
-        voting = lion.join([("p", parameter)], channel, LionSettings())
+        voting = lion.join([("p", parameter)], View.of(channel), LionSettings())
         assert lion.voting is voting
         by_rank(channel, parameter)
         lion.step()
@@ -41,7 +42,7 @@ def test_who_leaves_is_plain_lion_and_may_come_back() -> None:
         assert parameter.tolist() == [0.0 if channel.rank == 2 else -2.0] * 3
         assert channel.sent == sent
         parameter.data.zero_()
-        again = lion.join([("p", parameter)], channel, LionSettings())
+        again = lion.join([("p", parameter)], View.of(channel), LionSettings())
         lion.step()
         assert parameter.tolist() == [-1.0] * 3
         assert (voting.step, again.step) == (1, 1)
@@ -56,7 +57,7 @@ def test_a_group_that_comes_later_must_be_joined_by_all() -> None:
     def worker(channel: Any) -> None:
         first, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
         lion = DistributedLion([first], lr=1.0)
-        lion.join([("first", first)], channel, LionSettings())
+        lion.join([("first", first)], View.of(channel), LionSettings())
         by_rank(channel, first)
         lion.step()
         lion.add_param_group({"params": [late], "lr": 0.25})
@@ -67,7 +68,7 @@ def test_a_group_that_comes_later_must_be_joined_by_all() -> None:
             lion.step()
         assert torch.equal(first, before)
         assert late.tolist() == [0.0, 0.0]
-        lion.join([("first", first), ("late", late)], channel, LionSettings())
+        lion.join([("first", first), ("late", late)], View.of(channel), LionSettings())
         lion.step()
         assert torch.equal(first, before - 1.0)
         assert late.tolist() == [-0.25] * 2
@@ -80,7 +81,7 @@ def test_after_leaving_a_later_group_needs_nobody() -> None:
     def worker(channel: Any) -> None:
         first, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
         lion = DistributedLion([first], lr=1.0)
-        lion.join([("first", first)], channel, LionSettings())
+        lion.join([("first", first)], View.of(channel), LionSettings())
         lion.add_param_group({"params": [late]})
         lion.leave()
         by_rank(channel, late)
@@ -94,7 +95,7 @@ def test_a_group_that_is_refused_leaves_the_others_joined() -> None:
     def worker(channel: Any) -> None:
         parameter = nn.Parameter(torch.zeros(3))
         lion = DistributedLion([parameter], lr=1.0)
-        voting = lion.join([("p", parameter)], channel, LionSettings())
+        voting = lion.join([("p", parameter)], View.of(channel), LionSettings())
         with pytest.raises(ValueError, match="`weight_decay=-1`"):
             lion.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "weight_decay": -1})
         assert lion.voting is voting
@@ -109,7 +110,7 @@ def test_a_group_that_is_refused_leaves_the_others_joined() -> None:
 def test_one_worker_alone_takes_up_a_later_group_by_itself() -> None:
     first, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     lion = DistributedLion([first], lr=1.0)
-    lion.join([("first", first)], Channel([0], 0, Ledger()), LionSettings())
+    lion.join([("first", first)], View.of(Channel([0], 0, Ledger())), LionSettings())
     lion.add_param_group({"params": [late]})
     late.grad = torch.ones(2)
     lion.step()
@@ -122,7 +123,7 @@ def test_all_parameters_of_the_optimizer_are_voted_on(missing: int) -> None:
     lion = DistributedLion(parameters)
     named = [("p", p) for i, p in enumerate(parameters) if i != missing]
     with pytest.raises(AssertionError, match="the parameters are this optimizer's"):
-        lion.join(named, Channel([0], 0, Ledger()), LionSettings())
+        lion.join(named, View.of(Channel([0], 0, Ledger())), LionSettings())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])

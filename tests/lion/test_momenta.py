@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, mean_momenta
 from lightning_commfree.lion.worker import TAG, Member, average_momenta, momentum_bytes
 from tests.lion import training
@@ -75,9 +76,9 @@ def test_the_mean_is_added_up_in_the_order_of_the_workers(workers: int, numels: 
     def worker(channel: Any) -> tuple[list[Tensor], int, int]:
         pairs = zip(numels, dtypes, strict=True)
         members = [member(momentum_of(channel.rank, *pair)) for pair in pairs]
-        average_momenta(members, channel)
+        average_momenta(members, View.of(channel))
         momenta = [m.state["momentum"] for m in members]
-        return momenta, channel.sent[TAG], momentum_bytes(members, channel)
+        return momenta, channel.sent[TAG], momentum_bytes(members, View.of(channel))
 
     width = 8 if torch.float64 in dtypes else 4
     sent = 2 * (workers - 1) * math.ceil(sum(numels) / workers) * width
@@ -98,11 +99,11 @@ def test_ranks_of_a_node_share_the_work_and_the_momenta() -> None:
 
     def rank(channel: Any, node: Any) -> tuple[Tensor, int, int]:
         members = [member(momentum_of(channel.rank, 31))]
-        average_momenta(members, channel, node)
+        average_momenta(members, View.of(channel), node)
         return (
             members[0].state["momentum"],
             channel.sent[TAG],
-            momentum_bytes(members, channel, node),
+            momentum_bytes(members, View.of(channel), node),
         )
 
     total = momentum_of(0, 31)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, Voting
 from tests.lion import training
 from tests.lion.threads import in_threads
@@ -46,7 +47,7 @@ def joined(channel: Any = None) -> tuple[Net, DistributedLion, Voting]:
     lion = DistributedLion(net.parameters(), lr=0.01, weight_decay=0.1)
     channel = channel or Channel([0], 0, Ledger())
     settings = LionSettings(check_drift_every=2)
-    voting = lion.join(list(net.named_parameters()), channel, settings)
+    voting = lion.join(list(net.named_parameters()), View.of(channel), settings)
     assert len(voting.buckets) == 6
     return net, lion, voting
 
@@ -238,7 +239,7 @@ def test_no_hook_outlives_the_joining() -> None:
         net(batch(0, 0)).backward()
     lion.step()
     with voting.during_backward():
-        again = lion.join(list(net.named_parameters()), voting.channel, LionSettings())
+        again = lion.join(list(net.named_parameters()), voting.view, LionSettings())
         with again.during_backward():
             net(batch(1, 0)).backward()
     assert not voting._flights

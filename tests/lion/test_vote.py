@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.comm.bits import pack_bits, unpack_bits
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Shard
+from tests.planes import pack_bits, unpack_bits
 
 NUMEL = 128  # no padding but where a test leaves some
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings
 from tests.lion import training
 from tests.lion.serial import SerialLion, sign
@@ -64,7 +65,7 @@ def test_parameters_of_several_dtypes_share_a_bucket(vote: str) -> None:
         parameters = [nn.Parameter(torch.linspace(-1, 1, 10).to(dtype)) for dtype in dtypes]
         lion = DistributedLion(parameters, lr=0.01, weight_decay=0.1)
         named = list(zip("abc", parameters, strict=True))
-        voting = lion.join(named, channel, LionSettings(vote=vote, check_drift_every=1))
+        voting = lion.join(named, View.of(channel), LionSettings(vote=vote, check_drift_every=1))
         assert len(voting.buckets) == 1
         for step in range(10):
             for i, parameter in enumerate(parameters):
@@ -258,7 +259,7 @@ def disagree(steps: int, first: int = 0) -> list[list[Tensor]]:
         parameters = [nn.Parameter(torch.zeros(4000)) for _ in range(2)]
         lion = DistributedLion(parameters, lr=1.0)
         named = list(zip("ab", parameters, strict=True))
-        voting = lion.join(named, channel, LionSettings(ties="random"))
+        voting = lion.join(named, View.of(channel), LionSettings(ties="random"))
         voting.load_state_dict({"step": first, "abstentions": 0})
         deltas = []
         for _ in range(steps):

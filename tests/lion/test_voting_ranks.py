@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings
 from tests.lion import training
 from tests.lion.training import Run, Worker, assert_same, assert_same_steps, play
@@ -73,7 +74,9 @@ class Net(nn.Module):
 def backward(rank: int, size: int, overlap: bool) -> dict[str, Tensor]:
     net, channel = Net(), open_all(rank, size)
     lion = DistributedLion(net.parameters(), lr=0.01, weight_decay=0.1)
-    voting = lion.join(list(net.named_parameters()), channel, LionSettings(check_drift_every=1))
+    voting = lion.join(
+        list(net.named_parameters()), View.of(channel), LionSettings(check_drift_every=1)
+    )
     assert len(voting.buckets) == 3
     generator = torch.Generator().manual_seed(rank)
     for _ in range(20):

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.bits import pack_bits
 from lightning_commfree.lion.ballot import header_bytes, summarize_headers
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import PackedDelta
 from lightning_commfree.lion.worker import _CHUNK, Member, cast_ballot, take_step
 from tests.lion.ballots import valid_of
+from tests.planes import pack_bits
 
 GROUP = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.5}
 EVERY_LAYOUT = ["flat", "channels_last", "transposed", "strided"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, Voting, buckets
 from tests.lion.serial import SerialLion
 
@@ -97,7 +98,9 @@ class Worker:
         self.channel = channel
         self.number = channel.rank
         self.lion = DistributedLion(groups(self.named))
-        self.voting: Voting = self.lion.join(list(self.named.items()), channel, settings, node)
+        self.voting: Voting = self.lion.join(
+            list(self.named.items()), View.of(channel), settings, node
+        )
 
     def step(self, values: Gradients) -> dict[str, Tensor]:
         set_gradients(self.named, values)

@@ -73,6 +73,7 @@ def test_one_replica_needs_no_advice() -> None:
         ({"sync_every": 0}, ValueError, "`sync_every=0` must be at least 1"),
         ({"overlap_steps": 100}, ValueError, "`overlap_steps=100` must be at least 0 and below"),
         ({"overlap_steps": -1}, ValueError, "`overlap_steps=-1` must be at least 0 and below"),
+        ({"overlap_steps": "eager"}, TypeError, "`overlap_steps='eager'` must be a whole number"),
         ({"num_fragments": 8}, ValueError, "`num_fragments=8` is not between 1 and 7: the model"),
         ({"num_fragments": 0}, ValueError, "or null for 3"),
         ({"wire_dtype": "fp5"}, ValueError, "`wire_dtype='fp5'` is unknown. Choose one of 'fp32'"),

@@ -20,23 +20,24 @@ from commfree_planner import (
     payload_bytes,
 )
 from lightning_commfree.comm.ledger import ring_all_reduce_bytes
-from lightning_commfree.diloco import WIRE_FORMATS, Schedule, split_into_fragments
-from lightning_commfree.diloco.exchange import cheaper_fragment_exchange
+from lightning_commfree.comm.view import View
+from lightning_commfree.diloco import CODECS, Schedule, split_into_fragments
+from lightning_commfree.diloco.exchange import cheaper_exchange
 
 
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
+@pytest.mark.parametrize("wire", CODECS)
 def test_payloads_equal_the_wire_formats(wire) -> None:
     for numel in (1, 2, 255, 256, 257, 1_000_001):
-        assert payload_bytes(numel, wire) == WIRE_FORMATS[wire].num_bytes(numel)
+        assert payload_bytes(numel, wire) == CODECS[wire].num_bytes(numel)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
 def test_exchanges_send_the_predicted_bytes(num_replicas) -> None:
     reduced = all_reduce_bytes(1_000_000, num_replicas)
     assert math.floor(reduced) == ring_all_reduce_bytes(1_000_000, num_replicas)
-    channel = SimpleNamespace(size=num_replicas)
-    for wire, wire_format in WIRE_FORMATS.items():
-        real = cheaper_fragment_exchange(channel, None, wire_format, 4_000_000).num_bytes
+    view = View.of(SimpleNamespace(size=num_replicas, ledger=None))
+    for wire, wire_format in CODECS.items():
+        real = cheaper_exchange(view, wire_format, 4_000_000).num_bytes
         predicted = exchange_bytes(payload_bytes(4_000_000, wire), num_replicas)
         # headers and padding; the other method would send at least half as much more
         assert predicted <= real <= 1.005 * predicted

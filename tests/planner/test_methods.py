@@ -22,6 +22,7 @@ from commfree_planner import (
 )
 from commfree_planner.bytes_sent import exchange_rounds, power_sgd_floats, vote_bytes
 from lightning_commfree.comm.ledger import all_gather_bytes, ring_all_reduce_bytes
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import cheaper_ballot_exchange
 from lightning_commfree.lion.vote import Majority
 from tests.planner.trainings import TRAINING
@@ -72,7 +73,7 @@ def test_votes_equal_the_librarys(num_replicas) -> None:
     numel = 8 * 8 * 3 * 35_000 * 8  # whole words for every number of workers
     channel = SimpleNamespace(size=num_replicas, rank=0)
     valid = torch.full((numel // 8,), 255, dtype=torch.uint8)
-    way = cheaper_ballot_exchange(channel, numel // 8, 1, valid, Majority())
+    way = cheaper_ballot_exchange(View.of(channel), numel // 8, 1, valid, Majority())
     real, predicted = way.bytes_by_tag.total(), vote_bytes(numel, num_replicas)
     assert predicted <= real <= 1.001 * predicted, "plus headers"
 

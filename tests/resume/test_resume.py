@@ -118,30 +118,6 @@ def test_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
                 assert all(map(torch.equal, got_copies, copies)), (rank, step)
 
 
-def eager(rank: int, size: int, folder: Path) -> Any:
-    settings = {"overlap_steps": "eager"}
-    trainer, module, straight, data = fit(folder / "straight", size, settings=settings)
-    trainer.fit(module, data)
-    path = folder / "straight" / "step=13.ckpt"
-    again, module, resumed, data = fit(folder / "resumed", size, settings=settings)
-    again.fit(module, data, ckpt_path=path)
-    plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
-    last = folder / "resumed" / f"step={STEPS}.ckpt"
-    saved = plain.validate(Noisy(), loader(8), ckpt_path=last, verbose=False)
-    return straight.local[13:], resumed.local, saved, again.validate(module, loader(8))
-
-
-def test_eager_updates_resume_bit_for_bit_and_end_alike(tmp_path: Path) -> None:
-    ranks = run_ranks(eager, 2, tmp_path, tmp_path)
-    for straight, resumed, saved, ours in ranks:
-        assert len(resumed) == STEPS - 13
-        for got, expected in zip(resumed, straight, strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
-        assert saved == ours
-    one, other = (local[0]["head.weight"] for local, *_ in ranks)
-    assert not torch.equal(one, other)
-
-
 def draw(random: torch.Generator) -> list[Tensor]:
     return [torch.randn(BATCH, width, generator=random) for width in (3, 1)]
 

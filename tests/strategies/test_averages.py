@@ -177,16 +177,3 @@ def test_checkpoints_hold_the_average_and_go_on_exactly(played: Any) -> None:
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
         for name, value in plain["state"].items():
             assert torch.equal(resumed["state"][name], value), name
-
-
-def eager(rank: int, size: int) -> str:
-    strategy = StreamingDiLoCoStrategy(sync_every=4, overlap_steps="eager")
-    trainer = quiet_trainer(strategy=strategy, devices=size, callbacks=[Average()], max_steps=4)
-    with pytest.raises(ValueError, match="does not support the callback `EMAWeight") as caught:
-        trainer.fit(Tiny(), all_rows(8))
-    return str(caught.value)
-
-
-def test_outer_weights_that_differ_are_not_averaged(tmp_path: Path) -> None:
-    (text,) = run_ranks(eager, 1, tmp_path)
-    assert "with `overlap_steps='eager'` the outer weights, which it averages, differ" in text

@@ -32,7 +32,7 @@ def configured(tmp_path: Any, class_path: str, **init_args: Any) -> DDPStrategy:
 @pytest.mark.parametrize(
     ("name", "init_args"),
     [
-        ("StreamingDiLoCoStrategy", {"sync_every": 30, "overlap_steps": "eager"}),
+        ("StreamingDiLoCoStrategy", {"sync_every": 30, "overlap_steps": 3}),
         ("StreamingDiLoCoStrategy", {"replica_size": 2, "static_graph": True}),
         ("DistributedLionStrategy", {"vote": "average", "start_method": "fork"}),
         ("DominoTPStrategy", {"num_micro_batches": 4}),

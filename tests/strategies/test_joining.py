@@ -101,13 +101,12 @@ def on_four_ranks(rank: int, size: int, folder: Path) -> Any:
 
 
 def test_a_teacher_in_replicas_of_two_ranks(tmp_path: Path) -> None:
-    """Each rank holds and sends its half of the teacher; both ranks of a replica let it join."""
+    """Each rank averages the teacher that it holds with its peers in the other replicas."""
     ranks = run_ranks(on_four_ranks, 4, tmp_path, tmp_path)
     teacher = "teacher.0.weight"
     assert torch.equal(ranks[0]["local"][3][teacher], ranks[1]["local"][3][teacher])
     assert not torch.equal(ranks[0]["local"][3][teacher], ranks[2]["local"][3][teacher])
     for got in ranks:
-        assert len(got["outer"][-1]) == 2
         assert torch.equal(got["final"][teacher], ranks[0]["final"][teacher])
         assert torch.equal(got["last"][teacher], ranks[0]["final"][teacher])
 
@@ -184,7 +183,7 @@ def on_two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "adapted": fit(Adapted(True), rank, folder / "a"),
         "without base": fit(Adapted(False), rank, folder / "b"),
     }
-    for step in (3, 7, 9):  # before the teacher joins; before it leaves; in its flight
+    for step in (3, 4, 9):  # before the first launch, in a flight, and later
         resumed = fit(Byol(), rank, folder / "taught", [Following()], f"step={step}.ckpt")
         outcomes[f"taught from {step}"] = resumed
     for step in (5, 6, 9, 12):  # before the thaw; after it; before it first leaves; in its flight
@@ -212,10 +211,10 @@ def test_a_teacher_ends_equal_on_all_ranks(two_ranks: list[dict[str, Any]]) -> N
     for name, tensor in first["final"].items():
         assert torch.equal(second["final"][name], tensor), name
         assert torch.equal(first["last"][name], tensor), "the last checkpoint holds the same"
-    assert first["fragments"][1] == [], "nothing of it is trained"
+    assert len(first["fragments"]) == 1, "nothing of it is trained"
 
 
-@pytest.mark.parametrize("step", [3, 7, 9])
+@pytest.mark.parametrize("step", [3, 4, 9])
 def test_a_teacher_is_resumed_exactly(two_ranks: list[dict[str, Any]], step: int) -> None:
     for outcomes in two_ranks:
         straight, resumed = outcomes["taught"], outcomes[f"taught from {step}"]
@@ -224,11 +223,14 @@ def test_a_teacher_is_resumed_exactly(two_ranks: list[dict[str, Any]], step: int
                 assert torch.equal(again[name], tensor), name
 
 
-def test_frozen_weights_that_nobody_moves_cost_nothing(two_ranks: list[dict[str, Any]]) -> None:
+def test_frozen_weights_that_nobody_moves_cost_a_hash(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for outcomes in two_ranks:
         sent, without = outcomes["adapted"]["bytes"], outcomes["without base"]["bytes"]
         assert sent["outer_gradient"] == without["outer_gradient"] > 0
-        assert sent.keys() == without.keys()
+        assert sent.keys() - without.keys() == {"moved"}
+        assert sent["moved"] == 2 * 8, "of two tensors"
 
 
 def test_a_thawed_backbone_equals_the_twin(two_ranks: list[dict[str, Any]]) -> None:

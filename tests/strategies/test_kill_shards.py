@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.diloco.exchange import ShardedFragmentExchange
+from lightning_commfree.diloco.exchange import FragmentMessage
 from tests.strategies import dying
 from tests.strategies.dying import (
     Clock,
@@ -42,7 +42,7 @@ PHASES: dict[str, Arm] = {
     "before the all-to-all": partial(die_within, Channel, "all_to_all", "before", 15),
     "before the all-gather": partial(die_within, Channel, "all_gather", "before", 15),
     "in the all-gather": partial(die_within, Channel, "all_gather", "after", 15),
-    "after it": partial(die_within, ShardedFragmentExchange, "read", "before", 15),
+    "after it": partial(die_within, FragmentMessage, "values", "before", 15),
 }
 
 

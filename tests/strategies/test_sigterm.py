@@ -160,13 +160,13 @@ class Voter(Tiny):
 
 def tell(rank: int, size: int, folder: Path) -> list[tuple[str, int]]:
     """Return what this rank writes to the terminal in each fit, and after which step it ends."""
-    eager = StreamingDiLoCoStrategy(sync_every=4, num_fragments=1, overlap_steps="eager")
+    whole = StreamingDiLoCoStrategy(sync_every=4, num_fragments=1, overlap_steps=3)
     plain = partial(StreamingDiLoCoStrategy, sync_every=8, num_fragments=2, overlap_steps=3)
     fits = [
         (plain(), Tiny(), TermAt(10, rank=0), 100),
         (plain(), Tiny(), TermAt(10, rank=1), 100),
         (plain(), Tiny(), TermAt(10, rank=0), 14),
-        (eager, Tiny(), TermAt(3, rank=0), 100),
+        (whole, Tiny(), TermAt(3, rank=0), 100),
         (DistributedLionStrategy(), Voter(), TermAt(3, rank=0), 100),
         (LocalSGDStrategy(every=5), Tiny(), TermAt(3, rank=0), 100),
         (plain(), Tiny(), TermAt(10, rank=0, requeue=True), 100),

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.view import FixedMembership
 from lightning_commfree.diloco import (
     DiLoCoSettings,
-    EagerDiLoCo,
     StreamingDiLoCo,
     split_into_fragments,
 )
-from lightning_commfree.diloco.exchange import ShardedFragmentExchange
 from tests.diloco.serial import SerialDiLoCo
 from tests.diloco.training import ADAMW, DEFAULTS, NESTEROV, Net, backward, bits, state_of, world
 from tests.world import run_ranks
@@ -31,8 +30,7 @@ STEPS = 15
 def begin(module: nn.Module, channel: Channel, **changes: Any) -> StreamingDiLoCo:
     settings = DiLoCoSettings(**{**DEFAULTS, "num_fragments": 2, **changes})
     fragments = split_into_fragments(module, settings.num_fragments, settings.fragment_pattern)
-    algorithm = EagerDiLoCo if settings.eager else StreamingDiLoCo
-    return algorithm(module, fragments, settings, channel)
+    return StreamingDiLoCo(module, fragments, settings, FixedMembership(channel))
 
 
 @dataclass
@@ -49,8 +47,6 @@ THAWED = ["embed.weight", "embed.bias"]
 CASES = [  # sync_every, overlap_steps, thawed before step
     *product((4,), (0, 1, 3), (1, 3, 4, 5, 6, 7, STEPS)),
     (6, 1, 9),
-    (5, "eager", 4),
-    (5, "eager", 8),
 ]
 
 
@@ -134,8 +130,6 @@ def test_what_is_thawed_equals_the_twin_after_every_step(size: int, tmp_path: Pa
             assert outcomes[i].names[2] == THAWED
             for name, tensor in ranks[0][i].local[-1].items():
                 assert torch.equal(outcomes[i].local[-1][name], tensor), "all end with the same"
-        if overlap == "eager":
-            continue
         expected = play(size, every, overlap, at, ranks[0][i].names[:2])
         for rank, outcomes in enumerate(ranks):
             assert_same(outcomes[i], rank, expected, (every, overlap, at))
@@ -151,7 +145,7 @@ def assert_same(got: Outcome, rank: int, expected: Any, case: Any) -> None:
 
 
 def thaw_and_resume(rank: int, size: int) -> list[tuple[Outcome, Outcome]]:
-    changes: list[dict[str, Any]] = [{}, {"overlap_steps": 3}, {"overlap_steps": "eager"}]
+    changes: list[dict[str, Any]] = [{}, {"overlap_steps": 3}]
     at = dict.fromkeys(range(size), 6)
     return [
         (thaw(rank, size, one, at), thaw(rank, size, one, at, resume_at))
@@ -174,18 +168,13 @@ def test_a_state_after_the_thaw_goes_on_exactly(tmp_path: Path) -> None:
 def thaw_apart(rank: int, size: int) -> list[list[Outcome]]:
     """Fragment 0 leaves after steps 4, 8 and 12, fragment 1 after 6, 10 and 14."""
     both = ({0: 5, 1: 8}, {0: 7, 1: 8})
-    return [
-        [thaw(rank, size, {"overlap_steps": overlap}, at) for at in both]
-        for overlap in (1, "eager")
-    ]
+    return [[thaw(rank, size, {"overlap_steps": overlap}, at) for at in both] for overlap in (1, 3)]
 
 
 def test_ranks_that_thaw_at_different_steps_are_told(tmp_path: Path) -> None:
     for outcomes in run_ranks(thaw_apart, 2, tmp_path):
         for apart, before_the_same_launch in outcomes:
-            assert "The ranks of this job do not agree" in apart.error
-            assert "what has joined as fragment 2 is " in apart.error
-            assert "embed.weight" in apart.error
+            assert "The replicas have thawed different parameters" in apart.error
             assert not before_the_same_launch.error
 
 
@@ -209,115 +198,87 @@ class WithTeacher(nn.Module):
 
 
 def move(
-    rank: int, size: int, steps: int, resume_at: int, changes: dict[str, Any], nan_at: int = 0
-) -> Any:
+    rank: int,
+    size: int,
+    validated_at: tuple[int, ...] = (),
+    nan_at: int = 0,
+    changes: dict[str, Any] | None = None,
+) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Return the parameters after every step, the validation after it, and `finish`; and bytes."""
     torch.manual_seed(0)
     module, channel = WithTeacher(), world(rank, size)
-    diloco, optimizer = begin(module, channel, **changes), ADAMW(module.student.parameters())
-    local, shown, sent = [], [], []
-    for step in range(1, steps + 1):
+    diloco = begin(module, channel, **(changes or {}))
+    optimizer = ADAMW(module.student.parameters())
+    local, sent = [], []
+    for step in range(1, STEPS + 1):
         backward(module.student, rank, step)
         optimizer.step()
         if step == nan_at and rank == 1:
             module.student.embed.weight.data.fill_(torch.nan)
-            module.student.head.weight.data.fill_(torch.nan)
+            module.teacher.head.weight.data.fill_(torch.nan)
         diloco.after_step()
         module.follow()
+        if step in validated_at:
+            diloco.average_moved()
         local.append(state_of(module))
-        sent.append(channel.ledger.bytes_sent)
-        with diloco.weight_swap.outer_weights():
-            shown.append(state_of(module))
-        if step == resume_at:
-            state, kept = diloco.state_dict(), copy.deepcopy(module)
-            diloco.close()
-            diloco, module = begin(kept, channel, **changes), kept
-            optimizer_state = optimizer.state_dict()
-            optimizer = ADAMW(module.student.parameters())
-            optimizer.load_state_dict(optimizer_state)
-            diloco.load_state_dict(*state)
+        sent.append(channel.ledger.bytes_by_tag["moved"])
     diloco.finish()
     local.append(state_of(module))
-    joined = [one.fragment.buffers for one in diloco.fragments if not one.fragment.parameters]
     diloco.close()
     channel.close()
-    return local, shown, sent, joined
+    return local, sent
 
 
 def names_of_teacher() -> list[str]:
     return [name for name, _ in WithTeacher().named_parameters() if name.startswith("teacher.")]
 
 
-def test_a_teacher_is_averaged_from_the_first_difference_on(tmp_path: Path) -> None:
-    """H = 4: fragment 0 leaves after step 4 and lands after 5; the teacher leaves after 9 and 13,
-    as it is before it follows the student, and lands one step later."""
-    ranks = run_ranks(move, 2, tmp_path, STEPS, 0, {})
-    assert [joined for *_, joined in ranks] == [[tuple(names_of_teacher())]] * 2
+@pytest.mark.parametrize("changes", [{}, {"wire_dtype": "fp4"}])
+def test_a_teacher_is_averaged_at_a_validation_and_at_the_end(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """In fp32 on every wire; in between each replica has its own."""
+    ranks = run_ranks(move, 3, tmp_path, (6, 10), 0, changes)
     for name in names_of_teacher():
-        start = WithTeacher().get_parameter(name).detach()
-        teachers, average = [start, start], start
+        teachers = [WithTeacher().get_parameter(name).detach()] * 3
         for step in range(1, STEPS + 1):
-            if step in (5, 9, 13):
-                leaves = (teachers[0] + teachers[1]) / 2
-            if step in (5, 10, 14):
-                average = leaves
-                teachers = [torch.lerp(teacher, average, 0.5) for teacher in teachers]
-            for m, (local, shown, *_) in enumerate(ranks):
+            for m, (local, _) in enumerate(ranks):
                 student = local[step - 1][name.replace("teacher", "student")]
                 teachers[m] = teachers[m] * 0.9 + student * 0.1
+            if step in (6, 10):
+                teachers = [(teachers[0] + teachers[1] + teachers[2]) / 3] * 3
+            for m, (local, _) in enumerate(ranks):
                 assert torch.equal(local[step - 1][name], teachers[m]), (step, name, m)
-                outer = average if step >= 5 else teachers[m]
-                assert torch.equal(shown[step - 1][name], outer), (step, name)
+        assert not torch.equal(teachers[0], teachers[1]), "before the end each has its own"
+        mean = (teachers[0] + teachers[1] + teachers[2]) / 3
+        assert all(torch.equal(local[-1][name], mean) for local, _ in ranks)
     for name, tensor in ranks[0][0][-1].items():
         assert torch.equal(ranks[1][0][-1][name], tensor), "all end with the same"
 
 
+def test_a_teacher_costs_bytes_at_validations_alone(tmp_path: Path) -> None:
+    for _, sent in run_ranks(move, 2, tmp_path, (6, 10)):
+        assert [sent[5 - 1], sent[10 - 1] - sent[9 - 1]] == [0, sent[6 - 1]]
+        assert sent[6 - 1] > 0
+
+
 def move_with_nan(rank: int, size: int) -> Any:
-    """Replica 1's student and teacher are NaN before it is known that teachers differ."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return move(rank, size, STEPS, 0, {"nonfinite": "abstain"}, nan_at=3)
+        return move(rank, size, (6,), 3, {"nonfinite": "abstain"})
 
 
 def test_a_teacher_with_nan_does_not_count(tmp_path: Path) -> None:
     ranks = run_ranks(move_with_nan, 3, tmp_path)
-    (healthy, *_), (sick, *_), (other, *_) = ranks
     name = "teacher.head.weight"
-    assert not bool(sick[3][name].isfinite().all())
-    average = (healthy[3][name] + other[3][name]) / 2  # when fragment 0 lands
-    assert torch.equal(ranks[0][1][4][name], average)
-    for local, *_ in ranks:
+    assert not bool(ranks[1][0][4][name].isfinite().all())
+    for local, _ in ranks:
+        assert torch.equal(local[5][name], ranks[0][0][5][name])
         assert all(bool(tensor.isfinite().all()) for tensor in local[-1].values())
-        assert torch.equal(local[-1][name], healthy[-1][name])
-
-
-WAYS: list[dict[str, Any]] = [{}, {"overlap_steps": "eager"}, {"wire_dtype": "fp4"}]
-
-
-def move_all(rank: int, size: int) -> Any:
-    """A fit that ends before the first exchange; a longer one, straight and resumed."""
-    return [
-        [move(rank, size, steps, at, changes) for steps, at in ((2, 0), (STEPS, 0), (STEPS, 7))]
-        for changes in WAYS
-    ]
-
-
-def test_a_teacher_ends_equal_on_all_ranks_and_is_resumed_exactly(tmp_path: Path) -> None:
-    ranks = run_ranks(move_all, 3, tmp_path)
-    last = "teacher.head.weight"
-    for i, changes in enumerate(WAYS):
-        for short, straight, resumed in (rank[i] for rank in ranks):
-            for got, first in ((short, ranks[0][i][0]), (straight, ranks[0][i][1])):
-                for name, tensor in first[0][-1].items():
-                    assert torch.equal(got[0][-1][name], tensor), (changes, name)
-            for state, again in zip(straight[0], resumed[0], strict=True):
-                for name, tensor in state.items():
-                    assert torch.equal(again[name], tensor), (changes, name)
-        one, other = (rank[i][1][0][-2][last] for rank in ranks[:2])
-        assert not torch.equal(one, other), "before the end each has its own"
 
 
 class Wide(nn.Module):
-    """Large enough to go by shards, in a thread that is busy when the teacher joins."""
+    """Large enough for two phases, in a thread that is busy when the teacher is averaged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,29 +287,31 @@ class Wide(nn.Module):
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
 
-def move_by_shards(rank: int, size: int) -> tuple[list[type], Tensor]:
+def move_beside_flights(rank: int, size: int) -> tuple[list[bool], list[int], Tensor]:
     module, channel = Wide(), world(rank, size)
     changes = {"wire_dtype": "fp4", "fragment_pattern": "balanced", "overlap_steps": 3}
     diloco = begin(module, channel, **changes)
-    for _ in range(11):
+    for _ in range(9):
         with torch.no_grad():
             module.student.weight.add_(0.01 * (rank + 1))
             module.more.weight.sub_(0.02 * (rank + 1))
         diloco.after_step()
         with torch.no_grad():
             module.teacher.weight.lerp_(module.student.weight, 0.3)
-    diloco.finish()
-    ways = [type(exchange) for exchange in diloco._transfers.exchanges]
+    flying = diloco.in_flight
+    diloco.average_moved()
+    routes = [exchange.route.two_phase for exchange in diloco._exchanges]
     diloco.close()
     channel.close()
-    return ways, module.teacher.weight.detach()
+    return routes, flying, module.teacher.weight.detach()
 
 
-def test_a_teacher_goes_by_shards_too(tmp_path: Path) -> None:
-    ranks = run_ranks(move_by_shards, 3, tmp_path)
-    for ways, teacher in ranks:
-        assert ways == [ShardedFragmentExchange] * 3
-        assert torch.equal(teacher, ranks[0][1])
+def test_a_teacher_is_averaged_beside_fragments_in_flight(tmp_path: Path) -> None:
+    ranks = run_ranks(move_beside_flights, 3, tmp_path)
+    for routes, flying, teacher in ranks:
+        assert routes == [True, True]
+        assert flying
+        assert torch.equal(teacher, ranks[0][2])
 
 
 def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
@@ -366,10 +329,12 @@ def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
     diloco.finish()
     diloco.close()
     channel.close()
-    return [*sent, channel.ledger.bytes_sent]
+    return [*sent, channel.ledger.bytes_by_tag["outer_gradient"]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_is_frozen_and_nobody_moves_costs_no_byte(size: int, tmp_path: Path) -> None:
+def test_what_is_frozen_and_nobody_moves_costs_no_byte_before_the_end(
+    size: int, tmp_path: Path
+) -> None:
     without = run_ranks(bytes_sent, size, tmp_path, False)
     assert run_ranks(bytes_sent, size, tmp_path, True) == without

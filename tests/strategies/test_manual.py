@@ -11,10 +11,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from tests.diloco.serial import SerialDiLoCo
-from tests.strategies.models import Recorder, dataset, quiet_trainer, rank_loader
+from tests.lion.serial import SerialLion
+from tests.strategies.models import Recorder, dataset, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 BATCH = 2
@@ -178,3 +180,191 @@ def test_a_batch_without_a_step_is_seen_by_the_twin() -> None:
     fragments = [[name for name, _ in Gan().named_parameters()]]
     right, wrong = (play(2, fragments, 18, count_all)[2] for count_all in (False, True))
     assert not all(torch.equal(right[name], wrong[name]) for name in right)
+
+
+class Voters(Gan):
+    def configure_optimizers(self) -> Any:
+        generator = DistributedLion(self.generator.parameters(), lr=0.02, weight_decay=0.3)
+        critic = DistributedLion(self.critic.parameters(), lr=0.01)
+        return [generator, critic], [torch.optim.lr_scheduler.StepLR(generator, 2, 0.5)]
+
+
+def vote(rank: int, size: int) -> Any:
+    recorder = Recorder()
+    strategy = DistributedLionStrategy()
+    trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1, callbacks=[recorder])
+    trainer.fit(Voters(), rank_loader(18 * BATCH * size, BATCH, rank, size))
+    return recorder.local, strategy.figures()
+
+
+def play_votes(size: int) -> list[dict[str, Tensor]]:
+    """The training of `vote` in this process, by the formulas."""
+    module = Voters()
+    nets = module.generator, module.critic
+    rates, decays = (0.02, 0.01), (0.3, 0.0)
+    groups = [
+        {"params": [*net.parameters()], "lr": lr, "betas": (0.9, 0.99), "weight_decay": decay}
+        for net, lr, decay in zip(nets, rates, decays, strict=True)
+    ]
+    generator, critic = (SerialLion([group], size) for group in groups)
+    x, y = dataset(18 * BATCH * size).tensors
+    batches = [(x[m::size].split(BATCH), y[m::size].split(BATCH)) for m in range(size)]
+    summed: list[dict[Tensor, Tensor | None]] = [{} for _ in range(size)]
+    seen = []
+    for i in range(18):
+        if i % 5 != 4:
+            gradients: list[dict[Tensor, Tensor | None]] = []
+            for xs, ys in batches:
+                found = torch.autograd.grad(module.critic_loss((xs[i], ys[i])), groups[1]["params"])
+                for p, gradient in zip(groups[1]["params"], found, strict=True):
+                    p.grad = gradient
+                nn.utils.clip_grad_norm_(groups[1]["params"], 0.5)
+                gradients.append({p: p.grad for p in groups[1]["params"]})
+            critic.step(gradients)
+        for own, (xs, ys) in zip(summed, batches, strict=True):
+            loss = module.generator_loss((xs[i], ys[i])) / 3
+            found = torch.autograd.grad(loss, groups[0]["params"])
+            for p, gradient in zip(groups[0]["params"], found, strict=True):
+                before = own.get(p)
+                own[p] = gradient if before is None else before + gradient
+        if i % 3 == 2:
+            generator.step(summed)
+            summed = [{} for _ in range(size)]
+            groups[0]["lr"] *= 0.5 if i // 3 % 2 else 1
+        seen.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    return seen
+
+
+def test_several_lions_vote_one_after_the_other(tmp_path: Path) -> None:
+    expected = play_votes(3)
+    for local, figures in run_ranks(vote, 3, tmp_path):
+        for i, (got, wanted) in enumerate(zip(local, expected, strict=True)):
+            for name in wanted:
+                assert torch.equal(got[name], wanted[name]), f"batch {i} {name}"
+        assert {"lion/agreement_0", "lion/agreement_1"} <= figures.keys()
+
+
+class Mixed(Gan):
+    """One of the optimizers cannot be voted for."""
+
+    def configure_optimizers(self) -> Any:
+        generator = DistributedLion(self.generator.parameters())
+        return [generator, torch.optim.AdamW(self.critic.parameters())]
+
+
+def mixed(rank: int, size: int) -> str:
+    trainer = quiet_trainer(strategy=DistributedLionStrategy(), devices=size, max_epochs=1)
+    try:
+        trainer.fit(Mixed(), loader(8))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_another_optimizer_beside_a_lion_is_refused_by_name(tmp_path: Path) -> None:
+    for text in run_ranks(mixed, 2, tmp_path):
+        assert "`configure_optimizers` returned `AdamW`: a vote has no meaning" in text
+
+
+class SaveEvery(pl.Callback):
+    """Saves after every batch, those without an optimizer step too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.batches = folder, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches += 1
+        trainer.save_checkpoint(self.folder / f"{self.batches}.ckpt")
+
+
+def resumed(rank: int, size: int, folder: Path, name: str) -> Any:
+    """What a fit of two epochs holds after every batch, and the same of fits that resume it."""
+    outcomes = {}
+    module, strategy = {
+        "diloco": (Gan, partial(StreamingDiLoCoStrategy, **SETTINGS)),
+        "lion": (Voters, DistributedLionStrategy),
+    }[name]
+    for after in (0, 2, 5, 7, 12, 18):
+        torch.manual_seed(100 * rank + after)
+        recorder = Recorder()
+        trainer = quiet_trainer(
+            strategy=strategy(),
+            devices=size,
+            max_epochs=2,
+            val_check_interval=4,
+            callbacks=[recorder] if after else [recorder, SaveEvery(folder)],
+        )
+        data = DataLoader(dataset(12 * BATCH * size), batch_size=BATCH, shuffle=True)
+        path = folder / f"{after}.ckpt" if after else None
+        trainer.fit(module(), data, loader(4 * size), ckpt_path=path)
+        loss = float(trainer.callback_metrics["val_loss"])
+        outcomes[after] = recorder.local, recorder.outer, loss, trainer.global_step
+    return outcomes
+
+
+@pytest.mark.parametrize("name", ["diloco", "lion"])
+def test_a_fit_resumes_bit_for_bit_after_any_batch(name: str, tmp_path: Path) -> None:
+    """In the middle of an accumulation by hand, after a batch without a step, with fragments in
+    flight: optimizers, scheduler and gradients come back."""
+    for outcomes in run_ranks(resumed, 2, tmp_path, tmp_path, name):
+        local, outer, *end = outcomes.pop(0)
+        assert len(local) == 24
+        for after, (got_local, got_outer, *got_end) in outcomes.items():
+            assert len(got_local) == 24 - after
+            for i, (got, expected) in enumerate(zip(got_local, local[after:], strict=True)):
+                for key in expected:
+                    assert torch.equal(got[key], expected[key]), (after, after + i, key)
+            for got_copies, copies in zip(got_outer, outer[after:], strict=True):
+                assert all(map(torch.equal, got_copies, copies)), after
+            assert got_end == end
+
+
+def replicas(rank: int, size: int, replica_size: int) -> Any:
+    """Two replicas; batch i of replica m is the batches of its ranks, in their order."""
+    recorder = Recorder()
+    unused = {"find_unused_parameters": True} if replica_size > 1 else {}  # as `ddp` needs it
+    strategy = StreamingDiLoCoStrategy(**SETTINGS, replica_size=replica_size, **unused)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=size,
+        max_epochs=1,
+        callbacks=[recorder],
+        use_distributed_sampler=False,
+    )
+    rows = torch.arange(18 * BATCH * 4).view(18, BATCH, 4)  # batch, sample, quarter
+    quarters = 4 // size
+    mine = rows[:, :, quarters * rank : quarters * (rank + 1)].transpose(1, 2).reshape(-1)
+    x, y = dataset(18 * BATCH * 4).tensors
+    data = TensorDataset(x[mine], y[mine])
+    sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)
+    trainer.fit(Gan(), DataLoader(data, batch_size=quarters * BATCH, sampler=sampler))
+    return recorder.local
+
+
+def test_replicas_of_two_ranks_are_replicas_with_their_batches(tmp_path: Path) -> None:
+    """To rounding: DDP adds the ranks' mean gradients, one rank averages over all samples."""
+    (tmp_path / "four").mkdir()
+    (tmp_path / "two").mkdir()
+    four = run_ranks(replicas, 4, tmp_path / "four", 2)
+    two = run_ranks(replicas, 2, tmp_path / "two", 1)
+    assert not torch.equal(two[0][0]["critic.0.weight"], two[1][0]["critic.0.weight"])
+    for rank, local in enumerate(four):
+        for got, twin, expected in zip(local, four[rank ^ 1], two[rank // 2], strict=True):
+            for name in expected:
+                assert torch.equal(got[name], twin[name]), "one replica, one copy"
+                torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def inside_fsdp(rank: int, size: int) -> str:
+    strategy = StreamingDiLoCoStrategy(**SETTINGS, replica_size=2, inside="fsdp")
+    try:
+        quiet_trainer(strategy=strategy, devices=size, max_epochs=1).fit(Gan(), loader(8))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_fsdp_inside_is_refused_with_the_reason(tmp_path: Path) -> None:
+    for text in run_ranks(inside_fsdp, 2, tmp_path):
+        assert "`StreamingDiLoCoStrategy` does not support manual optimization" in text
+        assert "manual optimization calls backward inside of it" in text

@@ -21,6 +21,7 @@ from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
 from lightning_commfree.lightning_internals import Patches, add_to_rows
+from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
@@ -203,7 +204,8 @@ class OutsideOfFit(FitSession[Any]):
     """Stands in for a session while no fit runs: Lightning does everything by itself."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
+        """Hold nothing but a clock, which a training step by hand asks."""
+        self.clock = PerOptimizerStep()
 
     @override
     def batch_begins(self) -> None:

@@ -244,6 +244,41 @@ def test_several_lions_vote_one_after_the_other(tmp_path: Path) -> None:
         assert {"lion/agreement_0", "lion/agreement_1"} <= figures.keys()
 
 
+class Skipping(Voters):
+    """Rank 1 leaves a batch out."""
+
+    skipped = 5
+
+    def training_step(self, batch: Any, i: int) -> None:
+        if self.global_rank != 1 or i != self.skipped:
+            super().training_step(batch, i)
+
+
+class SkippingLast(Skipping):
+    skipped = 17
+
+
+def skip(rank: int, size: int) -> list[str]:
+    texts = []
+    for strategy, module in (
+        (DistributedLionStrategy(), Skipping()),
+        (DistributedLionStrategy(), SkippingLast()),
+    ):
+        trainer = quiet_trainer(strategy=strategy, devices=size, max_epochs=1)
+        try:
+            trainer.fit(module, rank_loader(18 * BATCH * size, BATCH, rank, size))
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_ranks_that_vote_in_different_order_are_told_and_do_not_wait(tmp_path: Path) -> None:
+    for amid, last in run_ranks(skip, 2, tmp_path):
+        for text, batch in ((amid, 5), (last, 17)):
+            said = f"rank 0 steps optimizer 1 in batch {batch}, rank 1 takes no further step in"
+            assert f"{said} batch {batch}" in text
+
+
 class Mixed(Gan):
     """One of the optimizers cannot be voted for."""
 

@@ -143,19 +143,17 @@ class FitSession(Generic[B]):
             yield
             self.clock.tick(optimizer)
             return
-        streams, world = self._ranks.streams, self._world
-        with nullcontext() if streams is None else streams.explaining():
-            # the ranks of a replica exchange gradients in the body
-            within = self._channels.within.size > 1
-            named = world.naming_lost("gradients", computing=True) if within else nullcontext()
-            with self.between.stepping(), named:
-                yield
-            if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch
-                return
-            if self.between.after_step(self._stopping.wanted):
-                self._stopping.agree_in_step()
-            self._stopping.step_done()
-            self.after_step()
+        self._stopping.step_begins()
+        # the ranks of a replica exchange gradients in the body
+        within = self._channels.within.size > 1
+        named = self._world.naming_lost("gradients", computing=True) if within else nullcontext()
+        with self.between.stepping(), named:
+            yield
+        if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch
+            return
+        if self.between.after_step(self._stopping.wanted):
+            self._stopping.agree_in_step()
+        self.after_step()
         self.log.after_step()
 
     def after_step(self) -> None:

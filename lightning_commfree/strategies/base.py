@@ -29,11 +29,11 @@ from typing_extensions import override
 
 from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
+from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.resume.checkpoint_io import writing_whole
+from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
-from lightning_commfree.resume.files import FilePath, reading_whole
+from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.strategies.checks import check_ddp_kwargs, present
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
@@ -129,7 +129,7 @@ class ReplicaStrategy(DDPStrategy):
     def launcher(self) -> Any:
         if self._orderly is None:
             check = self.inside.check_before_launch
-            self._orderly = orderly(super().launcher, self, self._starts_by, check)
+            self._orderly = with_clean_exits(super().launcher, self, self._starts_by, check)
         return self._orderly
 
     @property
@@ -139,7 +139,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = writing_whole(io, maps=self.inside.divides)
+        self._writer = with_atomic_writes(io, maps=self.inside.shards_model)
 
     @override
     def setup_environment(self) -> None:
@@ -169,7 +169,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if not self.inside.divides or self.module.trainer.state.fn != TrainerFn.FITTING:
+        if not self.inside.shards_model or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
@@ -286,12 +286,12 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         read = super().lightning_module_state_dict
-        return self.session.module_state(lambda: self.inside.whole_module(read))
+        return self.session.module_state(lambda: self.inside.full_module_state(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.inside.whole_optimizer(raw, super().optimizer_state(raw))
+        return self.inside.full_optimizer_state(raw, super().optimizer_state(raw))
 
     @property
     @override
@@ -300,11 +300,11 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(self.inside.with_module_parts(checkpoint), strict)
+        super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self.inside.with_optimizer_parts(checkpoint))
+        super().load_optimizer_state_dict(self.inside.with_optimizer_shards(checkpoint))
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -319,7 +319,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with reading_whole(checkpoint_path):  # later releases of Lightning pass more arguments
+        with verified_reading(checkpoint_path):  # later releases of Lightning pass more arguments
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         self._resume.read(checkpoint_path, checkpoint, weights_only)

@@ -94,9 +94,9 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        ("llama", {"lora_dropout": 0.1}, "its dropout would differ from rank to rank"),
-        ("llama", {"use_dora": True}, "DoRA and other variants need full weights"),
-        ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "`lora_bias` would be added"),
+        ("llama", {"lora_dropout": 0.1}, "its dropout mask would differ between ranks"),
+        ("llama", {"use_dora": True}, "DoRA and other LoRA variants need full weights"),
+        ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "would add `lora_bias` to"),
         ("llama", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
         ("llama", {"target_modules": ["embed_tokens"]}, "it is not LoRA of a plain linear layer"),
         ("olmo", {}, "`OlmoForCausalLM` has adapters, which the tensor-parallel plan"),
@@ -120,7 +120,7 @@ def refused(channel: Any, kind: str, changes: dict[str, Any]) -> str:
 
 def test_slices_of_weights_do_not_go_with_adapters(tmp_path: Path) -> None:
     (said,) = run_ranks(with_channel, 1, tmp_path, by_weight)
-    assert "`split='weight'` sends slices before an adapter has added its own" in said
+    assert "`split='weight'` does not support a model with LoRA" in said
 
 
 def by_weight(channel: Any) -> str:

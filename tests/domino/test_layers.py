@@ -76,7 +76,9 @@ def run(layer: Any, x: Tensor, pick: Any = None) -> Run:
 def parameter(spec: ShardSpec | None, value: Tensor | None, rank: int) -> Any:
     if value is None:
         return None
-    return nn.Parameter(value.detach().clone() if spec is None else spec.part(value.detach(), rank))
+    return nn.Parameter(
+        value.detach().clone() if spec is None else spec.shard(value.detach(), rank)
+    )
 
 
 def play_columns(channel: Any, transposed: bool, bias: bool) -> Run:
@@ -190,7 +192,7 @@ def test_words(played: Any, padding: int | None) -> None:
         torch.testing.assert_close(
             found.output, expected.output, rtol=0, atol=0
         )  # only zeros added
-        torch.testing.assert_close(found.d_weight, spec.part(expected.d_weight, rank), **EXACT)
+        torch.testing.assert_close(found.d_weight, spec.shard(expected.d_weight, rank), **EXACT)
     assert padding is None or expected.d_weight[padding].abs().max() == 0
 
 
@@ -204,9 +206,9 @@ def test_head(played: Any, bias: bool) -> None:
     for rank, found in enumerate(runs):
         torch.testing.assert_close(found.output, expected.output, **EXACT)
         torch.testing.assert_close(found.d_input, expected.d_input, **EXACT)
-        torch.testing.assert_close(found.d_weight, spec.part(expected.d_weight, rank), **EXACT)
+        torch.testing.assert_close(found.d_weight, spec.shard(expected.d_weight, rank), **EXACT)
         if bias:
-            torch.testing.assert_close(found.d_bias, spec.part(expected.d_bias, rank), **EXACT)
+            torch.testing.assert_close(found.d_bias, spec.shard(expected.d_bias, rank), **EXACT)
 
 
 def test_head_with_local_logits_sends_nothing(played: Any) -> None:
@@ -215,7 +217,7 @@ def test_head_with_local_logits_sends_nothing(played: Any) -> None:
     runs = played(play_local_head)
     spec = ShardSpec.even(2, WORDS, len(runs))
     for rank, (local, sent) in enumerate(runs):
-        torch.testing.assert_close(local, spec.part(expected, rank), **EXACT)
+        torch.testing.assert_close(local, spec.shard(expected, rank), **EXACT)
         assert sent == {}
 
 

@@ -130,11 +130,11 @@ def test_a_failed_forward_leaves_no_trace(played: list[dict[str, Any]]) -> None:
 
 
 def test_a_batch_of_one_row_is_split_by_tokens(played: list[dict[str, Any]]) -> None:
-    sentence = "A batch of 1 cannot be split by rows (`split='batch'`); it is split by {} instead."
+    sentence = "A batch of 1 cannot be split by rows (`split='batch'`): using `split='{}'` for it."
     for rank in played:
         assert rank["said"] == {
-            "row": [sentence.format("tokens")],
-            "word": [sentence.format("nothing")],
+            "row": [sentence.format("token")],
+            "word": [sentence.format("none")],
             "rows": [],
         }
 

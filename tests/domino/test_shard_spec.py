@@ -30,7 +30,7 @@ def test_even_parts_join_to_the_whole(
     """Sizes that the ranks do not divide, too, and ranks that hold padding only."""
     whole = counting(*others[:dim], size, *others[dim:])
     spec = ShardSpec.even(dim, size, ranks)
-    parts = [spec.part(whole, rank) for rank in range(ranks)]
+    parts = [spec.shard(whole, rank) for rank in range(ranks)]
     assert len({part.shape for part in parts}) == 1
     assert torch.cat(parts, dim).sum() == whole.sum()  # the padding is zeros
     assert torch.equal(spec.join(parts), whole)
@@ -47,7 +47,7 @@ def test_packed_blocks_are_cut_one_by_one(dim: int, block: int, blocks: int, ran
     size = block * blocks * ranks
     whole = counting(2, size) if dim else counting(size, 2)
     spec = ShardSpec.even(dim, size, ranks, blocks)
-    parts = [spec.part(whole, rank) for rank in range(ranks)]
+    parts = [spec.shard(whole, rank) for rank in range(ranks)]
     for rank, part in enumerate(parts):
         packed = [b.chunk(ranks, dim)[rank] for b in whole.chunk(blocks, dim)]
         assert torch.equal(part, torch.cat(packed, dim))
@@ -60,8 +60,8 @@ def test_packed_thirds() -> None:
     """Query, key and value of four heads of width 1, by hand."""
     packed = torch.tensor([[1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23, 24]])
     spec = ShardSpec.even(1, 12, 2, blocks=3)
-    assert spec.part(packed, 0).tolist() == [[1, 2, 11, 12, 21, 22]]
-    assert spec.part(packed, 1).tolist() == [[3, 4, 13, 14, 23, 24]]
+    assert spec.shard(packed, 0).tolist() == [[1, 2, 11, 12, 21, 22]]
+    assert spec.shard(packed, 1).tolist() == [[3, 4, 13, 14, 23, 24]]
     assert not spec.overlapping
 
 
@@ -76,7 +76,7 @@ def test_a_shard_on_several_ranks(key_heads: int, ranks_per_head: int, head_dim:
     size = key_heads * head_dim
     spec = ShardSpec(0, tuple((first, first + head_dim) for first in firsts), size)
     whole = counting(size, 2)
-    parts = [spec.part(whole, rank) for rank in range(ranks)]
+    parts = [spec.shard(whole, rank) for rank in range(ranks)]
     assert spec.overlapping == (ranks_per_head > 1)
     assert torch.equal(spec.join(parts), whole)
     for rank, part in enumerate(parts):
@@ -91,7 +91,7 @@ def test_a_shard_shares_no_memory_with_the_full_tensor() -> None:
         ShardSpec.even(0, 4, 1),
         ShardSpec.even(0, 4, 2, blocks=2),
     ):
-        spec.part(whole, 0).zero_()
+        spec.shard(whole, 0).zero_()
         assert torch.equal(whole, counting(4, 2)), spec
 
 
@@ -99,7 +99,7 @@ def test_a_shard_shares_no_memory_with_the_full_tensor() -> None:
 def test_the_dtype_is_kept(kind: Any) -> None:
     whole = counting(5, 2).to(kind)
     spec = ShardSpec.even(0, 5, 3)
-    joined = spec.join([spec.part(whole, rank) for rank in range(3)])
+    joined = spec.join([spec.shard(whole, rank) for rank in range(3)])
     assert joined.dtype == kind
     assert torch.equal(joined, whole)
 

@@ -1,4 +1,4 @@
-"""A module with sharded models inside: held tensors, full states and shards of them."""
+"""A module with sharded models inside: its parameters, full states and shards of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.domino import DominoSettings, ShardedModule, check_batch
+from lightning_commfree.domino import (
+    DominoSettings,
+    ShardedModule,
+    ShardSpec,
+    check_batch,
+    gradient_norm,
+)
 from tests.domino.models import Case, batch_for, make
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
@@ -43,19 +49,26 @@ def train(module: Around, steps: int = 2) -> torch.optim.Optimizer:
     return optimizer
 
 
+def held_as(spec: ShardSpec | None) -> str:
+    """In full; a shard of this rank's alone; or one whose gradients several ranks sum."""
+    return "full" if spec is None else "summed" if spec.overlapping else "shard"
+
+
 def seen(channel: Any, kind: str) -> dict[str, Any]:
     """A rank's tensors, gathered states and shards of them over two steps."""
     module = Around(kind)
     before = {name: p.detach().clone() for name, p in module.state_dict().items()}
     sharded = ShardedModule.prepare(module, channel, DominoSettings())
-    found: dict[str, Any] = {"same batch": sharded.same_batch, "before": before}
-    found["held"] = [(held.name, held.kind, held.tensor.shape) for held in sharded.held()]
+    found: dict[str, Any] = {"before": before}
+    found["held"] = [
+        (name, held_as(sharded.specs.get(p)), p.shape) for name, p in module.named_parameters()
+    ]
 
     module.loss().backward()
     sharded.sum_shared_gradients()
-    found["norm"] = sharded.gradient_norm(module.parameters())
+    found["norm"] = gradient_norm(module.parameters(), sharded.specs, sharded.models[0].group)
     module.zero_grad()
-    whole = sharded.whole_state_dict(keep=True)
+    whole = sharded.full_state_dict(keep=True)
     found["untouched"] = {name: value.clone() for name, value in whole.items()}
 
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -64,19 +77,19 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
         module.loss().backward()
         sharded.sum_shared_gradients()
         optimizer.step()
-    whole = sharded.whole_state_dict(keep=True)
-    state = sharded.whole_optimizer_state(optimizer, keep=True)
+    whole = sharded.full_state_dict(keep=True)
+    state = sharded.full_optimizer_state(optimizer, keep=True)
     found |= {
         "whole": whole,
         "state": state,
-        "nothing": sharded.whole_state_dict(keep=False),
+        "nothing": sharded.full_state_dict(keep=False),
     }
 
     # shards of the full states equal the rank's own
     own = {name: value.clone() for name, value in module.state_dict().items()}
-    parts = sharded.part_state_dict(whole)
+    parts = sharded.shard_state_dict(whole)
     found["parts"] = all(torch.equal(parts[name], value) for name, value in own.items())
-    part = sharded.part_optimizer_state(optimizer, state)["state"]
+    part = sharded.shard_optimizer_state(optimizer, state)["state"]
     mine = optimizer.state_dict()["state"]
     found["optimizer's parts"] = part.keys() == mine.keys() and all(
         torch.equal(part[i][key], mine[i][key]) for i in mine for key in mine[i]
@@ -84,7 +97,7 @@ def seen(channel: Any, kind: str) -> dict[str, Any]:
 
     sharded.join()
     found["joined"] = module.state_dict()
-    left = sharded.optimizer_parts.whole_state_dict(optimizer, channel, keep=True)
+    left = sharded.optimizer_shards.full_state_dict(optimizer, channel, keep=True)
     found["left"] = all(
         torch.equal(left["state"][i][key], state["state"][i][key]) for i in mine for key in mine[i]
     )
@@ -100,22 +113,21 @@ def found(
 
 
 def test_held_tensors(found: Any) -> None:
-    """Every parameter once, under its own name; sizes of parts and copies are those of the spec."""
+    """Every parameter keeps its name; only shards are smaller than the full tensors."""
     kind, ranks = found
     plain = dict(Around(kind).named_parameters())
     for rank in ranks:
         assert [name for name, *_ in rank["held"]] == list(plain)
         kinds = {name: held for name, held, _ in rank["held"]}
-        assert kinds["beside.weight"] == "whole"
+        assert kinds["beside.weight"] == "full"
         for name, held, shape in rank["held"]:
-            assert (held == "whole") <= (shape == plain[name].shape), name
-            assert (held == "part") <= (shape.numel() < plain[name].numel()), name
-        copies = {name for name, held in kinds.items() if held == "copy"}
+            assert (held == "full") <= (shape == plain[name].shape), name
+            assert (held == "shard") <= (shape.numel() < plain[name].numel()), name
+        summed = {name for name, held in kinds.items() if held == "summed"}
         norms = ("q_norm", "k_norm")
         expected = dict.fromkeys(("qwen3", "qwen3 moe", "gemma3"), norms)
         expected["llama one key head"] = ("k_proj", "v_proj")
-        assert copies == {name for name in plain if any(k in name for k in expected.get(kind, ()))}
-        assert rank["same batch"] == (0, 1)
+        assert summed == {name for name in plain if any(k in name for k in expected.get(kind, ()))}
 
 
 def test_full_states_equal_one_process(found: Any) -> None:
@@ -159,4 +171,4 @@ def other_batches(channel: Any) -> str:
 
 def test_different_batches_are_refused(tmp_path: Path) -> None:
     for text in run_ranks(with_channel, SIZE, tmp_path, other_batches):
-        assert "their first batches differ: ranks [0, 1]" in text
+        assert "the first batches of ranks [0, 1] differ" in text

@@ -19,7 +19,7 @@ def test_the_shared_state_is_enough_to_join() -> None:
     joiner.load_state_dict(shared, None)
     assert joiner.step == diloco.step
     assert joiner.in_flight == []
-    assert joiner.weight_swap.is_local(), "its local weights are the global ones"
+    assert joiner.weight_swap.local_equals_shared(), "its local weights are the global ones"
     for mine, theirs in zip(joiner.fragments, diloco.fragments, strict=True):
         assert torch.equal(mine.global_copy, theirs.global_copy)
         states = [one.optimizer.state_dict()["state"] for one in (mine, theirs)]

@@ -61,16 +61,16 @@ def saved_by(algorithm: str, folder: Path, ranks: Any) -> Save:
         (
             {"free": "3", "bound": "2"},
             Two(),
-            "the files of rank 1 below '.commfree/a.ckpt/1-a'",
+            "the rank files of rank 1 in '.commfree/a.ckpt/1-a'",
         ),
         ({"free": "1", "bound": "4"}, Two(), "bound was 2 and is 4"),
-        ({"free": "1"}, Three(), "it was saved by 2 ranks, these are 3; bound was 2 and is"),
+        ({"free": "1"}, Three(), "it was saved by 2 ranks, but this fit has 3; bound was 2 and is"),
     ],
 )
 def test_what_differs_is_said(settings: Any, ranks: Any, said: str, tmp_path: Path) -> None:
     save = saved_by("mine", tmp_path, ranks)
     assert save.why_not_exact(Algorithm(**settings), True).startswith(said)
-    own, text = save.adopted_by(Algorithm())
+    own, text = save.adopt(Algorithm())
     assert (own["random"], text) == ("2", "and more")
     assert own["found"] == [], "the other rank has not found the state that it wants"
     assert [save.own_state(rank) for rank in (0, 1)] == [{"x": 1}, None]
@@ -79,7 +79,7 @@ def test_what_differs_is_said(settings: Any, ranks: Any, said: str, tmp_path: Pa
 def test_another_algorithms_state_is_not_used(tmp_path: Path) -> None:
     save = saved_by("yours", tmp_path, Two())
     text = save.why_not_exact(Algorithm(free="1", bound="2"), True)
-    assert text == "it was saved by yours, and this is mine"
-    own, said = save.adopted_by(Algorithm())
+    assert text == "it was saved by yours, but this is mine"
+    own, said = save.adopt(Algorithm())
     assert own == {}
     assert "The epoch's data, random numbers and the strategy's own state start afresh" in said

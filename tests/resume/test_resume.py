@@ -169,7 +169,7 @@ def other_worlds(rank: int, size: int, folder: Path) -> Any:
 
 def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
     for texts in run_ranks(other_worlds, 2, tmp_path, tmp_path):
-        assert "the files of rank 1 below" in texts["gone"][0][0]
+        assert "the rank files of rank 1 in" in texts["gone"][0][0]
         assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]
         assert not texts["link"][0]
         assert not texts["moved"][0]
@@ -211,7 +211,7 @@ def first_fit(rank: int, size: int, folder: Path) -> None:
 def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path: Path) -> None:
     run_ranks(first_fit, 2, tmp_path, tmp_path)
     ((said, validated, same, from_outer),) = run_ranks(alone, 1, tmp_path, tmp_path)
-    assert "it was saved by 2 ranks, these are 1" in said[0]
+    assert "it was saved by 2 ranks, but this fit has 1" in said[0]
     assert validated[0]["val_loss"] > 0
     assert same
     assert from_outer
@@ -220,7 +220,7 @@ def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path: Path
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(
-        RuntimeError, match=r"(?s)Rank 3 cannot write its part .* `default_root_dir`"
+        RuntimeError, match=r"(?s)Rank 3 cannot write its rank file .* `default_root_dir`"
     ):
         RankFiles(tmp_path / "file" / "a.ckpt").write(Owner(3, 4, "1-a"), {})
 

@@ -60,4 +60,4 @@ def test_what_is_not_a_default_is_refused(
             tmp_path, "lightning_commfree.StreamingDiLoCoStrategy", find_unused_parameters=True
         )
     said = f"{caught.value}{capsys.readouterr().err}"
-    assert "`StreamingDiLoCoStrategy` got the argument `find_unused_parameters`" in said
+    assert "`StreamingDiLoCoStrategy` does not take the argument `find_unused_parameters`" in said

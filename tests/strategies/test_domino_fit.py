@@ -29,7 +29,11 @@ BATCH = 4
         ({"num_micro_batches": 1}, ValueError, "`num_micro_batches=1` must be at least 2."),
         ({"num_micro_batches": 2.0}, TypeError, "`num_micro_batches=2.0` must be a whole number"),
         ({"tensor_parallel_size": 0}, ValueError, "`tensor_parallel_size=0` must be at least 1."),
-        ({"gradient_as_bucket_view": True}, TypeError, "`DominoTPStrategy` got the argument"),
+        (
+            {"gradient_as_bucket_view": True},
+            TypeError,
+            "`DominoTPStrategy` does not take the argument",
+        ),
     ],
 )
 def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -107,7 +111,7 @@ def compiled_whole() -> Any:
 REFUSED: list[Any] = [
     (CausalLM, {}, {}, "ValueError", "has 4 attention heads, which 3 tensor-parallel ranks cannot"),
     (CausalLM, {"tensor_parallel_size": 2}, {}, "ValueError", "`tensor_parallel_size=2` does not"),
-    (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can divide (its"),
+    (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can shard (its"),
     (Compiled, {}, {}, "ValueError", "is compiled already, as `OptimizedModule`"),
     (
         compiled_whole,
@@ -116,15 +120,15 @@ REFUSED: list[Any] = [
         "ValueError",
         "does not support `torch.compile` of the LightningModule",
     ),
-    (Adapted, {}, {}, "ValueError", "its dropout would differ from rank to rank. Set"),
-    (Meta, {}, {}, "ValueError", "2 tensors, 'head.weight' among them, are on the meta device and"),
+    (Adapted, {}, {}, "ValueError", "its dropout mask would differ between ranks. Set"),
+    (Meta, {}, {}, "ValueError", "2 tensors, including 'head.weight', are on the meta device and"),
     (HalfMeta, {}, {}, "ValueError", "2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them"),
     (
         AllMeta,
         {},
         {"verb": "validate"},
         "ValueError",
-        "gives them values in `fit` only",
+        "initializes them only in `fit`",
     ),
     (Manual, {}, {}, "ValueError", "`DominoTPStrategy` does not support manual optimization"),
     (CausalLM, {}, {"precision": "16-true"}, "ValueError", "does not support precision='16-true'"),
@@ -238,7 +242,7 @@ def test_half_precision_stays_near(ranks: list[Any]) -> None:
 def test_one_row_is_split_by_tokens_and_said_once(ranks: list[Any]) -> None:
     assert not ranks[0]["plain"]["said"]
     assert ranks[0]["one row"]["said"] == [
-        "A batch of 1 cannot be split by rows (`split='batch'`); it is split by tokens instead."
+        "A batch of 1 cannot be split by rows (`split='batch'`): using `split='token'` for it."
     ]
 
 

@@ -75,13 +75,13 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_an_optimizer_made_before_the_fit_is_refused(said: list[dict[str, str]]) -> None:
     for texts in said:
         assert texts["early"].startswith("The optimizer holds ")
-        assert "Make both in `configure_optimizers`" in texts["early"]
+        assert "Create both in `configure_optimizers`" in texts["early"]
 
 
 def test_an_optimizer_that_looks_at_whole_rows_is_refused(said: list[dict[str, str]]) -> None:
     for texts in said:
         assert texts["rows"].startswith("`Adafactor` keeps a '")
-        assert "Use an optimizer that treats elements one by one" in texts["rows"]
+        assert "Use an element-wise optimizer" in texts["rows"]
 
 
 def test_validation_batches_of_a_group_must_be_the_same(said: list[dict[str, str]]) -> None:
@@ -95,7 +95,7 @@ def test_callbacks_that_copy_the_undivided_model_are_refused(said: list[dict[str
         assert refused
         for name, text in refused.items():
             assert text.startswith(
-                f"`DominoTPStrategy` does not support the callback `{name}`: it copies the whole"
+                f"`DominoTPStrategy` does not support the callback `{name}`: it copies the full"
             )
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.domino import TensorGroup
 from lightning_commfree.resume import exact
-from lightning_commfree.resume.data_position import restore_place
+from lightning_commfree.resume.data_position import restore_data_position
 from lightning_commfree.resume.exact import ExactResume
 from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
 from tests.strategies.models import Drawn, Recorder, quiet_trainer
@@ -102,13 +102,13 @@ STOPS = {"shuffled": (1, 3, 5), "drawn": (2, 3)}  # 3: the end of an epoch
 MISTAKES = {  # what a resume without it would be
     "a rank's own random numbers": (TensorGroup, "load_own_state", lambda *_: None),
     "random numbers": (ExactResume, "restore_position", lambda *_: None),
-    "every group's own loader": (exact, "restore_place", lambda *to: as_rank_0(*to)),
+    "every group's own loader": (exact, "restore_data_position", lambda *to: as_rank_0(*to)),
 }
 
 
 def as_rank_0(trainer: Any, begin: Any, data: dict[str, Any]) -> list[str]:
     """Lightning has restored its loader on all ranks."""
-    return restore_place(trainer, begin, {**data, "loaders": None})
+    return restore_data_position(trainer, begin, {**data, "loaders": None})
 
 
 FORGETFUL = {"shuffled": 5, "drawn": 2}  # from where
@@ -224,10 +224,10 @@ def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: li
         _, _, more = found["one of two"]
         if rank == 0:
             for text in (*said, *more):
-                assert "it was saved by 4 ranks, these are 2" in text
+                assert "it was saved by 4 ranks, but this fit has 2" in text
                 assert "from the checkpoint's weights, with its optimizer state" in text
             assert "tensor_parallel_size was 2 and is 1" in said[0]
-            assert "at the same place in the data. Random numbers that differ from" in said[0]
+            assert "at the same position in the data. Random numbers that differ from" in said[0]
             assert (
                 "The epoch's data, random numbers and the strategy's own state start afresh"
                 in more[0]
@@ -304,8 +304,8 @@ def test_without_a_ranks_file_the_fit_goes_on_and_says_with_what(
         for gone, (local, got, said) in found.items():
             assert all(tensor.isfinite().all() for tensor in local[-1].values())
             if rank == 0:
-                assert f"the files of rank {gone} below '.commfree/step=5.ckpt/5-" in said[0]
+                assert f"the rank files of rank {gone} in '.commfree/step=5.ckpt/5-" in said[0]
                 assert "with its optimizer state" in said[0]
-                assert ("at the same place in the data" in said[0]) == (gone == 3)
+                assert ("at the same position in the data" in said[0]) == (gone == 3)
             same_place = len(got) == 1 and torch.equal(got[0], batches[5])
             assert same_place == (gone == 3)

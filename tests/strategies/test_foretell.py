@@ -86,16 +86,16 @@ def test_few_exchanges_bring_the_advice(said: Any) -> None:
     infos, (warning,) = said["few"]
     assert infos == []
     assert warning.startswith("Within 17 steps each of the 2 fragments is exchanged 3 to 4 times")
-    assert warning.endswith("Take `sync_every=2`.")
+    assert warning.endswith("Try `sync_every=2`.")
     assert Schedule(2, 2, 1).launches_until(1, 17) >= 5, "the advice is good"
-    assert said["none"][1][0].endswith("Take `sync_every=3`.")
+    assert said["none"][1][0].endswith("Try `sync_every=3`.")
     assert "is exchanged 0 times" in said["none"][1][0]
-    assert said["too short"][1][0].endswith("The fit is too short for more.")
+    assert said["too short"][1][0].endswith("The fit is too short for more exchanges.")
 
 
 def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
     (text,), warnings = said["one replica"]
-    assert text.startswith("There is one replica, so nothing is exchanged: the outer optimizer")
+    assert text.startswith("There is only one replica, so nothing is exchanged: the outer")
     assert warnings == []
 
 
@@ -104,7 +104,7 @@ def test_what_nobody_knows_is_not_said(said: Any) -> None:
 
 
 def test_a_model_without_blocks_is_told_of_balanced_fragments(said: Any) -> None:
-    assert "`fragment_pattern='balanced'` cuts it into several" in said["no blocks"][0][0]
+    assert "`fragment_pattern='balanced'` splits it into several" in said["no blocks"][0][0]
     assert not any("No list of equal modules" in text for text in said["balanced"][0])
     assert not any("No list of equal modules" in text for text in said["enough"][0])
 

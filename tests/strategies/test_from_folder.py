@@ -15,13 +15,13 @@ from lightning_commfree import (
     StreamingDiLoCoStrategy,
     from_pretrained_on_meta,
 )
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
 
 KINDS = ["gpt2", "llama"]
-LAYOUTS = ["domino", *([] if why_not_divided() else ["fsdp"])]
+LAYOUTS = ["domino", *([] if why_unavailable() else ["fsdp"])]
 
 
 class FromFolder(CausalLM):

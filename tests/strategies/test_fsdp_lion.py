@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
-from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.model.shards import local_tensor
 from tests.strategies.models import loader, quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven, Watch, weights
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21
@@ -37,7 +37,7 @@ class Faulty(Voter):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_step == 2 and self.global_rank == 3:
-            own(self.blocks[1].weight.grad)[0, 0] = torch.nan
+            local_tensor(self.blocks[1].weight.grad)[0, 0] = torch.nan
 
 
 def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any:
@@ -164,7 +164,7 @@ def test_another_layout_goes_on_from_the_weights_and_says_so(played: Any) -> Non
     """Parts take up the momentum that the worker had as a whole one; not the other way round."""
     first, parts_of_whole = played[0][0], played[0][0]["fsdp", "ddp"]
     assert "inside was 'ddp' and is 'fsdp'" in parts_of_whole["said"]
-    assert "takes up the momentum that it had" in parts_of_whole["said"]
+    assert "continues with its own momentum" in parts_of_whole["said"]
     whole_of_parts = first["ddp", "fsdp"]
     assert "inside was 'fsdp' and is 'ddp'" in whole_of_parts["said"]
     assert len(whole_of_parts["local"]) == STEPS - 9

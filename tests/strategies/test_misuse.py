@@ -46,13 +46,13 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "Strategy` got the argument `find_unused_parameters`. It takes `sync_every`, `num_fra",
+            "Strategy` does not take the argument `find_unused_parameters`. It takes `sync_",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
         (
             {"replica_size": 2, "overlap_step": 2},
             TypeError,
-            "Strategy` got the argument `overlap_step`. Did you mean `overlap_steps`? It takes",
+            "Strategy` does not take the argument `overlap_step`. Did you mean `overlap_steps`?",
         ),
         ({"replica_size": 2, "bucket_cap_mbb": 2}, TypeError, "Did you mean `bucket_cap_mb`?"),
     ],
@@ -120,8 +120,8 @@ MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
     (TwoOptimizers, {}, "RuntimeError", "multiple optimizers is only supported with manual"),
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
-    (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
-    (OnMeta, {}, "ValueError", "with `inside='ddp'` nothing gives it values: build it with values"),
+    (Complex, {}, "ValueError", "The parameter 'phase' has dtype torch.complex64"),
+    (OnMeta, {}, "ValueError", "`inside='ddp'` does not initialize it. Build the model on the CPU"),
     (Sharing, {}, "ValueError", "The parameters 'twin' and 'head.weight' share memory"),
     (
         Tiny,

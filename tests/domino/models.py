@@ -91,7 +91,12 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
         {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "llama one key head": (LlamaForCausalLM, LlamaConfig, {**LLAMA, "num_key_value_heads": 1}),
-    "mistral": (MistralForCausalLM, MistralConfig, {**LLAMA, "sliding_window": 4}),
+    # the embedding of its padding word gets no gradient
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig,
+        {**LLAMA, "sliding_window": 4, "pad_token_id": 0},
+    ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA),
     "qwen2 sliding": (Qwen2ForCausalLM, Qwen2Config, {**LLAMA, **SLIDING}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**LLAMA, "head_dim": 4}),

@@ -192,8 +192,6 @@ STEPS = {"max_steps": BATCHES * EPOCHS}
 EPOCHS_ONLY = {"max_epochs": EPOCHS}
 CASES: dict[str, dict[str, Any]] = {
     "epochs": EPOCHS_ONLY,
-    "steps": STEPS,
-    "steps, validation": {"validation": True, **STEPS},
     "validation twice": {"validation": True, "val_check_interval": 0.5, **EPOCHS_ONLY},
     "own place": {"validation": True, "data": lambda: Eager(draw, BATCHES, 3), **EPOCHS_ONLY},
     "reloaded": {"reload_dataloaders_every_n_epochs": 1, **EPOCHS_ONLY},

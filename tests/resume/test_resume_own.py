@@ -19,7 +19,7 @@ from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles
-from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
+from tests.strategies.models import Noisy, Recorder, assert_same, loader, quiet_trainer
 from tests.strategies.saved import file_of, part_of, sets_of
 from tests.world import run_ranks
 
@@ -113,9 +113,7 @@ def test_tensors_and_schedulers_of_a_rank_come_back(tmp_path: Path, kind: type[M
         for step, (local, straight, rest) in found.items():
             assert rest, f"resumed after step {step}"
             assert len(local) == len(straight)
-            for got, expected in zip(local, straight, strict=True):
-                for name in expected:
-                    assert torch.equal(got[name], expected[name]), (step, name)
+            assert_same(local, straight)
     (_, lr, of_rank_0), (_, other_lr, of_rank_1) = ranks
     assert (lr != other_lr) == (kind is Scheduled)
     assert of_rank_0 == ["cache"], "the rest is in the checkpoint, or as it was"
@@ -158,8 +156,7 @@ def pickled(rank: int, size: int, folder: Path) -> Any:
 def test_weights_only_false_reaches_the_files_of_the_ranks(tmp_path: Path) -> None:
     for straight, resumed, said in run_ranks(pickled, 2, tmp_path, tmp_path):
         assert not said
-        for got, expected in zip(resumed, straight, strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed, straight)
 
 
 def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:

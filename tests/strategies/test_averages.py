@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, quiet_trainer, rank_loader
 from tests.strategies.models import loader as all_rows
 from tests.world import run_ranks
 
@@ -142,8 +142,7 @@ def test_all_ranks_have_the_same_average(played: Any) -> None:
     for name in first:
         for tensor, other in zip(first[name]["seen"], second[name]["seen"], strict=True):
             assert all(torch.equal(tensor[key], other[key]) for key in tensor)
-        for key, value in first[name]["state"].items():
-            assert torch.equal(second[name]["state"][key], value), (name, key)
+        assert_same(second[name]["state"], first[name]["state"])
     local = [outcome["plain"]["local"][5]["head.weight"] for outcome in played[0]]
     assert not torch.equal(*local), "of different local weights"
 
@@ -175,5 +174,4 @@ def test_checkpoints_hold_the_average_and_go_on_exactly(played: Any) -> None:
         assert len(resumed["local"]) == STEPS - SAVED
         for got, wanted in zip(resumed["local"][::-1], plain["local"][::-1], strict=False):
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-        for name, value in plain["state"].items():
-            assert torch.equal(resumed["state"][name], value), name
+        assert_same(resumed["state"], plain["state"])

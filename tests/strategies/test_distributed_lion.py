@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_commfree import DistributedLion, DistributedLionStrategy
 from lightning_commfree.lion import buckets
 from tests.lion.serial import SerialLion
-from tests.strategies.models import Recorder, Tiny, dataset, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, dataset, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
-STEPS = 50
+STEPS = 24
 ACCUMULATE = 2
 BATCH = 2
 LR, DECAY = 0.02, 0.3
@@ -30,7 +30,7 @@ class Voter(Tiny):
 
     def configure_optimizers(self) -> Any:
         optimizer = DistributedLion(groups(self))
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.5)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -75,7 +75,7 @@ def play(size: int, vote: str) -> list[dict[str, Tensor]]:
     x, y = dataset(STEPS * ACCUMULATE * BATCH * size).tensors
     seen = []
     for step in range(STEPS):
-        if step == 20 or step == 40:
+        if step == 8 or step == 16:
             for group in twin_groups:
                 group["lr"] *= 0.5
         gradients = []
@@ -96,17 +96,14 @@ def all_fits(rank: int, size: int) -> Any:
         return [fit(rank, size, *case) for case in CASES]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 def test_every_step_equals_the_twin_bit_for_bit(tmp_path: Path, size: int) -> None:
     ranks = run_ranks(all_fits, size, tmp_path)
     twins = {vote: play(size, vote) for vote in ("majority", "average")}
-    for case, (vote, overlap) in enumerate(CASES):
-        for rank, fits in enumerate(ranks):
+    for case, (vote, _) in enumerate(CASES):
+        for fits in ranks:
             seen, _ = fits[case]
             assert len(seen) == STEPS
-            for step, (got, expected) in enumerate(zip(seen, twins[vote], strict=True)):
-                for name, tensor in expected.items():
-                    assert torch.equal(got[name], tensor), (vote, overlap, rank, step, name)
+            assert_same(seen, twins[vote])
     apart = twins["majority"][-1]["head.weight"] - twins["average"][-1]["head.weight"]
-    if size > 2:  # the mean of two votes is their majority
-        assert apart.abs().max() > LR, "the two votes must part, or the comparison is weak"
+    assert apart.abs().max() > LR, "the two votes must part, or the comparison is weak"

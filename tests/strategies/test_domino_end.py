@@ -15,7 +15,7 @@ from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import END, all_gather_bytes
 from lightning_commfree.domino.sharded_module import STATE_TAG
 from tests.strategies.causal_lm import CausalLM, loader
-from tests.strategies.models import quiet_trainer
+from tests.strategies.models import assert_same, quiet_trainer
 from tests.world import run_ranks
 
 STEPS = 2
@@ -83,12 +83,10 @@ def test_a_checkpoint_behind_the_fit_is_that_of_its_last_step(
     assert not any(outcomes[group]["open"] for outcomes in ranks for group in GROUPS)
     names = ("in_the_fit.ckpt", "behind_the_fit.ckpt")
     within, behind = (torch.load(folder / "2" / name, weights_only=True) for name in names)
-    for name, tensor in within["state_dict"].items():
-        assert torch.equal(behind["state_dict"][name], tensor)
+    assert_same(behind["state_dict"], within["state_dict"])
     (first,), (second,) = within["optimizer_states"], behind["optimizer_states"]
     assert first["param_groups"] == second["param_groups"]
     parameters: list[nn.Parameter] = list(CausalLM().parameters())
     for index, state in first["state"].items():
         assert state["exp_avg"].shape == parameters[index].shape
-        for key, value in state.items():
-            assert torch.equal(second["state"][index][key], value)
+        assert_same(second["state"][index], state)

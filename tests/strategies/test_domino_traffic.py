@@ -49,11 +49,9 @@ def mixtral() -> Planned:
 
 CLIPPED = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {  # module, tensor parallel size, Trainer
-    "gpt2": (CausalLM, 4, {}),
     "gpt2, two groups, clipped": (CausalLM, 2, CLIPPED),
     "llama, key heads shared": (lambda: CausalLM("llama"), 4, {}),
     "llama, bf16-mixed": (lambda: CausalLM("llama"), 2, {"precision": "bf16-mixed"}),
-    "gpt2, bf16-true": (CausalLM, 2, {"precision": "bf16-true"}),
     "one rank a model": (CausalLM, 1, {}),
     "by a plan": (Planned, 2, {}),
     "by a plan, whole activations": (phi3, 2, {}),

@@ -18,7 +18,14 @@ from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.model import fsdp
 from lightning_commfree.model.fsdp import why_not_divided
 from lightning_commfree.model.shards import own, whole
-from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
+from tests.strategies.models import (
+    SavesAfterBatches,
+    Tiny,
+    assert_same,
+    loader,
+    quiet_trainer,
+    rank_loader,
+)
 from tests.world import run_ranks
 
 WHY_NOT = why_not_divided()
@@ -141,11 +148,8 @@ def test_parts_train_as_whole_copies_do(played: Any) -> None:
     for rank in played[0]:
         ours, ddp = rank["fsdp", "fp32"], rank["ddp", "fp32"]
         assert len(ours["local"]) == STEPS
-        for step, (got, expected) in enumerate(zip(ours["local"], ddp["local"], strict=True)):
-            for parameter in expected:
-                assert torch.equal(got[parameter], expected[parameter]), (step, parameter)
-        for parameter, tensor in ddp["final"].items():
-            assert torch.equal(ours["final"][parameter], tensor), parameter
+        assert_same(ours["local"], ddp["local"])
+        assert_same(ours["final"], ddp["final"])
         assert ours["val_loss"] == ddp["val_loss"]
         assert ours["test_loss"] == ddp["test_loss"]
 
@@ -168,8 +172,7 @@ def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
     first = played[0][0]
     for rank in played[0]:
         for key in (("fsdp", "fp4"), ("fsdp", "clipped"), ("resumed", "fp4")):
-            for parameter, tensor in first[key]["final"].items():
-                assert torch.equal(rank[key]["final"][parameter], tensor), (key, parameter)
+            assert_same(rank[key]["final"], first[key]["final"])
 
 
 def test_a_rank_holds_its_part(played: Any) -> None:
@@ -193,21 +196,18 @@ def test_checkpoints_are_those_of_ddp(played: Any) -> None:
             for inside in ("fsdp", "ddp")
         )
         assert ours["state_dict"].keys() == ddp["state_dict"].keys()
-        for name, tensor in ddp["state_dict"].items():
-            assert torch.equal(ours["state_dict"][name], tensor), name
+        assert_same(ours["state_dict"], ddp["state_dict"])
         (got,), (expected,) = ours["optimizer_states"], ddp["optimizer_states"]
         assert got["param_groups"] == expected["param_groups"]
         for index, state in expected["state"].items():
-            for key, value in state.items():
-                assert torch.equal(got["state"][index][key], value), (index, key)
+            assert_same(got["state"][index], state)
 
 
 def test_a_resume_is_exact(played: Any) -> None:
     for rank in played[0]:
         straight, resumed = rank["fsdp", "fp4"], rank["resumed", "fp4"]
         assert len(resumed["local"]) == STEPS - MIDDLE
-        for got, expected in zip(resumed["local"], straight["local"][MIDDLE:], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed["local"], straight["local"][MIDDLE:])
 
 
 def test_another_layout_goes_on_from_the_outer_weights_and_says_so(played: Any) -> None:
@@ -327,31 +327,18 @@ def faults(rank: int, size: int, folder: Path) -> dict[str, str]:
     options: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for path in (None, folder / "half.ckpt"):
+        for path in (None, folder / "5.ckpt"):
             strategy = StreamingDiLoCoStrategy(**SETTINGS, inside="fsdp")
             trainer = quiet_trainer(
                 strategy=strategy,
                 devices=size,
                 max_epochs=1,
-                callbacks=[save, SaveHalf(folder)],
+                callbacks=[save, SavesAfterBatches(folder, 5)],
                 **options,
             )
             trainer.fit(Uneven(), data, ckpt_path=path)
     texts["half"] = " ".join(str(one.message) for one in said)
     return texts
-
-
-class SaveHalf(pl.Callback):
-    """Saves between the two batches of an optimizer step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "half.ckpt"
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
-    ) -> None:
-        if i == 4:
-            trainer.save_checkpoint(self.path)
 
 
 def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 from lightning_commfree.resume.folders import is_folder, read_folder
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
-from tests.strategies.models import loader, quiet_trainer, rank_loader
+from tests.strategies.models import assert_same, loader, quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import BATCH, MIDDLE, SETTINGS, STEPS, Uneven, fit, weights
 from tests.strategies.test_fsdp_models import OnMeta
 from tests.world import run_ranks
@@ -121,8 +121,7 @@ def test_a_resume_is_exact(played: Any, how: str) -> None:
     for rank in played[0]:
         straight, resumed = rank["folder"], rank[how]
         assert len(resumed["local"]) == STEPS - MIDDLE
-        for got, expected in zip(resumed["local"], straight["local"][MIDDLE:], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed["local"], straight["local"][MIDDLE:])
         assert all(
             torch.equal(rank["file"]["final"][name], tensor)
             for name, tensor in straight["final"].items()

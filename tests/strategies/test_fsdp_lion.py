@@ -70,8 +70,11 @@ def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "majority": {},
-    "average": {"vote": "average", "momentum_sync_every": 4},
-    "bf16": {"trainer": {"precision": "bf16-true"}},
+    "average, bf16": {
+        "vote": "average",
+        "momentum_sync_every": 4,
+        "trainer": {"precision": "bf16-true"},
+    },
     "clipped": {"trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}},
 }
 
@@ -111,7 +114,7 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", ["majority", "average", "bf16"])
+@pytest.mark.parametrize("name", ["majority", "average, bf16"])
 def test_parts_are_voted_on_as_whole_copies_are(played: Any, name: str) -> None:
     """To the bit: a vote is on single elements, whoever holds them."""
     for rank in played[0]:

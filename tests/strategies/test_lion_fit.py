@@ -22,6 +22,7 @@ from lightning_commfree.lion import buckets
 from tests.strategies.models import (
     Recorder,
     Tiny,
+    assert_same,
     assert_saves_its_weights,
     loader,
     quiet_trainer,
@@ -154,9 +155,7 @@ def alone() -> list[dict[str, Tensor]]:
 
 def assert_equal_steps(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
     assert len(got) == len(expected) == STEPS
-    for step, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        for name, tensor in theirs.items():
-            assert torch.equal(mine[name], tensor), (step, name)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("vote", ["same data", "average, same data", "random ties, same data"])
@@ -316,8 +315,7 @@ def test_groups_that_come_later_vote_too_and_sigterm_stops_all(tmp_path: Path) -
         assert not torch.equal(local[5]["head.weight"], local[4]["head.weight"])
         assert outcomes["stopped at"] == 5
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    for name, tensor in ranks[0]["trained"].items():
-        assert torch.equal(checkpoint["state_dict"][name], tensor), name
+    assert_same(checkpoint["state_dict"], ranks[0]["trained"])
     Normed.load_from_checkpoint(tmp_path / "last.ckpt")
 
 

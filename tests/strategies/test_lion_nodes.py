@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_commfree import DistributedLion, DistributedLionStrategy
 from lightning_commfree.lion import buckets
 from tests.lion.serial import SerialLion
-from tests.strategies.models import Recorder, Tiny, dataset, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, dataset, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 STEPS = 20
@@ -104,9 +104,7 @@ def test_two_nodes_of_two_vote_as_two_workers(ranks: list[Any], vote: str) -> No
     """A sum of two is exact in any order: bit for bit."""
     twin = play(2, vote)
     for outcomes in ranks:
-        for step, (got, expected) in enumerate(zip(outcomes[vote]["local"], twin, strict=True)):
-            for name, tensor in expected.items():
-                assert torch.equal(got[name], tensor), (step, name)
+        assert_same(outcomes[vote]["local"], twin)
     other = play(1, vote)[-1]["head.weight"]
     assert (twin[-1]["head.weight"] - other).abs().max() > SETTINGS["lr"], "nodes make a difference"
 
@@ -128,8 +126,7 @@ def test_one_node_is_lion_on_the_mean_gradient_and_sends_nothing_out(ranks: list
 def test_ranks_agree_and_share_the_way_out(ranks: list[Any]) -> None:
     for outcomes in ranks:
         for case in ("majority", "average", "random"):
-            for mine, theirs in zip(outcomes[case]["local"], ranks[0][case]["local"], strict=True):
-                assert all(torch.equal(mine[name], theirs[name]) for name in theirs), case
+            assert_same(outcomes[case]["local"], ranks[0][case]["local"])
     first, second, third, _ = (outcomes["majority"]["momenta"] for outcomes in ranks)
     assert all(map(torch.equal, first, second)), "a node has one momentum"
     assert not any(map(torch.equal, first, third)), "nodes have their own"

@@ -22,7 +22,7 @@ from lightning_commfree import (
 )
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
-from tests.strategies.models import Recorder, Tiny, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 TRIED = 8
@@ -111,9 +111,7 @@ def test_a_search_leaves_nothing_behind(ranks: Any, case: tuple[str, int | None]
         )
         if OLD and len(local) < len(expected):
             pytest.skip("before 2.6 the epoch after a search is cut short, whatever the strategy")
-        for got, wanted in zip(local, expected, strict=True):
-            for name in wanted:
-                assert torch.equal(got[name], wanted[name]), name
+        assert_same(local, expected)
         for fragments, wanted in zip(outer, expected_outer, strict=True):
             assert all(map(torch.equal, fragments, wanted))
         for name in expected_state:

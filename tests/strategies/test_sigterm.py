@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from examples.local_sgd import LocalSGDStrategy
-from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from tests.strategies.models import Tiny, loader, quiet_trainer
+from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
+from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 from tests.world import run_ranks
 
 
@@ -151,11 +151,6 @@ def test_ctrl_c_says_so_where_nobody_would_save(tmp_path: Path) -> None:
     (said, other) = run_ranks(interrupt, 2, tmp_path, tmp_path, False)
     assert "send SIGTERM, which all ranks follow" in said[0]
     assert (len(said), other) == (1, [])
-
-
-class Voter(Tiny):
-    def configure_optimizers(self) -> Any:
-        return DistributedLion(self.parameters(), lr=1e-3)
 
 
 def tell(rank: int, size: int, folder: Path) -> list[tuple[str, int]]:

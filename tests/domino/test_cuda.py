@@ -185,12 +185,3 @@ def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     planted(monkeypatch, "_land", lambda tensor: tensor.add_(torch.ones(tensor.shape)))
     with walking(CASES[0]) as step, pytest.raises(RuntimeError, match="cpu and cuda:0"):
         step.take()
-
-
-def test_a_model_left_on_the_cpu_is_seen() -> None:
-    model = make_for(CASES[0])
-    with CudaWalk() as walk:
-        divide(model, InstantChannel(2), CASES[0])
-        with pytest.raises((RuntimeError, AssertionError), match="cpu"):
-            model(**on_cuda(batch_for(CASES[0])))
-    assert walk.questions == []

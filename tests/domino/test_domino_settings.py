@@ -44,15 +44,6 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
         DominoSettings(**given)
 
 
-def test_valid_settings() -> None:
-    assert DominoSettings() == DominoSettings(None, "auto", 2)
-    assert DominoSettings(4, "token", 3).fingerprint() == {
-        "tensor_parallel_size": "4",
-        "split": "'token'",
-        "num_micro_batches": "3",
-    }
-
-
 def test_heads_that_do_not_divide() -> None:
     text = (
         "GPT2LMHeadModel has 4 attention heads, which 3 tensor-parallel ranks cannot share equally"

@@ -162,11 +162,3 @@ def check_files(run: Run) -> None:
     assert files
     for file in files:
         torch.load(file, weights_only=True)
-
-
-def check_same(later: Steps, straight: Steps, step: int) -> None:
-    """A fit resumed after `step` made the same parameters as the uninterrupted one, bit for bit."""
-    assert len(later) == len(straight) - step
-    for got, expected in zip(later, straight[step:], strict=True):
-        for name, tensor in expected.items():
-            assert torch.equal(got[name], tensor), name

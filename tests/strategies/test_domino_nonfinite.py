@@ -121,7 +121,9 @@ def named(text: str) -> set[int]:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "large"])
-def test_all_ranks_stop_before_the_step_and_name_who_it_is(ranks: list[Any], case: str) -> None:
+def test_all_ranks_stop_before_the_step_and_name_the_ranks_at_fault(
+    ranks: list[Any], folder: Path, case: str
+) -> None:
     (guilty, _, part, _), kwargs = CASES[case]
     texts = {found[case][0] for found in ranks}
     assert len(texts) == 1, "the same on all ranks"
@@ -137,12 +139,6 @@ def test_all_ranks_stop_before_the_step_and_name_who_it_is(ranks: list[Any], cas
         loss = "" if case == "accumulated" else "a loss of nan and "
         assert f"{has} {loss}NaN in the gradients of 'wrapped.lm." in text
     assert "no parameter was changed" in text
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case != "large"])
-def test_weights_and_checkpoint_are_those_of_the_last_good_step(
-    ranks: list[Any], folder: Path, case: str
-) -> None:
     for found in ranks:
         _, steps, weights = found[case]
         assert steps == GOOD

@@ -109,11 +109,3 @@ def test_a_model_without_blocks_is_told_of_balanced_fragments(said: Any) -> None
     assert "`fragment_pattern='balanced'` cuts it into several" in said["no blocks"][0][0]
     assert not any("No list of equal modules" in text for text in said["balanced"][0])
     assert not any("No list of equal modules" in text for text in said["enough"][0])
-
-
-@pytest.mark.parametrize("step", [0, 3, 4, 5, 6, 17, 40])
-def test_launches_until_counts_what_the_schedule_launches(step: int) -> None:
-    schedule = Schedule(4, 3, 1)
-    for p in range(3):
-        launches = sum(p in schedule.launched_at(t) for t in range(1, step + 1))
-        assert schedule.launches_until(p, step) == launches

@@ -75,7 +75,7 @@ def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> 
     )
     module = Logging()
     trainer.fit(module, rank_loader(STEPS * batch * size, batch, rank, size), loader(4 * size))
-    numel = [fragment.global_copy.numel() for fragment in _copies(recorder)]
+    numel = [copy.numel() for copy in recorder.outer[-1]]
     return {
         "local": recorder.local,
         "final": {name: p.detach().clone() for name, p in module.named_parameters()},
@@ -86,14 +86,6 @@ def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> 
         "shard": numel,
         "weights": sum(p.numel() for p in module.parameters()),
     }
-
-
-def _copies(recorder: Recorder) -> list[Any]:
-    class Copy:
-        def __init__(self, tensor: Tensor) -> None:
-            self.global_copy = tensor
-
-    return [Copy(tensor) for tensor in recorder.outer[-1]]
 
 
 def compare(rank: int, size: int) -> Any:

@@ -78,12 +78,10 @@ def end_early(
         ended_by = None
     except SIGTERMException as exception:
         ended_by = type(exception).__name__
-    restored = signal.getsignal(signal.SIGTERM) == handler
-    lightnings_own = "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
     return (
         ended_by,
         trainer.global_step,
-        restored and lightnings_own,
+        signal.getsignal(signal.SIGTERM) == handler,
         sorted(os.listdir(folder)) if folder.exists() else [],
     )
 

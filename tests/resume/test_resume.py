@@ -182,9 +182,8 @@ def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
             "unchecked": False,
             "moved": False,
         }
-        for name, tensor in texts["link"][1].items():
-            assert torch.equal(tensor, texts["moved"][1][name])
-            assert torch.equal(tensor, texts["unchecked"][1][name])
+        for same in ("moved", "unchecked"):
+            assert_same(texts[same][1], texts["link"][1])
 
 
 def alone(rank: int, size: int, folder: Path) -> Any:

@@ -140,8 +140,7 @@ def test_validations_and_the_end_see_the_average_of_outer_weights(played: Any) -
 def test_all_ranks_have_the_same_average(played: Any) -> None:
     first, second = played[0]
     for name in first:
-        for tensor, other in zip(first[name]["seen"], second[name]["seen"], strict=True):
-            assert all(torch.equal(tensor[key], other[key]) for key in tensor)
+        assert_same(second[name]["seen"], first[name]["seen"])
         assert_same(second[name]["state"], first[name]["state"])
     local = [outcome["plain"]["local"][5]["head.weight"] for outcome in played[0]]
     assert not torch.equal(*local), "of different local weights"
@@ -168,10 +167,8 @@ def test_checkpoints_hold_the_average_and_go_on_exactly(played: Any) -> None:
     saved = torch.load(next((folder / "plain").glob(f"*step={SAVED}.ckpt")), weights_only=True)
     assert_near(plain, saved["state_dict"], averages(plain)[SAVED - 1])
     last = torch.load(folder / "plain" / "last.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(last[name], plain["state"][name]) for name in last)
+    assert_same(last, plain["state"])
     for rank in ranks:
         resumed, plain = rank["resumed"], rank["plain"]
-        assert len(resumed["local"]) == STEPS - SAVED
-        for got, wanted in zip(resumed["local"][::-1], plain["local"][::-1], strict=False):
-            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+        assert_same(resumed["local"], plain["local"][SAVED:])
         assert_same(resumed["state"], plain["state"])

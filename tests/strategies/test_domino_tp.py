@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_commfree import DominoTPStrategy
 from tests.strategies.causal_lm import CausalLM, loader, words
-from tests.strategies.models import quiet_trainer
+from tests.strategies.models import assert_same, quiet_trainer
 from tests.world import run_ranks
 
 STEPS = 20
@@ -149,9 +149,7 @@ def test_a_checkpoint_is_whole_and_loads_at_any_size(
     final = ranks[2][0][kind]["weights"]
     checkpoints = folder / f"{kind} 2"
     saved = torch.load(checkpoints / f"step={STEPS}.ckpt", weights_only=True)
-    assert saved["state_dict"].keys() == final.keys()
-    for name, tensor in saved["state_dict"].items():
-        assert torch.equal(tensor, final[name]), name
+    assert_same(saved["state_dict"], final)
     module = CausalLM(kind)
     shapes = [tuple(p.shape) for p in module.parameters()]
     state = saved["optimizer_states"][0]["state"]

@@ -162,8 +162,7 @@ def test_the_last_checkpoint_is_the_model_in_memory(outcomes: Any, name: str) ->
     ranks, folder = outcomes
     weights: dict[str, Tensor] = ranks[0][name][0]
     for other in ranks[1:]:
-        for key, value in other[name][0].items():
-            assert torch.equal(value, weights[key]), f"the ranks end with different {key}"
+        assert_same(other[name][0], weights)
     files = sorted((folder / str(list(CASES).index(name))).glob("*.ckpt"))
     steps = {file: torch.load(file, weights_only=True) for file in files}
     newest = max(int(saved["global_step"]) for saved in steps.values())

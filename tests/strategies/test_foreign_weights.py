@@ -153,22 +153,19 @@ def test_a_parameter_that_thaws_in_a_short_fit_is_averaged_at_its_end(played: An
     for rank in played:
         error, found = rank["thawing"]
         assert error == ""
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+        assert_same(found, expected)
 
 
 def test_a_resumed_fit_without_steps_leaves_the_outer_weights(played: Any) -> None:
     for rank in played:
         assert rank["error"] == ""
-        for name, value in rank["nothing left"].items():
-            assert torch.equal(value, rank["saved"][name]), name
+        assert_same(rank["nothing left"], rank["saved"])
 
 
 def test_a_checkpoint_of_the_last_step_is_not_finished_again(played: Any) -> None:
     """Its validation is still to come, and the outer momentum would move the weights again."""
     for rank in played:
-        for name, value in rank["resumed at the end"].items():
-            assert torch.equal(value, rank["straight"][name]), name
+        assert_same(rank["resumed at the end"], rank["straight"])
 
 
 def test_a_save_when_the_last_epoch_begins_changes_nothing(played: Any) -> None:

@@ -210,8 +210,7 @@ def test_running_statistics_are_averaged_when_they_are_used(ranks: list[Any]) ->
         assert own.std(dim=0).min() > 1e-4, "the ranks saw different data"
         torch.testing.assert_close(first[name], own.mean(dim=0))
     for outcomes in ranks[1:]:
-        for name, buffer in outcomes["batch norm"]["buffers"].items():
-            assert torch.equal(buffer, first[name]), name
+        assert_same(outcomes["batch norm"]["buffers"], first)
     assert torch.equal(first["table"], CONSTANTS)
     assert ranks[0]["batch norm"]["bytes"]["buffers"] > 0
 
@@ -254,8 +253,7 @@ def test_all_ranks_skip_the_step_that_overflows_on_one(tmp_path: Path) -> None:
     for local, _, scales in ranks:
         assert_equal_steps(local, ranks[0][0])
         assert scales == [512.0]
-        for name, tensor in local[2].items():
-            assert torch.equal(tensor, local[1][name]), "the step is skipped"
+        assert_same(local[2], local[1])  # the step is skipped
         assert not torch.equal(local[3]["head.weight"], local[2]["head.weight"])
     assert any("fp16 scaling is undone after backward" in text for text in ranks[0][1])
 

@@ -136,8 +136,7 @@ def test_other_numbers_of_workers(ranks: list[Any], folder: Path, tmp_path: Path
             expected = saved[rank] if rank < SIZE else means
             for got, wanted in zip(momenta, expected, strict=True):
                 torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)
-            for name, tensor in local[-1].items():
-                assert torch.equal(tensor, outcomes[0][2][-1][name])
+            assert_same(local[-1], outcomes[0][2][-1])
             if rank == 0:
                 assert f"it was saved by 4 ranks, these are {size}" in said[0]
                 assert ("workers from 4 on the mean of all" in said[0]) == (size == 5)

@@ -146,8 +146,7 @@ def test_two_replicas_of_two_ranks_are_two_replicas_with_their_batches(played: A
         for got, expected in zip(four[rank]["k2"]["local"], two[rank // 2][0], strict=True):
             for name in expected:
                 torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
-        for got, twin in zip(four[rank]["k2"]["local"], four[rank ^ 1]["k2"]["local"], strict=True):
-            assert all(torch.equal(got[name], twin[name]) for name in got), "one replica, one copy"
+        assert_same(four[rank]["k2"]["local"], four[rank ^ 1]["k2"]["local"])  # one replica
         final = four[rank]["k2"]["final"]
         assert_same(final, four[0]["k2"]["final"])
     one, other = two[0][0][2], two[1][0][2]  # the replicas themselves differ by far more

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 PLAIN_SGD = partial(torch.optim.SGD, lr=1.0)  # with this outer optimizer a sync is plain averaging
@@ -280,8 +280,7 @@ def fit_normed(rank: int, size: int, folder: Path) -> Any:
 def test_batchnorm_tied_and_frozen(tmp_path: Path) -> None:
     (first, fragments), (second, _) = run_ranks(fit_normed, 2, tmp_path, tmp_path)
     assert first["norm.running_mean"].abs().sum() > 0
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    assert_same(second, first)
     names = [name for fragment in fragments for name in fragment]
     assert sorted(names) == sorted({n for n, p in Normed().named_parameters() if p.requires_grad})
     assert "frozen" not in names
@@ -304,6 +303,5 @@ def test_the_default_wire_and_bf16_parameters(tmp_path: Path) -> None:
     for mine, theirs in zip(outer, other_outer, strict=True):
         assert mine.dtype == torch.float32
         assert torch.equal(mine, theirs)
-    for name, value in local.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(value, other_local[name])
+    assert {value.dtype for value in local.values()} == {torch.bfloat16}
+    assert_same(other_local, local)

@@ -263,7 +263,7 @@ def all_of_it_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
 def step(model: Any, case: Case, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Run forward and backward; return loss and, for a gathered loss, logits.
 
-    Logits of padding words are 0: what those attend to is nobody's business.
+    Logits of padding words are 0: nothing depends on their attention.
     """
     logits = None
     with all_of_it_in(model, case.dtype):

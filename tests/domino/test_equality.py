@@ -79,7 +79,7 @@ SINGLE = [
     )
 ]
 EXACT = 1e-12  # float64: sums in another order; 7e-15 has been seen
-FLOAT = 1e-5  # float32: 2e-6 has been seen, of ours and of one process alike
+FLOAT = 1e-5  # float32: 2e-6 has been seen, in one process too
 
 
 def unplayed(case: Case) -> Case:

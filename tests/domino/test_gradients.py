@@ -181,7 +181,7 @@ def naive_norms(channel: Any) -> list[Tensor]:
 
 
 def test_likely_mistakes_give_another_norm(tmp_path: Any) -> None:
-    """What a rank holds alone is too little, and the sum over ranks counts norms and keys twice."""
+    """A rank's own norm is too small, and the sum over ranks counts norms and keys twice."""
     (norm, own, everywhere, nothing), *others = run_ranks(with_channel, 2, tmp_path, naive_norms)
     assert own < 0.99 * norm
     assert everywhere > 1.01 * norm

@@ -26,7 +26,7 @@ def on_meta(kind: str, **more: Any) -> Any:
 
 
 def part_of(model: nn.Module, ranks: int, rank: int) -> ParallelModel:
-    """What a rank makes of it; nothing is sent for that."""
+    """Return a rank's shard of the model; nothing is sent for that."""
     channel: Any = SimpleNamespace(size=ranks, rank=rank)
     return ParallelModel(model, channel, DominoSettings(), init_seed=5)
 
@@ -49,7 +49,7 @@ def whole(kind: str, ranks: int) -> dict[str, torch.Tensor]:
 def test_values_do_not_depend_on_the_number_of_ranks(kind: str) -> None:
     state = torch.get_rng_state()
     one, two, four = (whole(kind, ranks) for ranks in (1, 2, 4))
-    assert torch.equal(torch.get_rng_state(), state), "nobody else's random numbers are drawn"
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is not used"
     for name, tensor in one.items():
         assert tensor.isfinite().all(), name
         assert torch.equal(two[name], tensor), name
@@ -124,7 +124,7 @@ class Reticent(nn.Module):
             nn.init.ones_(module.weight)
 
 
-def test_what_gets_no_values_is_refused() -> None:
+def test_tensors_without_an_initializer_are_refused() -> None:
     model = Reticent()
     with torch.device("meta"):
         model.linear = nn.Linear(2, 2)

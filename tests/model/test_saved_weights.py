@@ -73,7 +73,7 @@ def test_a_config_takes_the_place_of_the_folders(tmp_path: Path) -> None:
         from_pretrained_on_meta(AutoModelForCausalLM, tmp_path, config, rope_theta=1.0)
 
 
-def test_what_the_folder_lacks_is_refused(tmp_path: Path) -> None:
+def test_missing_weights_in_the_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has neither 'model.safetensors' nor"):
         from_pretrained_on_meta(AutoModelForCausalLM, tmp_path)
     make("llama").base_model.save_pretrained(tmp_path)

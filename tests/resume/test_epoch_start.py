@@ -131,7 +131,7 @@ def in_the_middle(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_whoever_shuffles_an_epoch_its_middle_resumes_exactly(tmp_path: Path) -> None:
+def test_every_kind_of_loader_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     for found in run_ranks(in_the_middle, 2, tmp_path, tmp_path):
         assert len(found) == 18
         assert not {case: names for case, names in found.items() if names}
@@ -183,7 +183,7 @@ def export(rank: int, size: int, folder: Path) -> Any:
     return {**saved["exported"], "head": head}, saved["state_dict"], recorder.local[4], own_again
 
 
-def test_what_fills_a_checkpoint_sees_the_outer_weights(tmp_path: Path) -> None:
+def test_on_save_checkpoint_sees_the_outer_weights(tmp_path: Path) -> None:
     for exported, state, local, own_again in run_ranks(export, 2, tmp_path, tmp_path):
         assert torch.equal(exported.pop("head"), state["head.weight"])
         for name in exported:

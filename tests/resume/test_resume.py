@@ -1,4 +1,4 @@
-"""A fit that is resumed from any of its checkpoints goes on bit for bit, on every replica."""
+"""A fit that is resumed from any of its checkpoints is exact to the bit, on every replica."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def other_worlds(rank: int, size: int, folder: Path) -> Any:
     return texts
 
 
-def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
+def test_missing_files_and_changed_settings_are_named(tmp_path: Path) -> None:
     for texts in run_ranks(other_worlds, 2, tmp_path, tmp_path):
         assert "the files of rank 1 below" in texts["gone"][0][0]
         assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]

@@ -64,7 +64,7 @@ class Told(Rude):
         return super().training_step(batch, index)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Whatever it does is not done again."""
+        """A resumed fit does not repeat this hook."""
 
     def configure_optimizers(self) -> Any:
         return {**plateau_of(super().configure_optimizers()), "monitor": "mean"}
@@ -101,7 +101,7 @@ class Saver(Checkpoint):
 
 
 class Diary(pl.Callback):
-    """Writes down every hook, with what a fit that goes on exactly must have then."""
+    """Records every hook with the state that an exact resume must have there."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -132,7 +132,7 @@ class Diary(pl.Callback):
     def after(self, hook: str, step: int) -> list[tuple[Any, ...]]:
         """Return what came after a save in this hook.
 
-        An epoch that was to begin begins anew, with its hooks.
+        An epoch that was about to begin runs from its first hook again.
         """
         index = [event[:2] for event in self.events].index((hook, step))
         return self.events[index + (hook != "on_train_epoch_start") :]
@@ -243,7 +243,7 @@ def resume_all(rank: int, size: int, folder: Path, case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_fit_does_what_came_after_the_save(case: str, tmp_path: Path) -> None:
+def test_a_resumed_fit_repeats_every_hook_after_the_save(case: str, tmp_path: Path) -> None:
     (found,) = run_ranks(resume_all, 1, tmp_path, tmp_path, case)
     assert len(found) >= 7
     wrong = [name for name, (events, expected) in found.items() if events != expected]
@@ -260,7 +260,7 @@ def taken_up_again(rank: int, size: int, folder: Path) -> Any:
     return again.events, straight.after("on_train_batch_end", 6)
 
 
-def test_a_fit_that_ended_within_an_epoch_goes_on_within_it(tmp_path: Path) -> None:
+def test_a_fit_that_ended_within_an_epoch_resumes_within_it(tmp_path: Path) -> None:
     ((events, expected),) = run_ranks(taken_up_again, 1, tmp_path, tmp_path)
     assert events == expected
 
@@ -279,7 +279,7 @@ def warned(rank: int, size: int, folder: Path) -> Any:
     return found
 
 
-def test_what_does_not_come_back_is_said_in_one_warning(tmp_path: Path) -> None:
+def test_one_warning_names_everything_that_is_not_restored(tmp_path: Path) -> None:
     (found,) = run_ranks(warned, 1, tmp_path, tmp_path)
     for hook, step in found:
         said, events, expected = found[hook, step]

@@ -1,4 +1,4 @@
-"""What a rank has of its own besides what is trained and drawn, in its file and back from it."""
+"""A rank's own buffers, frozen weights and schedulers are in its file and are restored."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def late(rank: int, size: int, folder: Path) -> tuple[bool, bool]:
     return all(torch.equal(saved[k], v) for k, v in callback.outer.items()) and differ, exact
 
 
-def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
+def test_an_asynchronous_write_holds_the_weights_of_the_save(tmp_path: Path) -> None:
     assert run_ranks(late, 1, tmp_path, tmp_path) == [(True, True)]
 
 
@@ -279,7 +279,7 @@ def saved_afterwards(rank: int, size: int, folder: Path) -> list[str]:
     return fit(folder, Noisy(), ckpt_path=folder / "late.ckpt")[2]
 
 
-def test_a_checkpoint_from_outside_of_a_fit_is_called_that(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_outside_a_fit_is_named_as_the_reason(tmp_path: Path) -> None:
     ((said,),) = run_ranks(saved_afterwards, 1, tmp_path, tmp_path)
     assert (
         "it has no per-rank state (saved by another strategy, as weights only, or outside `fit`)"

@@ -89,7 +89,9 @@ def test_a_rank_killed_in_a_save_leaves_the_file_before(
     assert torch.load(folder / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
-def test_lightnings_own_way_leaves_none(another_file_system: Path, tmp_path: Path) -> None:
+def test_a_rank_killed_in_lightnings_own_save_leaves_an_empty_file(
+    another_file_system: Path, tmp_path: Path
+) -> None:
     """Else the test above could not fail; a plugin that a user gives is used as it is."""
     folder = another_file_system
     on = {"plugins": [TorchCheckpointIO()]}
@@ -152,7 +154,7 @@ def fill_a_disk(rank: int, size: int, folder: Path) -> tuple[str, list[str]]:
     return text, os.listdir(disk)
 
 
-def test_what_a_full_disk_lacks_is_said(tmp_path: Path) -> None:
+def test_the_missing_space_of_a_full_disk_is_named(tmp_path: Path) -> None:
     ((text, files),) = run_ranks(fill_a_disk, 1, tmp_path, tmp_path)
     if not text:
         pytest.skip("a tmpfs can be mounted by root only")
@@ -161,7 +163,7 @@ def test_what_a_full_disk_lacks_is_said(tmp_path: Path) -> None:
     assert files == ["last.ckpt"]
 
 
-def test_what_a_killed_save_left_goes_with_the_next_one_of_that_name(tmp_path: Path) -> None:
+def test_the_next_save_of_that_name_removes_a_half_written_file(tmp_path: Path) -> None:
     left = tmp_path / ".a.ckpt.writing"
     left.write_bytes(b"half")
     write_whole({"x": 1}, tmp_path / "b.ckpt")

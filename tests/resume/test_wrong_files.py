@@ -225,7 +225,7 @@ def no_momenta(rank: int, size: int, folder: Path) -> list[str]:
     return texts
 
 
-def test_a_fit_does_not_go_on_without_momenta(tmp_path: Path) -> None:
+def test_a_resume_without_momenta_is_refused(tmp_path: Path) -> None:
     ((none, wrong),) = run_ranks(no_momenta, 1, tmp_path, tmp_path)
     assert "was saved after 2 steps and its optimizer state has no momentum" in none
     assert "and it has torch.float32 of shape [5]" in wrong

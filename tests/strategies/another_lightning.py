@@ -37,7 +37,7 @@ class Inside:
 
 
 def forget_ours() -> None:
-    """Let the package, and tests that import it, be imported anew."""
+    """Let the package, and tests that import it, be imported again."""
     for name in [*sys.modules]:
         if name.startswith(("lightning_commfree", "tests.strategies")):
             del sys.modules[name]

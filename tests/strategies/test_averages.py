@@ -50,7 +50,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Stop(pl.Callback):
-    """Ends the fit when nobody has foreseen it."""
+    """Ends the fit at a moment that the strategy cannot foresee."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         trainer.should_stop = trainer.current_epoch == 1
@@ -161,7 +161,7 @@ def test_shards_of_a_replica_are_put_together(played: Any) -> None:
     assert_near(outcome, outcome["state"], average)
 
 
-def test_checkpoints_hold_the_average_and_go_on_exactly(played: Any) -> None:
+def test_checkpoints_hold_the_average_and_resume_exactly(played: Any) -> None:
     ranks, folder = played
     plain = ranks[0]["plain"]
     saved = torch.load(next((folder / "plain").glob(f"*step={SAVED}.ckpt")), weights_only=True)

@@ -1,4 +1,4 @@
-"""What a Lightning user expects of a fit with `DominoTPStrategy`, and what is refused."""
+"""A fit with `DominoTPStrategy`: the same model on all ranks, collectives, refused models."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def refused(rank: int, size: int) -> list[tuple[str, str]]:
     return said
 
 
-def test_what_cannot_be_divided_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_on_all_ranks(tmp_path: Path) -> None:
     torch.compile(nn.Linear(1, 1))  # imports for seconds: here, and not on every rank
     for said in run_ranks(refused, 3, tmp_path):
         for (kind, text), (module, _, _, error, expected) in zip(said, REFUSED, strict=True):

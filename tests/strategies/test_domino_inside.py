@@ -159,7 +159,7 @@ def test_a_tensor_group_is_a_replica(played: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("key", [("gpt2", "domino"), "fp4", ("gpt2", "lion")])
-def test_what_all_ranks_of_a_group_hold_stays_equal(played: Any, key: Any) -> None:
+def test_replicated_parameters_of_a_group_stay_equal(played: Any, key: Any) -> None:
     """Each of them exchanges a slice of it: no rank decodes it by its own blocks."""
     for first, second in ((0, 1), (2, 3)):
         pair = [played[0][rank][key]["copies"] for rank in (first, second)]
@@ -183,7 +183,7 @@ def test_a_resume_is_exact(played: Any, key: Any, resumed: str) -> None:
             assert_same(again, straight)
 
 
-def test_a_half_accumulated_step_goes_on_exactly(played: Any) -> None:
+def test_a_half_accumulated_step_resumes_exactly(played: Any) -> None:
     for rank in played[0]:
         for held in ("copies", "parts"):
             straight, again = rank["half"][held][HALF:], rank["half resumed"][held]
@@ -197,7 +197,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(played: Any) -> None:
         close(rank["clipped", "domino"]["final"], rank["clipped", "ddp"]["final"], 2e-5)
 
 
-def test_a_checkpoint_is_whole_and_another_layout_goes_on_from_it(played: Any) -> None:
+def test_a_checkpoint_is_whole_and_resumes_in_another_layout(played: Any) -> None:
     ours, ddp = (
         torch.load(played[1] / f"llama-{inside}" / f"step={STEPS}.ckpt", weights_only=True)
         for inside in ("domino", "ddp")
@@ -250,6 +250,8 @@ def test_key_heads_that_several_ranks_hold_are_refused(played: Any) -> None:
         (DistributedLionStrategy, {"node_size": 2, "ties": "random"}, "does not go with `inside="),
     ],
 )
-def test_what_does_not_fit_is_refused_at_once(strategy: Any, settings: Any, text: str) -> None:
+def test_settings_that_contradict_inside_are_refused(
+    strategy: Any, settings: Any, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
         strategy(inside="domino", **settings)

@@ -148,16 +148,14 @@ def test_all_ranks_stop_before_the_step_and_name_the_ranks_at_fault(
     assert all(tensor.isfinite().all() for tensor in saved["state_dict"].values())
 
 
-def test_a_norm_that_overflows_stops_nobody(ranks: list[Any]) -> None:
+def test_a_norm_that_overflows_does_not_stop_the_fit(ranks: list[Any]) -> None:
     for found in ranks:
         text, steps, weights = found["large"]
         assert (text, steps) == ("", STEPS)
         assert all(t.isfinite().all() for t in weights.values())
 
 
-def test_weights_that_were_spoilt_behind_backward_are_not_saved(
-    ranks: list[Any], folder: Path
-) -> None:
+def test_weights_spoilt_after_backward_are_not_saved(ranks: list[Any], folder: Path) -> None:
     for found in ranks:
         text, steps, _ = found["late"]
         assert steps == GOOD + 1

@@ -1,5 +1,5 @@
-"""A Domino fit that is resumed goes on bit for bit, every rank with its own data and random
-numbers; in other groups it goes on from the same weights, and a message says what begins anew."""
+"""A resumed Domino fit is exact to the bit, with every rank's data and random numbers; in other groups
+it continues from the same weights, and a message names the state that starts afresh."""
 
 from __future__ import annotations
 
@@ -179,7 +179,9 @@ def others(ranks: list[Any], folder: Path) -> list[dict[str, Any]]:
     return run_ranks(in_other_groups, 2, folder, folder)
 
 
-def test_other_groups_keep_what_they_can_and_say_so(ranks: list[Any], others: list[Any]) -> None:
+def test_a_resume_in_other_groups_keeps_data_and_optimizer_and_says_so(
+    ranks: list[Any], others: list[Any]
+) -> None:
     for rank, found in enumerate(others):
         (_, straight, _), _ = ranks[rank * GROUP]["shuffled"]
         _, batches, said = found["two of one"]
@@ -236,7 +238,7 @@ def test_gradients_of_a_half_accumulated_step_come_back(tmp_path: Path) -> None:
 
 
 def without_files(rank: int, size: int, folder: Path) -> Any:
-    """Of the second group the first rank's file is gone, or the second rank's."""
+    """Resume without the file of the first or the second rank of the second group."""
     found = {}
     for gone in (2, 3):
         path = folder / f"without_{gone}" / "step=5.ckpt"
@@ -248,9 +250,7 @@ def without_files(rank: int, size: int, folder: Path) -> Any:
     return found
 
 
-def test_without_a_ranks_file_the_fit_goes_on_and_says_with_what(
-    ranks: list[Any], folder: Path
-) -> None:
+def test_a_resume_without_a_ranks_file_names_the_lost_state(ranks: list[Any], folder: Path) -> None:
     for rank, found in enumerate(run_ranks(without_files, SIZE, folder, folder)):
         _, batches, _ = ranks[rank]["shuffled"][0]
         for gone, (local, got, said) in found.items():

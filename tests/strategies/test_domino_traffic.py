@@ -1,4 +1,4 @@
-"""What Domino foretells of its training steps is what its ledger then counts, tag by tag."""
+"""Domino's forecast of the bytes of a training step equals its ledger, tag by tag."""
 
 from __future__ import annotations
 

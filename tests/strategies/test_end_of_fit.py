@@ -172,7 +172,7 @@ def test_the_last_checkpoint_is_the_model_in_memory(outcomes: Any, name: str) ->
         assert_same(saved["state_dict"], weights)
 
 
-def test_a_plain_trainer_validates_the_last_checkpoint_alike(outcomes: Any) -> None:
+def test_a_plain_trainer_gets_the_same_loss_from_the_last_checkpoint(outcomes: Any) -> None:
     """Also: where the end could be foreseen, the last validation of the fit saw the final
     weights."""
     ranks, folder = outcomes
@@ -186,7 +186,7 @@ def test_a_plain_trainer_validates_the_last_checkpoint_alike(outcomes: Any) -> N
 
 
 @pytest.mark.parametrize("name", list(LATE))
-def test_a_file_of_before_a_late_stop_holds_the_outer_weights_of_its_moment(
+def test_a_file_saved_before_a_late_stop_holds_the_outer_weights_of_its_step(
     outcomes: Any, name: str
 ) -> None:
     ranks, folder = outcomes

@@ -72,7 +72,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     return run_ranks(fits, 2, folder, folder), folder
 
 
-def test_nothing_is_trained_on_what_is_evaluated(played: Any) -> None:
+def test_evaluating_the_mean_does_not_change_training(played: Any) -> None:
     for rank in played[0]:
         assert len(rank["mean"][0]) == STEPS
         assert_same(rank["mean"][0], rank["outer"][0])
@@ -94,7 +94,7 @@ def test_a_validation_sees_the_mean_of_the_local_weights(played: Any) -> None:
     assert not torch.equal(first["mean"][1][2][1]["head.weight"], initial["head.weight"])
 
 
-def test_its_checkpoints_hold_what_was_validated(played: Any) -> None:
+def test_checkpoints_hold_the_validated_weights(played: Any) -> None:
     ranks, folder = played
     shown = dict(ranks[0]["mean"][1])
     for step in (2, 4, 6, 8, 10):
@@ -113,7 +113,7 @@ def test_resume_is_exact(played: Any, name: str, step: int) -> None:
         assert_same(rank[name][0], rank["mean"][0][step:])
 
 
-def test_its_bytes_are_counted_apart(played: Any) -> None:
+def test_evaluation_bytes_are_counted_separately(played: Any) -> None:
     """One for each step with a validation or checkpoint. After step 6 the checkpoint comes first;
     the last validation and its checkpoint see the end of the fit."""
     for rank in played[0]:

@@ -72,7 +72,7 @@ def rows_of(rank: int, size: int) -> Any:
     return outcomes
 
 
-def test_loggers_are_called_as_without_us_and_rows_have_our_figures(tmp_path: Path) -> None:
+def test_loggers_get_the_same_calls_as_under_ddp_and_rows_have_our_figures(tmp_path: Path) -> None:
     torch.compile(torch.nn.Linear(1, 1))  # imports for seconds: here, and not on every rank
     outcomes, _ = run_ranks(rows_of, 2, tmp_path)
     calls, _, held, validated, _ = outcomes["ddp"]

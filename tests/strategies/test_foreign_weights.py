@@ -131,14 +131,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_a_callback_that_validates_with_weights_of_its_own_is_refused(played: Any) -> None:
-    """Else training would go on from the average: the callback's last word is not ours."""
+    """Otherwise training would continue from the average."""
     for rank in played:
         assert rank["average"].startswith("RuntimeError: The parameters ['embed.weight'")
         assert "average `outer_weights()` yourself" in rank["average"]
         assert "written to after the last step of the fit" in rank["average at the end"]
 
 
-def test_what_on_fit_start_makes_of_the_weights_is_trained(played: Any) -> None:
+def test_weights_written_in_on_fit_start_are_trained(played: Any) -> None:
     """Rank 0's on all ranks; the outer weights of the first step are these too."""
     for rank in played:
         outer, final = rank["pretrained"]
@@ -175,7 +175,7 @@ def test_a_save_when_the_last_epoch_begins_changes_nothing(played: Any) -> None:
         assert_same(saved, plain)
 
 
-def test_another_outer_learning_rate_is_said_at_resume(played: Any) -> None:
+def test_a_resume_with_another_outer_learning_rate_says_so(played: Any) -> None:
     for rank in played:
         (text,) = rank["said"]
         assert "outer_optimizer was SGD {'lr': 0.4," in text

@@ -1,4 +1,4 @@
-"""What a fit says at its start of the exchanges to come."""
+"""Messages at the start of a fit: how often each fragment will be exchanged."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_it_says_how_often_a_fragment_is_exchanged(said: Any) -> None:
         ],
         [],
     )
-    # 160 rows on 2 ranks in batches of 2; 3 blocks, one more, and what stands in none
+    # 160 rows on 2 ranks in batches of 2; 4 blocks, and parameters outside them
     (text,) = said["epochs"][0]
     assert text.startswith("Within 40 optimizer steps each of the 3 fragments is exchanged 9 to 10")
 
@@ -101,7 +101,7 @@ def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
     assert warnings == []
 
 
-def test_what_nobody_knows_is_not_said(said: Any) -> None:
+def test_no_forecast_for_data_of_unknown_length(said: Any) -> None:
     assert said["endless data"] == ([], [])
 
 

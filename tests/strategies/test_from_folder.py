@@ -24,7 +24,7 @@ CELLS = [("domino", "llama"), *([] if why_not_divided() else [("fsdp", "gpt2")])
 
 
 class FromFolder(CausalLM):
-    """Its model lies in a folder; nothing changes its weights."""
+    """Its model is in a folder; training does not change its weights."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("layout", "kind"), CELLS)
-def test_what_is_trained_is_what_the_folder_holds(folder: Path, layout: str, kind: str) -> None:
+def test_the_values_of_the_folder_are_trained(folder: Path, layout: str, kind: str) -> None:
     state = torch.load(folder / f"{kind} {layout}.ckpt", weights_only=True)["state_dict"]
     loaded = AutoModelForCausalLM.from_pretrained(folder / kind)
     assert state.keys() == {f"wrapped.lm.{name}" for name in loaded.state_dict()}

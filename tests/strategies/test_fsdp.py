@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Uneven(Tiny):
-    """Parameters of 7 and 1 rows, a tied weight, one that nobody trains."""
+    """Parameters of 7 and 1 rows, a tied weight, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__(width=7)
@@ -151,7 +151,7 @@ def test_parts_train_as_whole_copies_do(played: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("fp4", 8e-3), ("clipped", 1e-5)])
-def test_what_rounds_elsewhere_is_as_close_as_that(
+def test_lossy_wires_and_clipping_stay_close_to_ddp(
     played: Any, name: str, tolerance: float
 ) -> None:
     """fp4: blocks of 256 values begin at other ones, and each has a scale of its own. Clipped: the
@@ -240,7 +240,7 @@ def refused(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
         assert "was made before the fit" in early
         assert "'head' is compiled already" in wrapped
@@ -254,7 +254,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
     ],
 )
-def test_what_cannot_be_inside_is_refused_at_once(settings: dict[str, Any], text: str) -> None:
+def test_wrong_values_of_inside_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         StreamingDiLoCoStrategy(**settings)
 

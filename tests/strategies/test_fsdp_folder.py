@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: the ranks of a replica write their shards, which nobody gathers."""
+"""Checkpoints that are folders: each rank of a replica writes its shards, without a gather."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_folder_holds_what_a_file_does(played: Any, step: int) -> None:
     assert set(state["state"]) == set(expected["optimizer_states"][0]["state"]), "numbers"
 
 
-def test_what_is_divided_lies_in_the_parts_alone(played: Any) -> None:
+def test_sharded_tensors_are_in_the_shard_files_only(played: Any) -> None:
     folder = played[1] / "folder" / f"step={MIDDLE}.ckpt"
     assert {file.name for file in folder.iterdir()} == {
         "checkpoint.pt",
@@ -129,7 +129,7 @@ def test_a_resume_is_exact(played: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ddp", "four"])
-def test_another_layout_begins_with_the_weights(played: Any, how: str) -> None:
+def test_another_layout_resumes_from_the_weights(played: Any, how: str) -> None:
     assert all(len(rank[how]["local"]) == STEPS - MIDDLE for rank in played[0])
     assert all(value.isfinite().all() for value in played[0][0][how]["final"].values())
 
@@ -279,7 +279,7 @@ def test_reading_runs_no_code(played: Any, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "ran").exists(), "it would have been seen"
 
 
-def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
+def test_a_path_that_is_no_checkpoint_folder_is_refused(tmp_path: Path) -> None:
     done = one_file(tmp_path, tmp_path / "one.ckpt")
     assert done.returncode == 2
     assert "is no such folder: it must have `checkpoint.pt` and `.metadata`" in done.stderr
@@ -306,7 +306,7 @@ def test_files_of_two_saves_are_no_checkpoint(played: Any, tmp_path: Path, file:
 
 
 @pytest.mark.parametrize("file", [".metadata", "checkpoint.pt", "__0_0.distcp"])
-def test_what_is_missing_is_named(played: Any, tmp_path: Path, file: str) -> None:
+def test_a_missing_file_is_named(played: Any, tmp_path: Path, file: str) -> None:
     folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
     (folder / file).unlink()
     with pytest.raises(RuntimeError, match=rf"a\.ckpt/{file}' cannot be read"):

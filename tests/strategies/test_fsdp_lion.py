@@ -163,7 +163,7 @@ def test_a_resume_is_exact(played: Any) -> None:
             assert equal(got, expected)
 
 
-def test_another_layout_goes_on_from_the_weights_and_says_so(played: Any) -> None:
+def test_another_layout_resumes_from_the_weights_and_says_so(played: Any) -> None:
     """Parts take up the momentum that the worker had as a whole one; not the other way round."""
     first, parts_of_whole = played[0][0], played[0][0]["fsdp", "ddp"]
     assert "inside was 'ddp' and is 'fsdp'" in parts_of_whole["said"]

@@ -146,7 +146,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)  # the first one waits for all
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_what_is_lost_is_lost_by_itself(outcomes: Path, kind: str, name: str) -> None:
+def test_a_missing_private_name_disables_only_its_feature(
+    outcomes: Path, kind: str, name: str
+) -> None:
     place, intact = outcomes / f"{kind}-{name}", outcomes / f"{kind}-{INTACT}"
     failed = place / "failed"
     assert not failed.exists(), failed.read_text(encoding="utf-8")

@@ -220,7 +220,7 @@ def test_a_teacher_is_resumed_exactly(two_ranks: list[dict[str, Any]], step: int
         assert_same(resumed["local"], straight["local"][step:])
 
 
-def test_frozen_weights_that_nobody_moves_cost_a_hash(
+def test_frozen_weights_that_do_not_change_cost_a_hash(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for outcomes in two_ranks:
@@ -252,7 +252,9 @@ def test_after_the_thaw_a_checkpoint_resumes_exactly(
         assert_same(resumed["local"], straight["local"][step:])
 
 
-def test_within_a_replica_of_several_ranks_it_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+def test_thawing_within_a_replica_of_several_ranks_is_refused(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for outcomes in two_ranks:
         assert (
             "became trainable after the fit had begun and with `replica_size=2` their"

@@ -1,4 +1,4 @@
-"""What a Lightning user expects of a fit with `DistributedLionStrategy`."""
+"""A fit with `DistributedLionStrategy`: plain Lion, precision, clipping, buffers, checkpoints."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_clipping_is_local_and_a_warning_says_so(ranks: list[Any]) -> None:
             assert any("`gradient_clip_val` is set" in t for t in clipped["said"])
 
 
-def test_what_hooks_write_at_the_start_is_trained(ranks: list[Any]) -> None:
+def test_weights_written_at_the_start_are_trained(ranks: list[Any]) -> None:
     """Weights under a master copy, and a parameter put into a group: a step of 0.5 moves all."""
     for outcomes in ranks:
         first = outcomes["written"]["local"][0]

@@ -211,7 +211,7 @@ def test_nothing_is_changed_by_the_step_that_stops(ranks: list[Any]) -> None:
             assert_same(left, local[-1])
 
 
-def test_a_worker_with_nan_abstains_and_goes_on_clean(ranks: list[Any]) -> None:
+def test_a_worker_with_nan_abstains_and_recovers(ranks: list[Any]) -> None:
     """Its vote of that step is missing: two workers' other one decides alone."""
     for outcomes in ranks:
         local, momenta, abstentions = outcomes[-1]

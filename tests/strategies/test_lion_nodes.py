@@ -123,7 +123,7 @@ def test_one_node_is_lion_on_the_mean_gradient_and_sends_nothing_out(ranks: list
     assert apart.abs().max() >= SETTINGS["lr"], "votes of single ranks would be seen"
 
 
-def test_ranks_agree_and_share_the_way_out(ranks: list[Any]) -> None:
+def test_ranks_agree_and_share_the_outgoing_votes(ranks: list[Any]) -> None:
     for outcomes in ranks:
         for case in ("majority", "average", "random"):
             assert_same(outcomes[case]["local"], ranks[0][case]["local"])
@@ -137,7 +137,7 @@ def test_ranks_agree_and_share_the_way_out(ranks: list[Any]) -> None:
     assert ranks[0]["majority"]["inside"]["vote_node"] > 0
 
 
-def test_what_thaws_is_not_averaged_over_a_node_and_refused(ranks: list[Any]) -> None:
+def test_thawing_within_a_node_is_refused(ranks: list[Any]) -> None:
     for outcomes in ranks:
         assert outcomes["thawed"].startswith("The parameters ['head.weight'] became trainable")
         assert "use `node_size=1`" in outcomes["thawed"]

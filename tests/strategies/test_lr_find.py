@@ -1,4 +1,4 @@
-"""Lightning's learning-rate finder: a fit that has searched goes on as one that has not."""
+"""Lightning's learning-rate finder: a search does not change the fit after it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def fit(rank: int, size: int, folder: Path, module: Any, strategy: Any, *finders
 
 STRATEGIES: dict[str, Any] = {
     "lion": (Voter, DistributedLionStrategy),
-    # "auto" goes on with what it has measured in a search
+    # "auto" keeps the timings of a search
     "domino": (CausalLM, lambda: DominoTPStrategy(split="batch")),
 }
 

@@ -1,4 +1,4 @@
-"""NaN on one replica: no checkpoint holds it, all ranks stop and say whose it is, or go on."""
+"""NaN on one replica: no checkpoint holds it, and all ranks stop and name it, or it abstains."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_last_round_looks_too(two_ranks: list[dict[str, Outcome]]) -> None:
         assert got.saved["last.ckpt"] == 12
 
 
-def test_with_abstain_the_fit_goes_on(two_ranks: list[dict[str, Outcome]]) -> None:
+def test_with_abstain_the_fit_continues(two_ranks: list[dict[str, Outcome]]) -> None:
     for outcomes in two_ranks:
         got = outcomes["abstains"]
         assert not got.error
@@ -143,7 +143,7 @@ def test_with_abstain_the_fit_goes_on(two_ranks: list[dict[str, Outcome]]) -> No
     assert "values of fragment 1 were not finite" in second[0]
 
 
-def test_what_is_saved_while_one_is_sick_resumes_exactly(
+def test_a_checkpoint_saved_during_an_abstention_resumes_exactly(
     two_ranks: list[dict[str, Outcome]],
 ) -> None:
     for outcomes in two_ranks:

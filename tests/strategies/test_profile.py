@@ -1,4 +1,4 @@
-"""What a profile of a fit shows of the exchanges."""
+"""A profile of a fit shows the exchanges as named ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels before the first step: of the weights only those that are not the same already."""
+"""Before the first step only weights that differ between ranks are sent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a Lightning user expects to go on working, on two real ranks; the bytes asserted to the last
-one."""
+"""Lightning features under `StreamingDiLoCoStrategy` on two real ranks; every byte is counted."""
 
 from __future__ import annotations
 
@@ -150,7 +149,7 @@ def test_validation_uses_the_outer_weights(habits: Any) -> None:
     )
 
 
-def test_metrics_per_step_stay_here_and_per_epoch_mean_everybody(habits: Any) -> None:
+def test_step_metrics_are_local_and_epoch_metrics_are_means_over_ranks(habits: Any) -> None:
     for rank, outcome in enumerate(habits[0]):
         assert outcome["metrics"]["rank_mean_step"] == float(rank)
         assert outcome["metrics"]["rank_mean_epoch"] == 0.5
@@ -204,7 +203,7 @@ def look_early(rank: int, size: int, folder: Path) -> list[list[str]]:
     return texts
 
 
-def test_weights_that_have_not_moved_yet_are_said_to_be_so_once(tmp_path: Path) -> None:
+def test_outer_weights_that_have_not_moved_yet_bring_one_warning(tmp_path: Path) -> None:
     """Fragment 1 lands for the first time after step 12 + 3; the sanity check says nothing."""
     ((early, late),) = run_ranks(look_early, 1, tmp_path, tmp_path)
     (text,) = early

@@ -1,5 +1,5 @@
-"""A resumed Domino fit is exact to the bit, with every rank's data and random numbers; in other groups
-it continues from the same weights, and a message names the state that starts afresh."""
+"""A resumed Domino fit is exact to the bit, with every rank's data and random numbers; in other
+groups it continues from the same weights, and a message names the state that starts afresh."""
 
 from __future__ import annotations
 

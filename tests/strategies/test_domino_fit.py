@@ -1,4 +1,4 @@
-"""A fit with `DominoTPStrategy`: the same model on all ranks, collectives, refused models."""
+"""A fit with `DominoTPStrategy`: the same model on all ranks, collectives, half precision."""
 
 from __future__ import annotations
 
@@ -7,60 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_commfree import DominoTPStrategy
 from tests.strategies.causal_lm import CausalLM, loader, words
-from tests.strategies.models import Tiny, assert_saves_its_weights, quiet_trainer
-from tests.strategies.models import loader as tiny_loader
+from tests.strategies.models import assert_saves_its_weights, quiet_trainer
 from tests.world import run_ranks
 
 BATCH = 4
-
-
-class Unsupported(Tiny):
-    """Has no transformers model."""
-
-
-class Compiled(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrapped["lm"] = torch.compile(self.wrapped["lm"])
-
-
-class Adapted(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        lora = LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True, lora_dropout=0.1)
-        self.wrapped["lm"] = get_peft_model(self.wrapped["lm"], lora)
-
-
-class AllMeta(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrapped["lm"] = self.wrapped["lm"].to("meta")
-
-
-class Meta(AllMeta):
-    """Something besides the model has no values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 2, device="meta")
-
-
-class HalfMeta(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrapped["lm"].transformer.ln_f.to("meta")
-
-
-class Manual(CausalLM):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class Recording(CausalLM):
@@ -80,50 +35,6 @@ class Checkpointed(Recording):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.wrapped["lm"].gradient_checkpointing_enable()
-
-
-# module, strategy, Trainer, error, text; on three ranks
-REFUSED: list[Any] = [
-    (CausalLM, {}, {}, "ValueError", "has 4 attention heads, which 3 tensor-parallel ranks cannot"),
-    (Unsupported, {}, {}, "ValueError", "found no model in `Unsupported` that it can divide (its"),
-    (Compiled, {}, {}, "ValueError", "is compiled already, as `OptimizedModule`"),
-    (Adapted, {}, {}, "ValueError", "its dropout would differ from rank to rank. Set"),
-    (Meta, {}, {}, "ValueError", "2 tensors, 'head.weight' among them, are on the meta device and"),
-    (HalfMeta, {}, {}, "ValueError", "2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them"),
-    (
-        AllMeta,
-        {},
-        {"verb": "validate"},
-        "ValueError",
-        "gives them values in `fit` only",
-    ),
-    (Manual, {}, {}, "ValueError", "`DominoTPStrategy` does not support manual optimization"),
-    (CausalLM, {}, {"precision": "16-true"}, "ValueError", "does not support precision='16-true'"),
-]
-
-
-def refused(rank: int, size: int) -> list[tuple[str, str]]:
-    said = []
-    for module, settings, trainer_settings, _, _ in REFUSED:
-        strategy = DominoTPStrategy(**settings)
-        trainer_settings = dict(trainer_settings)
-        verb = trainer_settings.pop("verb", "fit")
-        trainer = quiet_trainer(strategy=strategy, devices=size, max_steps=2, **trainer_settings)
-        data = tiny_loader(8) if module is Unsupported else loader(8, BATCH)
-        try:
-            getattr(trainer, verb)(module(), data)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            said.append((type(error).__name__, str(error)))
-        else:
-            said.append(("", ""))
-    return said
-
-
-def test_unsupported_models_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    torch.compile(nn.Linear(1, 1))  # imports for seconds: here, and not on every rank
-    for said in run_ranks(refused, 3, tmp_path):
-        for (kind, text), (module, _, _, error, expected) in zip(said, REFUSED, strict=True):
-            assert (kind, expected in text) == (error, True), (module.__name__, kind, text)
 
 
 def fit(rank: int, size: int, module: Any, **kwargs: Any) -> dict[str, Any]:

@@ -226,8 +226,10 @@ def test_frozen_weights_that_do_not_change_cost_a_hash(
     for outcomes in two_ranks:
         sent, without = outcomes["adapted"]["bytes"], outcomes["without base"]["bytes"]
         assert sent["outer_gradient"] == without["outer_gradient"] > 0
-        assert sent.keys() - without.keys() == {"moved"}
+        assert sent.keys() - without.keys() == {"moved", "save"}
         assert sent["moved"] == 2 * 8, "of two tensors"
+        saves = 2 * EPOCHS * EPOCH_STEPS  # the last one beside that of each step
+        assert sent["save"] == saves * 2 * 8
 
 
 def test_a_thawed_backbone_equals_the_twin(two_ranks: list[dict[str, Any]]) -> None:

@@ -62,5 +62,5 @@ def test_every_checkpoint_that_is_kept_has_the_files_of_all_ranks(tmp_path: Path
         assert {path.name for path in (place / ".commfree").iterdir()} == kept
         for name in kept:
             entry = torch.load(place / name, weights_only=True)["lightning_commfree"]
-            files = sorted(path.name for path in (place / entry["place"]).iterdir())
+            files = sorted(path.name for path in (place / entry["folder"]).iterdir())
             assert files == ["rank_1.pt"]

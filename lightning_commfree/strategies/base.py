@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import PATIENCE, ReplicaChannels
+from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
 from lightning_commfree.model.meta_init import on_meta
@@ -38,7 +38,7 @@ from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_o
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
-from lightning_commfree.strategies.ranks import Layout, Ranks
+from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
@@ -74,7 +74,7 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._layout)
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._open_channels)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -111,9 +111,9 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
         return {} if self._log is None else self._log.figures()
 
-    def _layout(self) -> Layout:
-        ledgers = self.ledger, self.group_ledger
-        return Layout(self.inside.mesh(self.world_size), ledgers, self.liveness)
+    def _open_channels(self, member: Member) -> ReplicaChannels:
+        mesh, ledgers = self.inside.mesh(member.size), (self.ledger, self.group_ledger)
+        return ReplicaChannels.open(mesh, member, ledgers, self.liveness)
 
     @property
     @override

@@ -110,17 +110,15 @@ class FitSession(Generic[B]):
         The one place that says what a step is: for everything behind it, algorithms and stopping,
         steps are how often this has run.
         """
-        streams, world = self._ranks.streams, self._world
-        with nullcontext() if streams is None else streams.explaining():
-            # the ranks of a replica exchange gradients in the body
-            within = self._channels.within.size > 1
-            named = world.naming_lost("gradients", computing=True) if within else nullcontext()
-            with self.between.stepping(), named:
-                yield
-            if self.between.after_step(self._stopping.wanted):
-                self._stopping.agree_in_step()
-            self._stopping.step_done()
-            self.after_step()
+        self._stopping.step_begins()
+        # the ranks of a replica exchange gradients in the body
+        within = self._channels.within.size > 1
+        named = self._world.naming_lost("gradients", computing=True) if within else nullcontext()
+        with self.between.stepping(), named:
+            yield
+        if self.between.after_step(self._stopping.wanted):
+            self._stopping.agree_in_step()
+        self.after_step()
         self.log.after_step()
 
     def after_step(self) -> None:

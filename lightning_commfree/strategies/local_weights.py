@@ -99,8 +99,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             )
         if self._trains and not self.finished:
             self.between.average_moved()
-        with self._ranks.explaining():
-            self._swap.put_in(self._shown())
+        self._swap.put_in(self._shown())
 
     @override
     def validation_ends(self) -> None:
@@ -138,7 +137,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Make all ranks equal, once after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
-        self._stopping.check_streams_end()
+        self._stopping.check_epoch_ends()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -155,9 +154,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             return
         if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():
             self._finish()
-        with self._ranks.explaining():
-            self.between.wait_in_flight()
-            shown = self._shown()
+        self.between.wait_in_flight()
+        shown = self._shown()
         stays = self._swap.is_in
         with self._swap.outer_weights(shown):
             yield stays

@@ -15,7 +15,10 @@ an epoch and before a checkpoint, they agree at once (`agree_here`).
 - Ranks that exchange something in every batch or step say with it that their data end
   (`share_last_batch`, `end_epoch`). The epoch ends on all of them with the first rank's data.
 - Ranks that train apart cannot say it in time. If their data end after different steps, all raise
-  an error that names the rank (`comm.stream_ends`).
+  an error that names the rank (`comm.epoch_ends`).
+
+The same error comes where a loader with a length yields fewer batches than that, or a hook ends the
+epoch on some ranks only.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.epoch_ends import EpochEnds
 from lightning_commfree.lightning_internals import (
     EPOCHS,
     Patches,
@@ -68,8 +72,9 @@ class Stopping:
         self._trainer, self._ranks = trainer, ranks
         self._several = trainer.world_size > 1  # a single rank has nobody to agree with
         self._wish = self._agreed = self._trains = False
-        self._unsized = self._uneven_said = False
-        self._step = 0
+        self._unsized = self._uneven_said = self._apart_on_streams = False
+        self._step = 0  # steps begun
+        self._ends: EpochEnds | None = None
         self.sigterm = DeferredSigterm(trainer, patches)
         if self._several:
             self._follow_loops(patches)
@@ -83,18 +88,19 @@ class Stopping:
             trains_apart: ranks exchange nothing at most steps, and cannot say that their data end.
         """
         self._trains, self._step = True, self._trainer.global_step
-        if trains_apart and self._unsized and self._several:
-            self._ranks.watch_streams()
+        if self._several:
+            self._apart_on_streams = trains_apart and self._unsized
+            self._ends = EpochEnds(self._ranks.channels.world.peers)
 
-    def step_done(self) -> None:
-        """Count an optimizer step; in it.
+    def step_begins(self) -> None:
+        """Count an optimizer step, before its batch is trained.
 
         Raises:
-            StreamEndsError: the stream of some rank has ended in an earlier step.
+            AgreedError: the epoch of some rank ended in an earlier step.
         """
         self._step += 1
-        if self._ranks.streams is not None:
-            self._ranks.streams.advance(self._epoch, self._step)
+        if self._ends is not None:
+            self._ends.step_begins(self._epoch, self._step)
 
     # -- wishes
 
@@ -172,14 +178,14 @@ class Stopping:
         last = self._ranks.all_values(int(self.stream_ends))
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
-    def check_streams_end(self) -> None:
-        """Check, where the epoch ends on this rank, that it does so on all ranks that train apart.
+    def check_epoch_ends(self, out_of_data: bool = False) -> None:
+        """Check, where the epoch ends on this rank, that it does so on all ranks.
 
         Raises:
-            StreamEndsError: some have ended after other steps.
+            AgreedError: it ended after another step on some of them.
         """
-        if self._ranks.streams is not None:
-            self._ranks.streams.end(self._epoch, self._step)
+        if self._ends is not None:
+            self._ends.end(self._epoch, self._step, out_of_data)
 
     def share_stream_end(self) -> None:
         """Let the epoch end on all ranks that train apart if it does on some; in the last step.
@@ -187,8 +193,8 @@ class Stopping:
         With `max_steps` the last step may be the end of some streams, after which Lightning
         validates.
         """
-        if self._ranks.streams is not None:
-            self.check_streams_end()
+        if self._apart_on_streams:
+            self.check_epoch_ends()
             self.end_epoch()
 
     # -- inside
@@ -222,8 +228,11 @@ class Stopping:
         """Run where a batch has been trained; Lightning may validate here."""
         if self._leaves_now:
             raise SIGTERMException
-        if self.stream_ends:
-            self.check_streams_end()  # a validation follows, to which all ranks must come
+        if self._apart_on_streams and self._ends is not None:
+            if self.stream_ends:  # a validation follows, to which all ranks must come
+                self.check_epoch_ends(out_of_data=True)
+            else:
+                self._ends.has_more(self._epoch, self._step)
         self._hold()  # else Lightning would validate on this rank alone
         finish(*args)
 
@@ -232,7 +241,7 @@ class Stopping:
 
         The hooks may set `trainer.should_stop`.
         """
-        self.check_streams_end()
+        self.check_epoch_ends()
         finish()
         self.agree_here()
         if self._trainer.received_sigterm:  # as Lightning ends this method
@@ -244,7 +253,7 @@ class Stopping:
 
         Lightning would first validate where a stream ends, which may be on some ranks only.
         """
-        return self._ranks.streams is not None and self._trainer.received_sigterm
+        return self._apart_on_streams and self._trainer.received_sigterm
 
     @property
     def _epoch(self) -> int:

@@ -87,7 +87,7 @@ REFUSED = [
     ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
     (
         {"wire_dtype": "fp8"},
-        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4'\.",
+        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
     ),
     ({"wire_dtype": None}, r"`wire_dtype=None` is unknown"),
     ({"wire_dtype": torch.bfloat16}, r"`wire_dtype=torch\.bfloat16` is unknown"),

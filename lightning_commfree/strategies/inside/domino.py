@@ -189,7 +189,7 @@ class TensorParallel(DividedModel):
             RuntimeError: some rank's weights are not finite; on all ranks.
         """
         strategy = self._strategy
-        if self.sharded is not None and strategy.ranks.come():  # they do not after Ctrl-C
+        if self.sharded is not None and not strategy.ranks.interrupted:
             steps = strategy.module.trainer.global_step
             refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
         return super().whole_module(read)
@@ -207,9 +207,9 @@ class TensorParallel(DividedModel):
             check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._left is None:
             return super().whole_optimizer(optimizer, state)
-        if not self._strategy.ranks.come():  # after Ctrl-C
+        if self._strategy.ranks.interrupted:
             return {}
-        with self._strategy.ranks.reaching() as channels:
+        with self._strategy.ranks.with_channels() as channels:
             return self._left.whole_state_dict(optimizer, channels.within, self._keeps)
 
 

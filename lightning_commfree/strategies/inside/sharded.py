@@ -162,4 +162,4 @@ class DividedModel(Inside):
 
     def _takes_part(self) -> bool:
         """Return whether this rank gathers for rank 0; none does after Ctrl-C."""
-        return self._strategy.global_rank < self.size and self._strategy.ranks.come()
+        return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted

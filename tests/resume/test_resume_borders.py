@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.digest import digest
 from tests.strategies.models import Drawn, Noisy, dataset, quiet_trainer
+from tests.strategies.saved import resume_warnings
 from tests.world import run_ranks
 
 BATCHES, EPOCHS = 4, 3
@@ -271,9 +272,7 @@ def warned(rank: int, size: int, folder: Path) -> Any:
     saves = (("on_train_epoch_start", 4), ("on_train_batch_end", 7), ("on_train_epoch_end", 8))
     for hook, step in saves:
         path = folder / "straight" / f"{hook}-{step}.ckpt"
-        with pytest.MonkeyPatch.context() as patch:
-            said: list[str] = []
-            patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
+        with resume_warnings() as said:
             resumed = fit(folder / path.stem, path, module=Told, **EPOCHS_ONLY)
         found[hook, step] = said, resumed.events, straight.after(hook, step)
     return found

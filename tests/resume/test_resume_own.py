@@ -20,11 +20,10 @@ from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.strategies.models import Noisy, Recorder, assert_same, loader, quiet_trainer
-from tests.strategies.saved import file_of, part_of, sets_of
+from tests.strategies.saved import file_of, part_of, resume_warnings, sets_of
 from tests.world import run_ranks
 
 STEPS, EPOCH_STEPS = 8, 4
-SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Moved(Noisy):
@@ -82,9 +81,7 @@ def fit(folder: Path, module: pl.LightningModule, size: int = 1, **kwargs: Any) 
         strategy=strategy, devices=size, callbacks=callbacks, max_steps=STEPS, **kwargs
     )
     rows = 2 * EPOCH_STEPS * size
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(SAID, said.append)
+    with resume_warnings() as said:
         trainer.fit(module, loader(rows), loader(2 * size), **ckpt)
     return trainer, recorder.local, said
 

@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DominoTPStrategy
 from tests.strategies.causal_lm import LENGTH, WORDS, CausalLM, words
 from tests.strategies.models import Drawn, Recorder, SavesAfterBatches, quiet_trainer
-from tests.strategies.saved import file_of, part_of
+from tests.strategies.saved import file_of, part_of, resume_warnings
 from tests.world import run_ranks
 
 EPOCH_STEPS = 3
 STEPS = 2 * EPOCH_STEPS
 SIZE, GROUP = 4, 2
 ROWS = 2  # of a batch
-SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Told(CausalLM):
@@ -82,9 +81,7 @@ def fit(folder: Path, data: Any, module: Told | None = None, **kwargs: Any) -> A
     )
     module = module or Told()
     torch.manual_seed(kwargs.pop("seed", 0))  # making a model has set one
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(SAID, said.append)
+    with resume_warnings() as said:
         trainer.fit(module, data, **kwargs)
     return recorder.local, module.batches, said
 

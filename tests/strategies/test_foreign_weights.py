@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer
+from tests.strategies.saved import resume_warnings
 from tests.world import run_ranks
 
 STEPS = 6
@@ -114,9 +115,7 @@ def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
     outcomes["straight"], outcomes["resumed at the end"] = weights(straight), weights(resumed)
     saved = fit(size, Tiny(), SavesAtStart(folder / "early.ckpt"), max_steps=-1, max_epochs=2)[0]
     outcomes["saved early"] = recorded.local, saved.local
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
+    with resume_warnings() as said:
         path = folder / "step=3.ckpt"
         slower = {"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}
         fit(size, Tiny(), ckpt_path=path, settings=slower)

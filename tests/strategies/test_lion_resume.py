@@ -15,14 +15,13 @@ from torch.utils.data import DataLoader
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
 from tests.strategies.models import Noisy, Recorder, assert_same, dataset, quiet_trainer
-from tests.strategies.saved import part_of
+from tests.strategies.saved import part_of, resume_warnings
 from tests.world import run_ranks
 
 EPOCH_STEPS = 5
 STEPS = 2 * EPOCH_STEPS
 SIZE = 4  # even: there are ties to be drawn
 SETTINGS: dict[str, Any] = {"ties": "random", "momentum_sync_every": 4}
-SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Voter(Noisy):
@@ -59,9 +58,7 @@ def fit(folder: Path | None, size: int, **kwargs: Any) -> Any:
         max_epochs=2,
     )
     data = DataLoader(dataset(EPOCH_STEPS * 2 * size), batch_size=2, shuffle=True)
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(SAID, said.append)
+    with resume_warnings() as said:
         trainer.fit(Voter(), data, ckpt_path=kwargs.get("ckpt_path"))
     return recorder, said
 

@@ -87,7 +87,7 @@ class TensorGroup:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """Use this rank's own random generators in a `with` block; elsewhere all ranks draw the same."""
+        """Use this rank's own random generators in a `with` block."""
         shared, on_device = random_state(device)
 
         # the device's generator is seeded on first use: the device is not known earlier
@@ -116,7 +116,7 @@ class TensorGroup:
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """Restart the generators from `states` in a `with` block, to draw the same numbers again."""
+        """Replay the random numbers drawn since `states`, in a `with` block."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -288,7 +288,7 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Make `forward` compute its output in slices in a `with` block, and launch each immediately.
+        """Make `forward` compute and launch its output in slices, in a `with` block.
 
         Yields a list that `forward` fills with the slices, with their graphs.
         """

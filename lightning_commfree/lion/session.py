@@ -1,13 +1,14 @@
-"""A `DistributedLion` that votes with other workers for the length of a fit.
+"""The `DistributedLion`s that vote with other workers, for the length of a fit.
 
 All workers compare parameters, their order and their groups before they vote.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from lightning_commfree.model.replication import averaged_buffers
 
 
 def agree_on_parameters(
-    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
+    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: str
 ) -> list[tuple[str, nn.Parameter]]:
     """Return an optimizer's named parameters in module order; check that all ranks have the same.
 
@@ -33,6 +34,7 @@ def agree_on_parameters(
         channel: channel over all ranks; collective.
         module: the module that contains the parameters.
         groups: `param_groups` of the optimizer.
+        optimizer: which one it is.
 
     Raises:
         ValueError: some parameters are not in the module, or names, groups or hyperparameters
@@ -47,7 +49,8 @@ def agree_on_parameters(
             " the module, or remove them from the optimizer."
         )
 
-    fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
+    fingerprint = {"optimizer": optimizer}
+    fingerprint |= {f"parameter {name} in group": str(group_of[p]) for name, p in named}
     names = {p: name for name, p in named}
     for i, group in enumerate(groups):
         for key in ("lr", "betas", "weight_decay"):
@@ -66,20 +69,23 @@ _DDP = repr("ddp")  # `inside` setting with which every rank of a node has all m
 
 
 class VotingSession:
-    """Run the votes of a `DistributedLion`, also when its parameters change.
+    """Run the votes of `DistributedLion`s, also when their parameters change.
+
+    Each optimizer has its own votes, which run when it steps. With manual optimization there may be
+    several optimizers; they must step in the same order on all ranks.
 
     Collective over all ranks.
 
     Args:
         module: the module that contains the parameters.
-        optimizer: this rank's optimizer.
+        optimizers: this rank's optimizers.
         settings: settings of the vote.
         channels: channels between all ranks, the workers, and the ranks of this worker.
         overlaps: whether votes may start during backward: nothing changes the gradients after it.
 
     Attributes:
         stream_ended: whether any worker's data stream ended with the last step; the same on all.
-        voting: the current votes.
+        votings: the current votes, by optimizer.
 
     Raises:
         ValueError: the ranks have different parameters, or in a different order or groups.
@@ -91,61 +97,81 @@ class VotingSession:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: DistributedLion,
+        optimizers: Sequence[DistributedLion],
         settings: LionSettings,
         channels: ReplicaChannels,
         overlaps: bool,
     ) -> None:
-        self._module, self._lion, self._settings = module, optimizer, settings
+        self._module, self._lions, self._settings = module, optimizers, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self._averaged = self._trainable()  # names of parameters that DDP averages within a node
         self.stream_ended = False
-        self.voting = self._join()
+        self.votings = [self._join(i) for i, _ in enumerate(optimizers)]
 
     # -- in a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Send two flags with the votes of every step; see `stop` and `stream_ends` of `Voting`."""
-        self.voting.stop, self.voting.stream_ends = stop, stream_ends
+        for voting in self.votings:
+            voting.stop, voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer step that runs in the body.
+        """Vote in the optimizer steps that run in the `with` block.
 
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.
         """
-        if not self._lion.is_voted_on or self._lion.voting is not self.voting:
-            before = self.voting  # the user has added parameters to the optimizer
-            self.voting = self._join()
-            self.voting.load_state_dict(before.state_dict())
-            self.send_flags(before.stop, before.stream_ends)
+        for i, lion in enumerate(self._lions):
+            before = self.votings[i]
+            if not lion.is_voted_on or lion.voting is not before:
+                # the user has added parameters to the optimizer
+                self.votings[i] = self._join(i)
+                self.votings[i].load_state_dict(before.state_dict())
+                self.send_flags(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
             self._check_thawed()
-        with self.voting.during_backward() if self._overlaps else nullcontext():
+        with ExitStack() as stack:
+            for voting in self.votings if self._overlaps else ():
+                stack.enter_context(voting.during_backward())
             yield
 
     def after_step(self, stop: bool) -> bool:
         """Return whether any worker wanted to stop, by its flag in the step (`send_flags`)."""
         del stop
-        stop_agreed, self.voting.stop_agreed = self.voting.stop_agreed, False
-        self.stream_ended, self.voting.stream_ended = self.voting.stream_ended, False
+        stop_agreed = any(voting.stop_agreed for voting in self.votings)
+        self.stream_ended = any(voting.stream_ended for voting in self.votings)
+        for voting in self.votings:  # the next step may not be one of all optimizers
+            voting.stop_agreed = voting.stream_ended = False
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return metrics of the votes by name, for logging; shares are those of the last step."""
-        return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
+        """Return metrics of the votes by name, for logging; shares are those of the last step.
+
+        With several optimizers the names end with the optimizer's number.
+        """
+        several = len(self.votings) > 1
+        return {
+            f"lion/{name}{f'_{i}' if several else ''}": figure
+            for i, voting in enumerate(self.votings)
+            for name, figure in voting.figures().items()
+        }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle."""
-        return self.voting.cycle()
+        """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle.
+
+        This assumes that every optimizer takes one step per batch.
+        """
+        cycles = [voting.cycle() for voting in self.votings]
+        return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
 
     # -- outside of steps
 
     def follow_parameters(self) -> None:
         """Update master copies from parameters that were written to."""
-        self._lion.follow_parameters()
+        for lion in self._lions:
+            lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -159,12 +185,13 @@ class VotingSession:
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state of the votes, which is equal on all workers."""
-        return self.voting.state_dict(), {}
+        return {"votings": [voting.state_dict() for voting in self.votings]}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Restore a state that `state_dict` returned."""
         del own
-        self.voting.load_state_dict(shared)
+        for voting, state in zip(self.votings, shared["votings"], strict=True):
+            voting.load_state_dict(state)
 
     def adopt(
         self,
@@ -196,7 +223,8 @@ class VotingSession:
             return None
         own = {name: found[0][name] for name in _WORKER_STATE if name in found[0]}
         if len(found) > 1:
-            own["optimizers"] = [mean_momenta([one["optimizers"][0] for one in found])]
+            states = zip(*(one["optimizers"] for one in found), strict=True)
+            own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]
 
         message = "every worker continues with its own momentum"
         if view.size > workers:
@@ -204,18 +232,21 @@ class VotingSession:
         return own, message
 
     def close(self) -> None:
-        """Stop voting: the optimizer is plain Lion again."""
-        self._lion.leave()
+        """Stop voting: the optimizers are plain Lion again."""
+        for lion in self._lions:
+            lion.leave()
 
     # -- inside
 
-    def _join(self) -> Voting:
-        named = agree_on_parameters(self._channels.world, self._module, self._lion.param_groups)
+    def _join(self, i: int) -> Voting:
+        lion, which = self._lions[i], f"{i + 1} of {len(self._lions)}"
+        world, groups = self._channels.world, lion.param_groups
+        named = agree_on_parameters(world, self._module, groups, which)
         within, divided = self._channels.within, self._settings.inside != "ddp"
         node, others = (None, within) if divided else (within, None)
         if self._settings.node_size == 1:
             node = None
-        return self._lion.join(named, self._view, self._settings, node, others)
+        return lion.join(named, self._view, self._settings, node, others)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
@@ -230,35 +261,39 @@ class VotingSession:
             )
 
 
-def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
-    """Return the only optimizer of a training.
+def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[DistributedLion]:
+    """Return the optimizers of a training.
 
     Args:
         strategy: its name, for the message.
-        optimizers: of the training; one.
+        optimizers: of the training.
 
     Raises:
-        TypeError: it is not a `DistributedLion`.
+        TypeError: one of them is not a `DistributedLion`.
     """
-    (optimizer,) = optimizers
-    if not isinstance(optimizer, DistributedLion):
-        raise TypeError(
-            f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
-            f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer. Return"
-            " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)`,"
-            " with a learning rate 3 to 10 times smaller and a weight decay as much larger than"
-            " AdamW's, or use the strategy `ddp`."
-        )
-    return optimizer
+    for optimizer in optimizers:
+        if not isinstance(optimizer, DistributedLion):
+            raise TypeError(
+                f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
+                f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer."
+                " Return `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
+                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller and a weight decay"
+                " as much larger than AdamW's, or use the strategy `ddp`."
+            )
+    return cast(list[DistributedLion], [*optimizers])
 
 
-def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
-    """Check that an optimizer state that was loaded from a checkpoint has momenta.
+def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
+    """Check that optimizer states that were loaded from a checkpoint have momenta.
+
+    Args:
+        lions: the optimizers that have loaded it. One that has not stepped yet has none.
+        step: the step after which the checkpoint was saved.
 
     Raises:
         ValueError: it has none, although it was saved after `step` > 0 steps.
     """
-    if step and not any("momentum" in own for own in lion.state.values()):
+    if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
         raise ValueError(
             f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum:"
             " it is from another optimizer than `DistributedLion`. Resume with that optimizer, or"

@@ -5,8 +5,8 @@ Launchers, samplers, the `torch.compile` guard and device handling are those of 
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
    algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
-2. Every optimizer step is Lightning's own, inside `FitSession.step`, where the algorithm exchanges
-   what is due.
+2. Every optimizer step is Lightning's own, inside `FitSession.step`. When the step of the algorithm
+   is over (`clock`), it exchanges what is due.
 3. At a validation, a checkpoint and the end, all ranks have taken equally many steps (`Stopping`),
    and the session lets the module hold the weights on which they agree.
 """
@@ -34,7 +34,8 @@ from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, verified_reading
-from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
+from lightning_commfree.strategies.checks import check_ddp_kwargs, present
+from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
@@ -154,9 +155,9 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
-        stopping = Stopping(trainer, self.ranks, self.patches)
-        with needing_one_optimizer(type(self).__name__):
-            super().setup(trainer)
+        clock = clock_for(self.module)
+        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
         self.session = self.session_type(
@@ -217,9 +218,9 @@ class ReplicaStrategy(DDPStrategy):
             self.inside.after_backward(steps=not self.session.accumulates)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.step():
-            return super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.session.step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:

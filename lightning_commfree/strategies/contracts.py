@@ -172,11 +172,11 @@ class Between(Resumable, Protocol):
     """
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Wrap an optimizer step: forward, backward, clipping, update."""
+        """Wrap a step: forward, backward, clipping, update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Run the algorithm's communication after an optimizer step.
+        """Run the algorithm's communication after a step, as counted by the fit's clock.
 
         Args:
             stop: whether this rank wants to stop training; sent to the other ranks.

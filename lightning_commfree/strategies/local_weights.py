@@ -60,6 +60,11 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Whether the algorithm has finished after its latest step."""
         return self._finished_at == self.between.step
 
+    @override
+    def steps_before(self) -> int:
+        # Lightning does not save how many batches have stepped; the algorithm does
+        return self.between.step if self.clock.spans_batch else super().steps_before()
+
     # -- the hooks of a fit
 
     @override

@@ -32,11 +32,16 @@ from lightning_commfree.domino import (
     refuse_nonfinite_weights,
 )
 from lightning_commfree.model.replication import share_random_state
-from lightning_commfree.strategies.checks import refuse_compiled
+from lightning_commfree.strategies.checks import refuse_compiled, refuse_manual
 from lightning_commfree.strategies.inside.sharded import ShardedReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
+
+_WHY_NOT_MANUAL = (
+    "ranks that share a model combine and check their gradients once per step, right after its one"
+    " backward, and manual optimization may call backward and step any number of times per batch"
+)
 
 
 class TensorParallel(ShardedReplica):
@@ -96,6 +101,7 @@ class TensorParallel(ShardedReplica):
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         super().check(strategy, trainer)
         name, module = type(strategy).__name__, strategy.module
+        refuse_manual(name, module, _WHY_NOT_MANUAL)
         refuse_compiled(name, module)
         check_module(name, module, self.size)
 

@@ -32,6 +32,7 @@ from lightning_commfree.model.replication import broadcast_initial_weights, refu
 from lightning_commfree.model.shards import RowShards
 from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
+from lightning_commfree.strategies.checks import refuse_manual
 from lightning_commfree.strategies.inside.sharded import ShardedReplica
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 
 # tags in the group's ledger; bytes are computed, because FSDP itself does the communication
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
+
+_WHY_NOT_MANUAL = (
+    "with `inside='fsdp'` FSDP takes `training_step` for the forward of the whole model and expects"
+    " backward after it has returned, while manual optimization calls backward inside of it. With"
+    " `inside='ddp'` it is possible"
+)
 
 
 class FullyShard(ShardedReplica):
@@ -96,6 +103,7 @@ class FullyShard(ShardedReplica):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         super().check(strategy, trainer)
+        refuse_manual(type(strategy).__name__, strategy.module, _WHY_NOT_MANUAL)
         if strategy.module is not self._sharded:
             refuse_wrapped(type(strategy).__name__, strategy.module)
 

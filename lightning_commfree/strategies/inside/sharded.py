@@ -23,9 +23,9 @@ from lightning_commfree.model.replication import START_TAG, broadcast_initial_we
 from lightning_commfree.resume.folders import read_folder_tensors
 from lightning_commfree.strategies.checks import (
     PARTS,
-    check_training,
     refuse_callbacks,
     refuse_fp16,
+    refuse_timed_validation,
 )
 from lightning_commfree.strategies.contracts import Inside
 
@@ -83,7 +83,7 @@ class ShardedReplica(Inside):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         name = type(strategy).__name__
-        check_training(name, trainer, strategy.module)
+        refuse_timed_validation(name, trainer)
         refuse_fp16(name, strategy.precision_plugin)
         if self.size > 1:
             refuse_callbacks(trainer, name, PARTS)

@@ -30,7 +30,7 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
 from lightning_commfree.comm.liveness import PeerMonitor, PeerWatch, job_store
-from lightning_commfree.comm.sockets import Unshared
+from lightning_commfree.comm.sockets import CloseOnFork
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -95,7 +95,7 @@ class Channel:
         self._group, self._downward = group, downward
         self._watch = PeerWatch(self.ranks, rank)  # `open` replaces it by one that names lost ranks
         self._owns_monitor = False
-        self._sockets = Unshared()
+        self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
     @property
@@ -142,7 +142,7 @@ class Channel:
         values. `python -m benchmarks.duplex` measures the difference.
         """
         mine = None
-        sockets = Unshared()
+        sockets = CloseOnFork()
         with sockets.opening():
             for ranks in groups:
                 group = downward = None

@@ -38,13 +38,13 @@ class GlooInterface:
         self._before: str | None = None
         self._changed = False
 
-    def tell(self, meeting_point: str) -> None:
+    def select(self, meeting_point: str) -> None:
         """Set the interface, unless the user has set one; see `choose_interface`.
 
         Raises:
             ValueError: several interfaces are possible, or none.
         """
-        self.take_back()
+        self.restore()
         if os.environ.get(VARIABLE):
             return
         name = choose_interface(meeting_point)
@@ -52,7 +52,7 @@ class GlooInterface:
             self._before, self._changed = os.environ.get(VARIABLE), True
             os.environ[VARIABLE] = name
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Restore the environment."""
         if self._changed:
             os.environ.pop(VARIABLE, None)
@@ -92,7 +92,7 @@ def choose_interface(meeting_point: str) -> str | None:
     )
 
 
-def unreachable(error: Exception) -> str:
+def connection_error(error: Exception) -> str:
     """Return an error message for ranks on several machines that cannot connect."""
     return (
         f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens"
@@ -129,7 +129,7 @@ def _address_towards(host: str) -> str | None:
 _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
-class Unshared:
+class CloseOnFork:
     """Set of TCP sockets that forked children close."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Unshared:
         finally:
             new = {fd: inode for fd, inode in _tcp_sockets().items() if before.get(fd) != inode}
             if not self._inodes:
-                util.register_after_fork(self, Unshared._close)
+                util.register_after_fork(self, CloseOnFork._close)
             self._inodes |= new
 
     def _close(self) -> None:

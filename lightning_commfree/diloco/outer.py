@@ -235,7 +235,7 @@ class OuterFragment:
         torch.sub(outer, parameters, out=parameters)
         return gradient
 
-    def is_local(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, buffers: bool = True) -> bool:
         """Return whether the local copy equals the global one, in the local dtype."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
         here = self._layout.split(self.local_values().to(self.global_copy.device))

@@ -167,7 +167,7 @@ class StreamingDiLoCo:
             Whether any replica wanted to stop, as of the fragments that landed now. The same on all
             replicas.
         """
-        assert not self.weight_swap.is_in, "an inner step ran on the outer weights"
+        assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
         self._mean = None
 
@@ -379,7 +379,7 @@ class StreamingDiLoCo:
         """Return other weights for validations to use than the outer ones, or None; collective.
 
         With `evaluate="mean"` this is the mean of the local copies, in the form that
-        `WeightSwap.put_in` takes.
+        `WeightSwap.swap_in` takes.
         """
         return self.mean_weights() if self.settings.evaluate == "mean" else None
 
@@ -459,7 +459,7 @@ class StreamingDiLoCo:
             own: this replica's own state. None: the replica is new. It starts from the global
                 weights, with no fragments in flight and no rounding errors.
         """
-        assert not self.weight_swap.is_in, "states are loaded into the local weights"
+        assert not self.weight_swap.swapped_in, "states are loaded into the local weights"
         assert not self.flights, "load a state before the first step"
         self.step = shared["step"]
 

@@ -1,4 +1,4 @@
-"""The `DistributedLion`s that vote with other workers, for the length of a fit.
+"""The `DistributedLion` optimizers that vote with other workers for the length of a fit.
 
 All workers compare parameters, their order and their groups before they vote.
 """
@@ -69,10 +69,10 @@ _DDP = repr("ddp")  # `inside` setting with which every rank of a node has all m
 
 
 class VotingSession:
-    """Run the votes of `DistributedLion`s, also when their parameters change.
+    """Run the votes of `DistributedLion` optimizers, also when their parameters change.
 
-    Each optimizer has its own votes, which run when it steps. With manual optimization there may be
-    several optimizers; they must step in the same order on all ranks.
+    Each optimizer has its own voting, which runs when it steps. Several of them, with manual
+    optimization, must step in the same order on all ranks.
 
     Collective over all ranks.
 
@@ -118,7 +118,7 @@ class VotingSession:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer steps that run in the `with` block.
+        """Vote in the optimizer steps that run in the body.
 
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.
@@ -287,8 +287,8 @@ def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
     """Check that optimizer states that were loaded from a checkpoint have momenta.
 
     Args:
-        lions: the optimizers that have loaded it. One that has not stepped yet has none.
-        step: the step after which the checkpoint was saved.
+        lions: the optimizers that loaded them. One that has not stepped yet has none.
+        step: number of steps after which the checkpoint was saved.
 
     Raises:
         ValueError: it has none, although it was saved after `step` > 0 steps.

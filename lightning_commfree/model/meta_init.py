@@ -151,7 +151,7 @@ def _opened(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def described(module: nn.Module) -> dict[str, str]:
+def meta_fingerprint(module: nn.Module) -> dict[str, str]:
     """Return settings of the initialization that must be equal on all ranks, as text by name."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]

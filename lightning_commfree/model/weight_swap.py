@@ -45,7 +45,7 @@ class SharedPart(Protocol):
         """Copy the shared values, or `shown` instead, into the module."""
         ...
 
-    def is_local(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, buffers: bool = True) -> bool:
         """Return whether the module already contains the shared values; `buffers` too on demand."""
         ...
 
@@ -98,7 +98,7 @@ class SharedCopy:
         for own, value in zip(self._shared, shared, strict=True):
             own.copy_(value)
 
-    def is_local(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, buffers: bool = True) -> bool:
         """Return whether the module already contains the shared values; `buffers` too on demand."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
@@ -115,14 +115,14 @@ class WeightSwap:
         parts: parts that together cover the model; the list may grow.
 
     Attributes:
-        is_in: whether the module contains the shared weights now.
+        swapped_in: whether the module contains the shared weights now.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
         self._aside: list[Tensor] = []  # the local weights
         self._held: list[Tensor] = []  # hashes of the shared weights in the module
-        self.is_in = False
+        self.swapped_in = False
 
     @property
     def in_module(self) -> list[Tensor]:
@@ -132,7 +132,7 @@ class WeightSwap:
     @property
     def local(self) -> list[Tensor]:
         """The local weights, in the module or set aside, in the order of `in_module`."""
-        return self._aside if self.is_in else self.in_module
+        return self._aside if self.swapped_in else self.in_module
 
     @torch.no_grad()
     def load_local(self, saved: Sequence[Tensor]) -> None:
@@ -141,9 +141,9 @@ class WeightSwap:
             tensor.copy_(value)
 
     @torch.no_grad()
-    def is_local(self, buffers: bool = True) -> bool:
+    def local_equals_shared(self, buffers: bool = True) -> bool:
         """Return whether the module contains the shared weights; averaged buffers on demand."""
-        return all(part.is_local(buffers) for part in self._parts)
+        return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:
@@ -166,41 +166,41 @@ class WeightSwap:
     @contextmanager
     def local_weights(self) -> Iterator[None]:
         """Put the local weights into the module for the body."""
-        swapped = self.is_in
-        self.put_back()
+        swapped = self.swapped_in
+        self.swap_out()
         yield
         if swapped:
-            self.put_in()
+            self.swap_in()
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Put the shared weights into the module for the body; nested uses do nothing."""
-        if self.is_in:
+        if self.swapped_in:
             yield
             return
-        self.put_in(shown)
+        self.swap_in(shown)
         try:
             yield
         finally:
-            self.put_back()
+            self.swap_out()
 
     @torch.no_grad()
-    def put_in(self, shown: Sequence[Tensor] | None = None) -> None:
+    def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
         """Put the shared weights and averaged buffers into the module, unless they are there.
 
         Args:
             shown: other values to put in instead, one entry per part, as its `show` takes them.
         """
-        if not self.is_in:
+        if not self.swapped_in:
             self._aside = [tensor.clone() for tensor in self.in_module]
             for p, part in enumerate(self._parts):
                 part.show(None if shown is None else shown[p])
             # Hashes, as writes through `parameter.data` do not change the parameter's version.
             self._held = self._hashes()
-            self.is_in = True
+            self.swapped_in = True
 
     @torch.no_grad()
-    def put_back(self, check: bool = True) -> None:
+    def swap_out(self, check: bool = True) -> None:
         """Put the local weights back, bit for bit, unless they are there.
 
         A buffer that was written to in between keeps its new values: a module may use it as a
@@ -213,7 +213,7 @@ class WeightSwap:
             RuntimeError: a parameter was written to in between. The local weights are restored
                 anyway.
         """
-        if not self.is_in:
+        if not self.swapped_in:
             return
         names = [
             (name, name in part.names[0]) for part in self._parts for name in chain(*part.names)
@@ -227,7 +227,7 @@ class WeightSwap:
                 written.append(name)
             if trained or is_same:  # parameters always: training continues from the local weights
                 tensor.copy_(kept)
-        self._aside, self._held, self.is_in = [], [], False
+        self._aside, self._held, self.swapped_in = [], [], False
         if written and check:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"

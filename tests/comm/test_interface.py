@@ -55,14 +55,14 @@ def test_the_environment_is_as_it_was_and_the_users_word_stands(host: pytest.Mon
     for before in (None, ""):
         if before is not None:
             host.setenv(VARIABLE, before)
-        told.tell("main")
+        told.select("main")
         assert os.environ[VARIABLE] == "eth0"
-        told.take_back()
-        told.take_back()
+        told.restore()
+        told.restore()
         assert os.environ.get(VARIABLE) == before
     host.setenv(VARIABLE, "eth1")
-    told.tell("main")
-    told.take_back()
+    told.select("main")
+    told.restore()
     assert os.environ[VARIABLE] == "eth1"
 
 

@@ -48,11 +48,11 @@ def test_equal_copies_are_equal_whatever_they_hold(dtype: torch.dtype) -> None:
     module = Weights(dtype)
     fragment = OuterFragment(module, WHOLE, AVERAGING)
     fragment.outer_step(torch.tensor([math.nan, 0.3, math.inf, 0.7, 0.0, 0.0]))
-    assert not fragment.is_local()
+    assert not fragment.local_equals_shared()
     fragment.merge(0.0)
-    assert fragment.is_local(), "NaN and Inf of a diverged run"
+    assert fragment.local_equals_shared(), "NaN and Inf of a diverged run"
     add(module.b, 1.0)
-    assert not fragment.is_local()
+    assert not fragment.local_equals_shared()
 
 
 # The outer gradient

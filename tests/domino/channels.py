@@ -78,33 +78,3 @@ class Deaf(Wrapped):
             return Pending.here(tensor)
         flying: Pending[Tensor] = self._channel.all_reduce(tensor, tag)
         return flying
-
-
-class Watched(Wrapped):
-    """Counts collectives in flight.
-
-    Attributes:
-        in_flight: tags of what has been launched and not been waited for.
-        most: the largest number of them at a time.
-    """
-
-    def __init__(self, channel: Any) -> None:
-        super().__init__(channel)
-        self.in_flight: list[str] = []
-        self.most = 0
-
-    def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        return self._watch(self._channel.all_reduce(tensor, tag), tag)
-
-    def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        return self._watch(self._channel.all_gather(tensor, tag), tag)
-
-    def _watch(self, flying: Pending[Tensor], tag: str) -> Pending[Tensor]:
-        self.in_flight.append(tag)
-        self.most = max(self.most, len(self.in_flight))
-
-        def landed(result: Tensor) -> Tensor:
-            self.in_flight.remove(tag)
-            return result
-
-        return flying.then(landed)

@@ -91,7 +91,12 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
         {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "llama one key head": (LlamaForCausalLM, LlamaConfig, {**LLAMA, "num_key_value_heads": 1}),
-    "mistral": (MistralForCausalLM, MistralConfig, {**LLAMA, "sliding_window": 4}),
+    # the embedding of its padding word gets no gradient
+    "mistral": (
+        MistralForCausalLM,
+        MistralConfig,
+        {**LLAMA, "sliding_window": 4, "pad_token_id": 0},
+    ),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA),
     "qwen2 sliding": (Qwen2ForCausalLM, Qwen2Config, {**LLAMA, **SLIDING}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**LLAMA, "head_dim": 4}),
@@ -258,7 +263,7 @@ def all_of_it_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
 def step(model: Any, case: Case, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Run forward and backward; return loss and, for a gathered loss, logits.
 
-    Logits of padding words are 0: what those attend to is nobody's business.
+    Logits of padding words are 0: nothing depends on their attention.
     """
     logits = None
     with all_of_it_in(model, case.dtype):

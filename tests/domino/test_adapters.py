@@ -91,40 +91,35 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
             assert held < 0.75 * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "text"),
-    [
-        ("llama", {"lora_dropout": 0.1}, "its dropout mask would differ between ranks"),
-        ("llama", {"use_dora": True}, "DoRA and other LoRA variants need full weights"),
-        ("llama", {"lora_bias": True, "target_modules": ["o_proj"]}, "would add `lora_bias` to"),
-        ("llama", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
-        ("llama", {"target_modules": ["embed_tokens"]}, "it is not LoRA of a plain linear layer"),
-        ("olmo", {}, "`OlmoForCausalLM` has adapters, which the tensor-parallel plan"),
-    ],
-)
-def test_unsupported_adapters_are_refused(
-    kind: str, changes: dict[str, Any], text: str, tmp_path: Path
-) -> None:
-    (said,) = run_ranks(with_channel, 1, tmp_path, refused, (kind, changes))
-    assert text in said
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [  # kind, split, changes, text
+    ("llama", "batch", {"lora_dropout": 0.1}, "its dropout mask would differ between ranks"),
+    ("llama", "batch", {"use_dora": True}, "DoRA and other LoRA variants need full weights"),
+    (
+        "llama",
+        "batch",
+        {"lora_bias": True, "target_modules": ["o_proj"]},
+        "would add `lora_bias` to",
+    ),
+    ("llama", "batch", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
+    ("llama", "batch", {"target_modules": ["embed_tokens"]}, "it is not LoRA of a plain linear"),
+    ("olmo", "batch", {}, "`OlmoForCausalLM` has adapters, which the tensor-parallel plan"),
+    ("llama", "weight", {}, "`split='weight'` does not support a model with LoRA"),
+]
 
 
-def refused(channel: Any, kind: str, changes: dict[str, Any]) -> str:
-    model = adapted(Case(kind), **changes)
-    before = [name for name, _ in model.named_parameters()]
-    with pytest.raises(ValueError, match="adapter") as refusal:
-        ParallelModel(model.base_model.model, channel, DominoSettings(split="batch"))
-    assert [name for name, _ in model.named_parameters()] == before
-    return str(refusal.value)
+def refused(channel: Any) -> list[str]:
+    texts = []
+    for kind, split, changes, _ in REFUSED:
+        model = adapted(Case(kind), **changes)
+        before = [name for name, _ in model.named_parameters()]
+        with pytest.raises(ValueError, match="adapter") as refusal:
+            ParallelModel(model.base_model.model, channel, DominoSettings(split=split))
+        assert [name for name, _ in model.named_parameters()] == before
+        texts.append(str(refusal.value))
+    return texts
 
 
-def test_slices_of_weights_do_not_go_with_adapters(tmp_path: Path) -> None:
-    (said,) = run_ranks(with_channel, 1, tmp_path, by_weight)
-    assert "`split='weight'` does not support a model with LoRA" in said
-
-
-def by_weight(channel: Any) -> str:
-    model = adapted(Case("llama")).base_model.model
-    with pytest.raises(ValueError, match="LoRA") as refusal:
-        ParallelModel(model, channel, DominoSettings(split="weight"))
-    return str(refusal.value)
+def test_unsupported_adapters_are_refused(tmp_path: Path) -> None:
+    (texts,) = run_ranks(with_channel, 1, tmp_path, refused)
+    for said, (*_, expected) in zip(texts, REFUSED, strict=True):
+        assert expected in said

@@ -27,10 +27,8 @@ from tests.domino.ranks import divide
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
     Case("gpt2", 2, dtype=F32),
-    Case("gpt2", 1, "token", 2, checkpoint=True, dtype=F32),
     Case("llama", 3, "batch", 3, padding="right", dtype=F32),
-    Case("llama one key head", 2, "token", 3, dtype=BF16),
-    Case("llama", 2, loss="gathered", embeds=True, dtype=F32),
+    Case("llama one key head", 2, "token", 3, loss="gathered", embeds=True, dtype=F32),
     Case("mistral", 2, "none", frozen="embeddings", dtype=F32),
     Case("qwen3", 2, "weight", 3, checkpoint=True, dtype=BF16),
 ]
@@ -184,17 +182,7 @@ def test_a_planted_item_is_seen(monkeypatch: pytest.MonkeyPatch, method: str, du
     assert Question(during, here, "value") in step.walk.asked()
 
 
-@pytest.mark.parametrize("method", ["_land", "backward"])
-def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    planted(monkeypatch, method, lambda tensor: tensor.add_(torch.ones(tensor.shape)))
+def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, "_land", lambda tensor: tensor.add_(torch.ones(tensor.shape)))
     with walking(CASES[0]) as step, pytest.raises(RuntimeError, match="cpu and cuda:0"):
         step.take()
-
-
-def test_a_model_left_on_the_cpu_is_seen() -> None:
-    model = make_for(CASES[0])
-    with CudaWalk() as walk:
-        divide(model, InstantChannel(2), CASES[0])
-        with pytest.raises((RuntimeError, AssertionError), match="cpu"):
-            model(**on_cuda(batch_for(CASES[0])))
-    assert walk.questions == []

@@ -37,8 +37,6 @@ def divided(model: nn.Module, ranks: int) -> ParallelModel:
             r"`num_micro_batches=2\.0` must be a whole number, but it is a float\. Give an int\.",
         ),
         ({"tensor_parallel_size": True}, TypeError, "must be a whole number, but it is a bool"),
-        ({"num_micro_batches": None}, TypeError, "it is a NoneType"),
-        ({"tensor_parallel_size": "2"}, TypeError, r"`tensor_parallel_size='2'` .* it is a str"),
     ],
 )
 def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -46,25 +44,13 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
         DominoSettings(**given)
 
 
-def test_valid_settings() -> None:
-    assert DominoSettings() == DominoSettings(None, "auto", 2)
-    assert DominoSettings(4, "token", 3).fingerprint() == {
-        "tensor_parallel_size": "4",
-        "split": "'token'",
-        "num_micro_batches": "3",
-    }
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "ranks"), [("gpt2", "GPT2LMHeadModel", 3), ("llama", "LlamaForCausalLM", 3)]
-)
-def test_heads_that_do_not_divide(kind: str, name: str, ranks: int) -> None:
+def test_heads_that_do_not_divide() -> None:
     text = (
-        f"{name} has 4 attention heads, which {ranks} tensor-parallel ranks cannot share equally"
+        "GPT2LMHeadModel has 4 attention heads, which 3 tensor-parallel ranks cannot share equally"
         r"\. Choose a `tensor_parallel_size` that divides 4\."
     )
     with pytest.raises(ValueError, match=text):
-        divided(make(kind), ranks)
+        divided(make("gpt2"), 3)
 
 
 def test_key_heads_that_do_not_fit() -> None:
@@ -99,11 +85,6 @@ def test_a_model_without_a_plan() -> None:
     with pytest.raises(ValueError, match=text) as refusal:
         divided(model, 2)
     assert all(name in str(refusal.value) for name in (*FAMILIES, "base_model_tp_plan"))
-
-
-def test_a_module_that_is_not_a_transformers_model() -> None:
-    with pytest.raises(ValueError, match="Tensor parallelism of `Linear` is not supported"):
-        divided(nn.Linear(2, 2), 2)
 
 
 def test_a_plan_with_a_style_that_is_not_supported() -> None:
@@ -191,7 +172,7 @@ def test_bidirectional_attention_is_sharded_and_not_scheduled() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["gpt2", "llama", "llama one key head", "mistral", "qwen2", "qwen2 sliding", "gemma", "gemma3"],
+    ["gpt2", "llama one key head", "mistral", "qwen2 sliding", "gemma3"],
 )
 def test_supported_models_are_scheduled_and_keep_their_names(kind: str) -> None:
     model, plain = make(kind), make(kind)

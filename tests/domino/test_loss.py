@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from lightning_commfree.domino import ShardSpec, TensorGroup
-from lightning_commfree.domino.loss import LOSS_TAG, causal_lm_loss, vocab_cross_entropy
+from lightning_commfree.domino.loss import LOSS_TAG, causal_lm_loss
 from tests.domino.ranks import with_channel
 from tests.world import run_ranks
 
@@ -42,14 +42,6 @@ def own_part(channel: Any, logits: Tensor) -> tuple[Tensor, int]:
     first = spec.ranges[channel.rank][0]
     part[..., max(logits.shape[-1] - first, 0) :] = 50.0
     return part.requires_grad_(), first
-
-
-def play_each(channel: Any, words: int) -> tuple[Tensor, Tensor]:
-    part, first = own_part(channel, logits_of(words).reshape(-1, words))
-    targets = labels_of(words, "none").reshape(-1)
-    each = vocab_cross_entropy(part, targets, first, words, TensorGroup(channel))
-    each.backward(torch.linspace(-1, 2, len(each), dtype=torch.float64))
-    return each.detach(), part.grad
 
 
 def play_causal(
@@ -86,14 +78,13 @@ CAUSAL += [(37, "none", 3.0, {"ignore_index": int(labels_of(37, "none")[0, 1])})
 
 def play_all(channel: Any) -> dict[str, list[Any]]:
     return {
-        "each": [play_each(channel, words) for words in SIZES],
         "causal": [play_causal(channel, *case) for case in CAUSAL],
         "low": [play_low(channel, 37)],
         "ignored": [play_causal(channel, 37, "all", 3.0, {"num_items_in_batch": 5})],
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[2, 4])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Results of each rank."""
     folder: Path = tmp_path_factory.mktemp("ranks")
@@ -105,17 +96,6 @@ def assert_parts(gradients: list[Tensor], whole: Tensor) -> None:
     spec = ShardSpec.even(whole.dim() - 1, whole.shape[-1], len(gradients))
     for rank, gradient in enumerate(gradients):
         torch.testing.assert_close(gradient, spec.shard(whole, rank), **EXACT)
-
-
-@pytest.mark.parametrize("words", SIZES)
-def test_of_each_position(played: list[Any], words: int) -> None:
-    logits = logits_of(words).reshape(-1, words).requires_grad_()
-    expected = cross_entropy(logits, labels_of(words, "none").reshape(-1), reduction="none")
-    expected.backward(torch.linspace(-1, 2, len(expected), dtype=torch.float64))
-    found = [rank["each"][SIZES.index(words)] for rank in played]
-    for each, _ in found:
-        torch.testing.assert_close(each, expected.detach(), **EXACT)
-    assert_parts([gradient for _, gradient in found], logits.grad)
 
 
 @pytest.mark.parametrize("case", range(len(CAUSAL)))
@@ -152,7 +132,7 @@ def test_bf16_logits_are_scored_in_float32(played: list[Any]) -> None:
         ((loss, gradient, sent),) = found["low"]
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
         torch.testing.assert_close(gradient, spec.shard(logits.grad, rank), rtol=2**-7, atol=1e-6)
-        assert sent == ({LOSS_TAG: 1} if len(played) > 1 else {})
+        assert sent == {LOSS_TAG: 1}
 
 
 def test_labels_that_are_all_ignored(played: list[Any]) -> None:

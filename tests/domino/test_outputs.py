@@ -1,4 +1,4 @@
-"""Outputs and warnings of a sharded model, and recovery from a failed forward."""
+"""Outputs of a sharded model, and recovery from a failed forward."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
 
-from tests.domino.models import Case, all_of_it_in, batch_for, exact_loss, make, make_for
+from tests.domino.models import Case, all_of_it_in, batch_for, exact_loss, make_for
 from tests.domino.ranks import divide, with_channel
 from tests.world import run_ranks
 
@@ -64,19 +63,8 @@ def failing(channel: Any) -> dict[str, Any]:
     }
 
 
-def said(channel: Any) -> dict[str, list[str]]:
-    """Warnings for batches of one row, of one word, and of two rows."""
-    found: dict[str, list[str]] = {}
-    for name, shape in (("row", (1, 5)), ("word", (1, 1)), ("rows", (2, 1))):
-        model = make("gpt2")
-        parallel = divide(model, channel, CASE)
-        parallel.on_fallback = found.setdefault(name, []).append
-        model(torch.ones(shape, dtype=torch.long)).logits.sum().backward()
-    return found
-
-
 def play_all(channel: Any) -> dict[str, Any]:
-    return {"outputs": outputs(channel), "failing": failing(channel), "said": said(channel)}
+    return {"outputs": outputs(channel), "failing": failing(channel)}
 
 
 @pytest.fixture(scope="module")
@@ -127,22 +115,3 @@ def test_a_failed_forward_leaves_no_trace(played: list[dict[str, Any]]) -> None:
         assert found["local"] == (False, False)
         assert not found["scheduled"]
         torch.testing.assert_close(found["loss"], plain_loss(), rtol=1e-12, atol=0)
-
-
-def test_a_batch_of_one_row_is_split_by_tokens(played: list[dict[str, Any]]) -> None:
-    sentence = "A batch of 1 cannot be split by rows (`split='batch'`): using `split='{}'` for it."
-    for rank in played:
-        assert rank["said"] == {
-            "row": [sentence.format("token")],
-            "word": [sentence.format("none")],
-            "rows": [],
-        }
-
-
-def test_all_of_it_in_float64_puts_torch_back() -> None:
-    """The tests' own switch, which reaches into transformers."""
-    with all_of_it_in(make("llama"), torch.float64):
-        assert modeling_llama.torch.float32 == torch.float64
-        assert torch.ones(1).float().dtype == torch.float64
-    assert modeling_llama.torch is torch
-    assert torch.ones(1).double().float().dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Order of the events of a step, from the trace, and its collectives, from the ledger."""
+"""The collectives of a step, from the ledger, and their overlap, from the trace."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ Found = dict[Case, list[tuple[list[Event], Counter[str]]]]  # by rank
 SUBLAYERS = [f"layer {i} {name}" for i in range(LAYERS) for name in ("attention", "mlp")]
 CASES = [
     Case(kind, 3, split, parts, checkpoint)
-    for kind in ("gpt2", "llama")
+    for kind, checkpoint in (("gpt2", True), ("llama", False))
     for split, parts in (
         *(("batch", 2), ("batch", 3), ("token", 2)),
         *(("weight", 3), ("hybrid", 2), ("none", 2)),
     )
-    for checkpoint in (False, True)
 ]
 
 
@@ -56,37 +55,6 @@ def micro_batches(case: Case) -> int:
     return case.parts if case.split in ("batch", "token", "hybrid") else 1
 
 
-def expected_order(case: Case) -> list[Event]:
-    """The docstring of `schedule`, line by line."""
-    parts = micro_batches(case)
-    slices = case.parts if case.split in ("weight", "hybrid") else 1
-    events: list[Event] = []
-    before = None
-    if case.kind != "gpt2":  # which adds positions to the embedding
-        before = EMBEDDING
-        events += [("launch forward", EMBEDDING, i) for i in range(parts)]
-    for sublayer in SUBLAYERS:
-        for i in range(parts):
-            events += [("land forward", before, i)] if before else []
-            events += [("enter forward", sublayer, i), ("body forward", sublayer, i)]
-            events += [("launch forward", sublayer, i)] * slices
-        before = sublayer
-    events += [("land forward", SUBLAYERS[-1], i) for i in range(parts)]
-    backwards = list(reversed(range(parts)))
-    for k in reversed(range(len(SUBLAYERS))):
-        if case.checkpoint:
-            for i in range(parts):
-                events += [("enter again", SUBLAYERS[k], i), ("body again", SUBLAYERS[k], i)]
-        for i in backwards:
-            if k + 1 < len(SUBLAYERS):
-                after = SUBLAYERS[k + 1]
-                events += [("land backward", after, i), ("enter backward", after, i)]
-            events += [("body backward", SUBLAYERS[k], i), ("launch backward", SUBLAYERS[k], i)]
-    for i in backwards:
-        events += [("land backward", SUBLAYERS[0], i), ("enter backward", SUBLAYERS[0], i)]
-    return events
-
-
 def idle_flights(events: list[Event], direction: str) -> list[tuple[str, int]]:
     """All-reduces that overlap with no body of another micro-batch."""
     idle = []
@@ -97,12 +65,6 @@ def idle_flights(events: list[Event], direction: str) -> list[tuple[str, int]]:
             if not any(w == f"body {direction}" and other != i for w, _, other in meanwhile):
                 idle.append((sublayer, i))
     return idle
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_order_follows_the_docstring(found: Found, case: Case) -> None:
-    for events, _ in found[case]:
-        assert events == expected_order(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -140,7 +102,7 @@ def test_without_a_split_nothing_overlaps(
     found: Found,
 ) -> None:
     """The test above can fail."""
-    for events, _ in found[Case("gpt2", 3, "none", 2)]:
+    for events, _ in found[Case("gpt2", 3, "none", 2, checkpoint=True)]:
         assert idle_flights(events, "backward") == [
             (sublayer, 0) for sublayer in reversed(SUBLAYERS)
         ]

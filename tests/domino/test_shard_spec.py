@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,15 +53,6 @@ def test_packed_blocks_are_cut_one_by_one(dim: int, block: int, blocks: int, ran
         assert not torch.equal(parts[0], whole.chunk(ranks, dim)[0])
 
 
-def test_packed_thirds() -> None:
-    """Query, key and value of four heads of width 1, by hand."""
-    packed = torch.tensor([[1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23, 24]])
-    spec = ShardSpec.even(1, 12, 2, blocks=3)
-    assert spec.shard(packed, 0).tolist() == [[1, 2, 11, 12, 21, 22]]
-    assert spec.shard(packed, 1).tolist() == [[3, 4, 13, 14, 23, 24]]
-    assert not spec.overlapping
-
-
 @given(
     key_heads=st.integers(1, 4),
     ranks_per_head=st.integers(1, 4),
@@ -93,17 +81,3 @@ def test_a_shard_shares_no_memory_with_the_full_tensor() -> None:
     ):
         spec.shard(whole, 0).zero_()
         assert torch.equal(whole, counting(4, 2)), spec
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.int64, torch.bool])
-def test_the_dtype_is_kept(kind: Any) -> None:
-    whole = counting(5, 2).to(kind)
-    spec = ShardSpec.even(0, 5, 3)
-    joined = spec.join([spec.shard(whole, rank) for rank in range(3)])
-    assert joined.dtype == kind
-    assert torch.equal(joined, whole)
-
-
-def test_blocks_are_not_padded() -> None:
-    with pytest.raises(AssertionError, match="only a single block is padded"):
-        ShardSpec.even(0, 9, 2, blocks=3)

@@ -1,4 +1,4 @@
-"""One rank's tensors for all: what travels, on real ranks."""
+"""All ranks take the first rank's tensors: bytes and values, on real ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def share(rank: int, size: int) -> list[Any]:
     return outcomes
 
 
-def test_what_is_equal_stays_and_what_differs_travels_alone(tmp_path: Path) -> None:
+def test_only_tensors_that_differ_are_sent(tmp_path: Path) -> None:
     ranks = run_ranks(share, SIZE, tmp_path)
     hashes = all_gather_bytes(8 * (len(KINDS) - 2), SIZE)
     sent = [(), ("large",), ("transposed", "flags"), ("bf16", "number", "part", "nan")]

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from tests.strategies.models import Noisy, Recorder, dataset, loader, quiet_trainer
+from tests.strategies.models import (
+    Noisy,
+    Recorder,
+    SavesAfterBatches,
+    dataset,
+    loader,
+    quiet_trainer,
+)
 from tests.strategies.saved import part_of
 from tests.world import run_ranks
 
@@ -32,17 +39,6 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         x, y = self._rows[index]
         return x + 0.1 * torch.randn(3), y
-
-
-class SavesEveryBatch(pl.Callback):
-    """Batches are counted from 1 over all epochs."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._batches = folder, 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._batches += 1
-        trainer.save_checkpoint(self._folder / f"{self._batches}.ckpt")
 
 
 class Preparing(Noisy):
@@ -74,7 +70,6 @@ def loaders(size: int) -> dict[str, tuple[DataLoader[Any], dict[str, Any]]]:
             {},
         ),
         "shuffled": (DataLoader(dataset(rows), BATCH, shuffle=True), own),
-        "augmented": (DataLoader(Augmented(rows), BATCH, shuffle=True), own),
         "workers": (DataLoader(Augmented(rows), **workers), own),
         "seeded workers": (
             DataLoader(Augmented(rows), **workers, generator=torch.Generator().manual_seed(6)),
@@ -124,10 +119,10 @@ def in_the_middle(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     found = {}
     for case in loaders(size):
         saves = folder / case
-        straight = fit(size, case, SavesEveryBatch(saves))
+        straight = fit(size, case, SavesAfterBatches(saves))
         again = folder / f"{case} again"
-        for batches in (2, 5, 7):
-            saving = [SavesEveryBatch(again)] if batches == 7 else []
+        for batches in (2, 7):
+            saving = [SavesAfterBatches(again)] if batches == 7 else []
             resumed = fit(size, case, *saving, ckpt_path=saves / f"{batches}.ckpt")
             found[f"{case}, {batches}"] = differing(straight, resumed, batches)
         # it was saved in the first epoch that a resumed fit had, two batches after its beginning
@@ -136,9 +131,9 @@ def in_the_middle(rank: int, size: int, folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def test_whoever_shuffles_an_epoch_its_middle_resumes_exactly(tmp_path: Path) -> None:
+def test_every_kind_of_loader_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     for found in run_ranks(in_the_middle, 2, tmp_path, tmp_path):
-        assert len(found) == 28
+        assert len(found) == 18
         assert not {case: names for case, names in found.items() if names}
 
 
@@ -146,9 +141,9 @@ def half_a_step(
     rank: int, size: int, folder: Path, kind: type[Preparing]
 ) -> tuple[dict[int, list[str]], list[int]]:
     three: dict[str, Any] = {"accumulate_grad_batches": 3, "kind": kind}
-    straight = fit(size, "shuffled", SavesEveryBatch(folder), **three)
+    straight = fit(size, "shuffled", SavesAfterBatches(folder), **three)
     found, kept = {}, []
-    for batches in (1, 2, 3, 5, 7):
+    for batches in (1, 3, 5):
         path = folder / f"{batches}.ckpt"
         resumed = fit(size, "shuffled", ckpt_path=path, **three)
         found[batches] = differing(straight, resumed, batches)
@@ -162,7 +157,7 @@ def test_gradients_of_a_half_accumulated_step_come_back(
 ) -> None:
     for found, kept in run_ranks(half_a_step, 2, tmp_path, tmp_path, kind):
         assert not {batches: names for batches, names in found.items() if names}
-        assert [count > 0 for count in kept[:3]] == [True, True, False]
+        assert [count > 0 for count in kept] == [True, False, False]
 
 
 class Exporting(Noisy):
@@ -179,7 +174,7 @@ def export(rank: int, size: int, folder: Path) -> Any:
         strategy=StreamingDiLoCoStrategy(sync_every=3, num_fragments=3),
         devices=size,
         max_steps=8,
-        callbacks=[recorder, SavesEveryBatch(folder)],
+        callbacks=[recorder, SavesAfterBatches(folder)],
     )
     trainer.fit(Exporting(), loader(16 * size))
     own_again = "save_checkpoint" not in vars(trainer)
@@ -188,7 +183,7 @@ def export(rank: int, size: int, folder: Path) -> Any:
     return {**saved["exported"], "head": head}, saved["state_dict"], recorder.local[4], own_again
 
 
-def test_what_fills_a_checkpoint_sees_the_outer_weights(tmp_path: Path) -> None:
+def test_on_save_checkpoint_sees_the_outer_weights(tmp_path: Path) -> None:
     for exported, state, local, own_again in run_ranks(export, 2, tmp_path, tmp_path):
         assert torch.equal(exported.pop("head"), state["head.weight"])
         for name in exported:

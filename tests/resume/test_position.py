@@ -1,4 +1,4 @@
-"""What ranks leave for a resume runs no code where it is read."""
+"""Reading the saved state of loaders and schedulers runs no code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Touching:
         return Path.touch, (self.path,)
 
 
-def test_what_only_pickle_loads_is_left_out_and_said(tmp_path: Path) -> None:
+def test_objects_that_need_pickle_are_left_out_with_a_warning(tmp_path: Path) -> None:
     """Rank 0's is in the checkpoint; a batch that was read ahead is nowhere."""
     state = [{"place": Touching(tmp_path / "ran")}]
     loops = {"fit_loop": {"state_dict": {"combined_loader": state}}}

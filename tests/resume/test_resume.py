@@ -1,4 +1,4 @@
-"""A fit that is resumed from any of its checkpoints goes on bit for bit, on every replica."""
+"""A fit that is resumed from any of its checkpoints is exact to the bit, on every replica."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from tests.strategies.models import (
     Noisy,
     Recorder,
     Tiny,
+    assert_same,
     dataset,
     loader,
     quiet_trainer,
 )
-from tests.strategies.saved import sets_of
+from tests.strategies.saved import resume_warnings, sets_of
 from tests.world import run_ranks
 
 BATCH = 2
 EPOCH_STEPS = 9  # not a multiple of the cycle
 STEPS = 2 * EPOCH_STEPS
+# with none, one and two fragments in flight, around the end of the epoch, and just before the end
+STOPS = (1, 3, 6, 8, 9, 10, 13, 17)
 SETTINGS: dict[str, Any] = {
     "sync_every": 6,
     "num_fragments": 3,
@@ -92,129 +95,126 @@ def fit(folder: Path | None, size: int, module: Tiny | None = None, **kwargs: An
     return trainer, module, recorder, data
 
 
-def straight_and_resumed(rank: int, size: int, folder: Path) -> Any:
-    trainer, module, straight, data = fit(folder / "straight", size)
-    trainer.fit(module, data)
-    resumed = {}
-    for step in range(1, STEPS):
-        torch.manual_seed(step)  # what else happened in the new process must not matter
-        again, module, recorder, data = fit(None, size)
-        again.fit(module, data, ckpt_path=folder / "straight" / f"step={step}.ckpt")
-        resumed[step] = recorder.local, recorder.outer
-    return straight.local, straight.outer, resumed
-
-
-def test_every_step_resumes_bit_for_bit(tmp_path: Path) -> None:
-    ranks = run_ranks(straight_and_resumed, 2, tmp_path, tmp_path)
-    assert not torch.equal(ranks[0][0][0]["head.weight"], ranks[1][0][0]["head.weight"])
-    for rank, (local, outer, resumed) in enumerate(ranks):
-        assert len(local) == STEPS
-        for step, (got_local, got_outer) in resumed.items():
-            assert len(got_local) == STEPS - step, f"resumed after step {step}"
-            for i, (got, expected) in enumerate(zip(got_local, local[step:], strict=True)):
-                for name in expected:
-                    assert torch.equal(got[name], expected[name]), (rank, step, step + i + 1, name)
-            for got_copies, copies in zip(got_outer, outer[step:], strict=True):
-                assert all(map(torch.equal, got_copies, copies)), (rank, step)
+def resume(size: int, path: Path, data: Any = None, **settings: Any) -> dict[str, Any]:
+    trainer, module, recorder, shuffled = fit(None, size, settings=settings)
+    trainer.callbacks.append(begun := Begun())
+    with resume_warnings() as said:
+        trainer.fit(module, data or shuffled, ckpt_path=path)
+    return {
+        "said": said,
+        "local": recorder.local,
+        "outer": recorder.outer,
+        "from outer": begun.with_outer_weights_of(path),
+    }
 
 
 def draw(random: torch.Generator) -> list[Tensor]:
     return [torch.randn(BATCH, width, generator=random) for width in (3, 1)]
 
 
-def own_loaders(rank: int, size: int, folder: Path) -> Any:
-    trainer, module, straight, _ = fit(folder / "straight", size)
-    trainer.fit(module, Drawn(draw, EPOCH_STEPS, seed=rank))
-    again, module, resumed, _ = fit(folder / "resumed", size)
-    checkpoint = folder / "straight" / "step=4.ckpt"
-    again.fit(module, Drawn(draw, EPOCH_STEPS, seed=5 + rank), ckpt_path=checkpoint)
-    return straight.local[4:], resumed.local
-
-
-def test_every_rank_gets_the_place_of_its_own_loader_back(tmp_path: Path) -> None:
-    """Lightning keeps that of rank 0 alone."""
-    for straight, resumed in run_ranks(own_loaders, 2, tmp_path, tmp_path):
-        for got, expected in zip(resumed, straight, strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-def other_worlds(rank: int, size: int, folder: Path) -> Any:
-    trainer, module, _, data = fit(folder / "first", size)
+def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    trainer, module, straight, data = fit(folder / "straight", size)
+    last = ModelCheckpoint(folder / "last", save_top_k=1, every_n_train_steps=4, save_last=True)
+    trainer.callbacks.append(last)
     trainer.fit(module, data)
-    checkpoint = folder / "first" / "step=13.ckpt"
+    trainer.strategy.barrier()
+    found: dict[str, Any] = {"straight": (straight.local, straight.outer)}
+    files = [path for path in (folder / "last").rglob("*") if path.is_file()]
+    found["files"] = sorted(str(path.relative_to(folder / "last")) for path in files)
+    for step in STOPS:
+        torch.manual_seed(step)  # what else happened in the new process must not matter
+        found[step] = resume(size, folder / "straight" / f"step={step}.ckpt")
+
+    trainer, module, own, _ = fit(folder / "own", size)
+    trainer.fit(module, Drawn(draw, EPOCH_STEPS, seed=rank))
+    drawn = Drawn(draw, EPOCH_STEPS, seed=5 + rank)
+    found["own loader"] = own.local, resume(size, folder / "own" / "step=4.ckpt", drawn)["local"]
+
+    checkpoint = folder / "straight" / "step=13.ckpt"
+    gone = folder / "gone" / "step=12.ckpt"
     trainer.strategy.barrier()
     if rank == 0:
-        shutil.copytree(folder / "first", folder / "moved")
-        shutil.rmtree(sets_of(folder / "first" / "step=12.ckpt"))
+        for copied in ("gone", "moved"):
+            shutil.copytree(folder / "straight", folder / copied)
+        shutil.rmtree(sets_of(gone))
         (folder / "link.ckpt").symlink_to(checkpoint)
         (folder / "moved" / "step=13.ckpt").rename(folder / "moved" / "other.ckpt")
-    trainer.strategy.barrier()
-    texts = {}
-    for name, path, settings in (
-        ("gone", folder / "first" / "step=12.ckpt", {}),
-        ("settings", checkpoint, {"mix": 0.25}),
-        ("link", folder / "link.ckpt", {}),
-        ("unchecked", checkpoint, {"check_drift_every": 0}),
-        ("moved", folder / "moved" / "other.ckpt", {}),
-    ):
-        again, module, recorder, data = fit(folder / name, size, settings=settings)
-        again.callbacks.append(begun := Begun())
-        with pytest.MonkeyPatch.context() as patch:
-            said: list[str] = []
-            patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
-            again.fit(module, data, ckpt_path=path)
-        texts[name] = said, recorder.local[-1], begun.with_outer_weights_of(path)
-    return texts
+    torch.distributed.barrier()
+    found["gone"] = resume(size, gone)
+    found["settings"] = resume(size, checkpoint, mix=0.25)
+    found["link"] = resume(size, folder / "link.ckpt")
+    found["unchecked"] = resume(size, checkpoint, check_drift_every=0)
+    found["moved"] = resume(size, folder / "moved" / "other.ckpt")
+    return found
 
 
-def test_what_is_missing_or_changed_is_said(tmp_path: Path) -> None:
-    for texts in run_ranks(other_worlds, 2, tmp_path, tmp_path):
-        assert "the rank files of rank 1 in" in texts["gone"][0][0]
-        assert "mix was 0.5 and is 0.25" in texts["settings"][0][0]
-        assert not texts["link"][0]
-        assert not texts["moved"][0]
-        assert not texts["unchecked"][0]
-        from_outer = {name: outer for name, (*_, outer) in texts.items()}
-        assert from_outer == {
-            "gone": True,
-            "settings": True,
-            "link": False,
-            "unchecked": False,
-            "moved": False,
-        }
-        for name, tensor in texts["link"][1].items():
-            assert torch.equal(tensor, texts["moved"][1][name])
-            assert torch.equal(tensor, texts["unchecked"][1][name])
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("resume")
 
 
-def alone(rank: int, size: int, folder: Path) -> Any:
-    path = folder / "step=13.ckpt"
-    again, module, _, data = fit(folder / "alone", size)
-    again.callbacks.append(begun := Begun())
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
-        again.fit(module, data, ckpt_path=path)
-    state = torch.load(path, weights_only=True)
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(play, 2, folder, folder)
+
+
+def test_every_step_resumes_bit_for_bit(ranks: list[Any]) -> None:
+    (first, _), (second, _) = (found["straight"] for found in ranks)
+    assert not torch.equal(first[0]["head.weight"], second[0]["head.weight"])
+    for found in ranks:
+        local, outer = found["straight"]
+        assert len(local) == STEPS
+        for step in STOPS:
+            assert not found[step]["said"]
+            assert_same(found[step]["local"], local[step:], f"after step {step}: ")
+            assert_same(found[step]["outer"], outer[step:], f"after step {step}: ")
+
+
+def test_every_rank_gets_the_place_of_its_own_loader_back(ranks: list[Any]) -> None:
+    """Lightning keeps that of rank 0 alone."""
+    for found in ranks:
+        straight, resumed = found["own loader"]
+        assert_same(resumed, straight[4:])
+
+
+def test_missing_files_and_changed_settings_are_named(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert "the rank files of rank 1 in" in found["gone"]["said"][0]
+        assert "mix was 0.5 and is 0.25" in found["settings"]["said"][0]
+        for inexact in ("gone", "settings"):
+            assert found[inexact]["from outer"]
+        for exact in ("link", "moved", "unchecked"):
+            assert not found[exact]["said"]
+            assert not found[exact]["from outer"]
+            assert_same(found[exact]["local"], found["straight"][0][13:], exact)
+
+
+def test_sets_of_overwritten_and_removed_checkpoints_are_removed(ranks: list[Any]) -> None:
+    for found in ranks:
+        checkpoints = [name for name in found["files"] if name.endswith(".ckpt")]
+        assert len(checkpoints) == 2
+        assert "last.ckpt" in checkpoints
+        for checkpoint in checkpoints:
+            own = [n for n in found["files"] if n.startswith(f".commfree/{checkpoint}/")]
+            assert sum(n.endswith("rank_1.pt") for n in own) == 1, found["files"]
+
+
+def alone(rank: int, size: int, path: Path) -> Any:
+    resumed = resume(size, path)
     plain = quiet_trainer(strategy=DDPStrategy(), devices=size)
     validated = plain.validate(Noisy(), loader(8), ckpt_path=path, verbose=False)
-    loaded = Noisy.load_from_checkpoint(path).state_dict()
-    same = all(torch.equal(loaded[k], v) for k, v in state["state_dict"].items())
-    return said, validated, same, begun.with_outer_weights_of(path)
+    return resumed, validated, Noisy.load_from_checkpoint(path).state_dict()
 
 
-def first_fit(rank: int, size: int, folder: Path) -> None:
-    trainer, module, _, data = fit(folder, size)
-    trainer.fit(module, data)
-
-
-def test_another_number_of_replicas_starts_from_the_outer_weights(tmp_path: Path) -> None:
-    run_ranks(first_fit, 2, tmp_path, tmp_path)
-    ((said, validated, same, from_outer),) = run_ranks(alone, 1, tmp_path, tmp_path)
-    assert "it was saved by 2 ranks, but this fit has 1" in said[0]
+def test_another_number_of_replicas_starts_from_the_outer_weights(
+    ranks: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "straight" / "step=13.ckpt"
+    ((resumed, validated, loaded),) = run_ranks(alone, 1, tmp_path, path)
+    assert "it was saved by 2 ranks, but this fit has 1" in resumed["said"][0]
+    assert resumed["from outer"]
     assert validated[0]["val_loss"] > 0
-    assert same
-    assert from_outer
+    assert_same(loaded, torch.load(path, weights_only=True)["state_dict"])
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -246,24 +246,3 @@ def test_old_files_that_cannot_be_removed_do_not_end_a_fit(
     monkeypatch.undo()
     files.remove_older("2-b")
     assert found("1-a") is None
-
-
-def overwriting(rank: int, size: int, folder: Path) -> list[str]:
-    trainer, module, _, data = fit(folder / "all", size)
-    last = ModelCheckpoint(folder / "last", save_top_k=1, every_n_train_steps=4, save_last=True)
-    trainer.callbacks.append(last)
-    trainer.fit(module, data)
-    trainer.strategy.barrier()
-    files = [path for path in (folder / "last").rglob("*") if path.is_file()]
-    return sorted(str(path.relative_to(folder / "last")) for path in files)
-
-
-def test_sets_of_overwritten_and_removed_checkpoints_go(tmp_path: Path) -> None:
-    for files in run_ranks(overwriting, 2, tmp_path, tmp_path):
-        checkpoints = [name for name in files if name.endswith(".ckpt")]
-        assert len(checkpoints) == 2
-        assert "last.ckpt" in checkpoints
-        for checkpoint in checkpoints:
-            for rank in range(1, 2):
-                own = [n for n in files if n.startswith(f".commfree/{checkpoint}/")]
-                assert sum(n.endswith(f"rank_{rank}.pt") for n in own) == 1, files

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.comm.digest import digest
 from tests.strategies.models import Drawn, Noisy, dataset, quiet_trainer
+from tests.strategies.saved import resume_warnings
 from tests.world import run_ranks
 
 BATCHES, EPOCHS = 4, 3
@@ -64,7 +65,7 @@ class Told(Rude):
         return super().training_step(batch, index)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Whatever it does is not done again."""
+        """A resumed fit does not repeat this hook."""
 
     def configure_optimizers(self) -> Any:
         return {**plateau_of(super().configure_optimizers()), "monitor": "mean"}
@@ -101,7 +102,7 @@ class Saver(Checkpoint):
 
 
 class Diary(pl.Callback):
-    """Writes down every hook, with what a fit that goes on exactly must have then."""
+    """Records every hook with the state that an exact resume must have there."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -132,7 +133,7 @@ class Diary(pl.Callback):
     def after(self, hook: str, step: int) -> list[tuple[Any, ...]]:
         """Return what came after a save in this hook.
 
-        An epoch that was to begin begins anew, with its hooks.
+        An epoch that was about to begin runs from its first hook again.
         """
         index = [event[:2] for event in self.events].index((hook, step))
         return self.events[index + (hook != "on_train_epoch_start") :]
@@ -192,8 +193,6 @@ STEPS = {"max_steps": BATCHES * EPOCHS}
 EPOCHS_ONLY = {"max_epochs": EPOCHS}
 CASES: dict[str, dict[str, Any]] = {
     "epochs": EPOCHS_ONLY,
-    "steps": STEPS,
-    "steps, validation": {"validation": True, **STEPS},
     "validation twice": {"validation": True, "val_check_interval": 0.5, **EPOCHS_ONLY},
     "own place": {"validation": True, "data": lambda: Eager(draw, BATCHES, 3), **EPOCHS_ONLY},
     "reloaded": {"reload_dataloaders_every_n_epochs": 1, **EPOCHS_ONLY},
@@ -245,7 +244,7 @@ def resume_all(rank: int, size: int, folder: Path, case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_fit_does_what_came_after_the_save(case: str, tmp_path: Path) -> None:
+def test_a_resumed_fit_repeats_every_hook_after_the_save(case: str, tmp_path: Path) -> None:
     (found,) = run_ranks(resume_all, 1, tmp_path, tmp_path, case)
     assert len(found) >= 7
     wrong = [name for name, (events, expected) in found.items() if events != expected]
@@ -262,7 +261,7 @@ def taken_up_again(rank: int, size: int, folder: Path) -> Any:
     return again.events, straight.after("on_train_batch_end", 6)
 
 
-def test_a_fit_that_ended_within_an_epoch_goes_on_within_it(tmp_path: Path) -> None:
+def test_a_fit_that_ended_within_an_epoch_resumes_within_it(tmp_path: Path) -> None:
     ((events, expected),) = run_ranks(taken_up_again, 1, tmp_path, tmp_path)
     assert events == expected
 
@@ -273,15 +272,13 @@ def warned(rank: int, size: int, folder: Path) -> Any:
     saves = (("on_train_epoch_start", 4), ("on_train_batch_end", 7), ("on_train_epoch_end", 8))
     for hook, step in saves:
         path = folder / "straight" / f"{hook}-{step}.ckpt"
-        with pytest.MonkeyPatch.context() as patch:
-            said: list[str] = []
-            patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
+        with resume_warnings() as said:
             resumed = fit(folder / path.stem, path, module=Told, **EPOCHS_ONLY)
         found[hook, step] = said, resumed.events, straight.after(hook, step)
     return found
 
 
-def test_what_does_not_come_back_is_said_in_one_warning(tmp_path: Path) -> None:
+def test_one_warning_names_everything_that_is_not_restored(tmp_path: Path) -> None:
     (found,) = run_ranks(warned, 1, tmp_path, tmp_path)
     for hook, step in found:
         said, events, expected = found[hook, step]

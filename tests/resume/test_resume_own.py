@@ -1,4 +1,4 @@
-"""What a rank has of its own besides what is trained and drawn, in its file and back from it."""
+"""A rank's own buffers, frozen weights and schedulers are in its file and are restored."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.resume.own_tensors import OwnTensors
 from lightning_commfree.resume.rank_files import Owner, RankFiles
-from tests.strategies.models import Noisy, Recorder, loader, quiet_trainer
-from tests.strategies.saved import file_of, part_of, sets_of
+from tests.strategies.models import Noisy, Recorder, assert_same, loader, quiet_trainer
+from tests.strategies.saved import file_of, part_of, resume_warnings, sets_of
 from tests.world import run_ranks
 
 STEPS, EPOCH_STEPS = 8, 4
-SAID = "lightning_commfree.resume.exact.rank_zero_warn"
 
 
 class Moved(Noisy):
@@ -82,9 +81,7 @@ def fit(folder: Path, module: pl.LightningModule, size: int = 1, **kwargs: Any) 
         strategy=strategy, devices=size, callbacks=callbacks, max_steps=STEPS, **kwargs
     )
     rows = 2 * EPOCH_STEPS * size
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr(SAID, said.append)
+    with resume_warnings() as said:
         trainer.fit(module, loader(rows), loader(2 * size), **ckpt)
     return trainer, recorder.local, said
 
@@ -113,9 +110,7 @@ def test_tensors_and_schedulers_of_a_rank_come_back(tmp_path: Path, kind: type[M
         for step, (local, straight, rest) in found.items():
             assert rest, f"resumed after step {step}"
             assert len(local) == len(straight)
-            for got, expected in zip(local, straight, strict=True):
-                for name in expected:
-                    assert torch.equal(got[name], expected[name]), (step, name)
+            assert_same(local, straight)
     (_, lr, of_rank_0), (_, other_lr, of_rank_1) = ranks
     assert (lr != other_lr) == (kind is Scheduled)
     assert of_rank_0 == ["cache"], "the rest is in the checkpoint, or as it was"
@@ -158,8 +153,7 @@ def pickled(rank: int, size: int, folder: Path) -> Any:
 def test_weights_only_false_reaches_the_files_of_the_ranks(tmp_path: Path) -> None:
     for straight, resumed, said in run_ranks(pickled, 2, tmp_path, tmp_path):
         assert not said
-        for got, expected in zip(resumed, straight, strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed, straight)
 
 
 def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:
@@ -272,7 +266,7 @@ def late(rank: int, size: int, folder: Path) -> tuple[bool, bool]:
     return all(torch.equal(saved[k], v) for k, v in callback.outer.items()) and differ, exact
 
 
-def test_what_is_written_later_is_what_was_saved(tmp_path: Path) -> None:
+def test_an_asynchronous_write_holds_the_weights_of_the_save(tmp_path: Path) -> None:
     assert run_ranks(late, 1, tmp_path, tmp_path) == [(True, True)]
 
 
@@ -282,7 +276,7 @@ def saved_afterwards(rank: int, size: int, folder: Path) -> list[str]:
     return fit(folder, Noisy(), ckpt_path=folder / "late.ckpt")[2]
 
 
-def test_a_checkpoint_from_outside_of_a_fit_is_called_that(tmp_path: Path) -> None:
+def test_a_checkpoint_saved_outside_a_fit_is_named_as_the_reason(tmp_path: Path) -> None:
     ((said,),) = run_ranks(saved_afterwards, 1, tmp_path, tmp_path)
     assert (
         "it has no per-rank state (saved by another strategy, as weights only, or outside `fit`)"

@@ -1,5 +1,5 @@
-"""What a DiLoCo checkpoint costs: the shared state is on disk once, rank 0's optimizer too, and in
-memory a save takes one copy of the weights, which are put aside."""
+"""Disk and memory that a DiLoCo checkpoint takes: the shared state and rank 0's optimizer are on
+disk once, and in memory a save takes one copy of the weights, which are put aside."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import sys
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-NEW = "renamed_in_another_release"
+NEW = "renamed_in_another_release_"  # and the old name
 
 
 class Inside:
@@ -32,12 +32,12 @@ class Inside:
         for space in self.spaces:
             if name in vars(space):
                 value = vars(space)[name]
-                setattr(space, NEW, value)
+                setattr(space, NEW + name, value)
                 delattr(space, name)
 
 
 def forget_ours() -> None:
-    """Let the package, and tests that import it, be imported anew."""
+    """Let the package, and tests that import it, be imported again."""
     for name in [*sys.modules]:
         if name.startswith(("lightning_commfree", "tests.strategies")):
             del sys.modules[name]
@@ -52,7 +52,7 @@ def _is_lightnings(one: Any) -> bool:
 
 def _renamed(code: CodeType, name: str) -> CodeType:
     inner = tuple(_renamed(c, name) if isinstance(c, CodeType) else c for c in code.co_consts)
-    names = tuple(NEW if known == name else known for known in code.co_names)
+    names = tuple(NEW + name if known == name else known for known in code.co_names)
     if names == code.co_names and all(a is b for a, b in zip(inner, code.co_consts, strict=True)):
         return code
     return code.replace(co_names=names, co_consts=inner)

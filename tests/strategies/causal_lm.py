@@ -42,7 +42,7 @@ def make(kind: str, dropout: float = 0.0) -> Any:
 
 
 class CausalLM(pl.LightningModule):
-    """The Hugging Face model lies two modules deep, and computes its own loss."""
+    """The Hugging Face model is two modules deep, and computes its own loss."""
 
     def __init__(self, kind: str = "gpt2", lr: float = 1e-2, dropout: float = 0.0) -> None:
         super().__init__()

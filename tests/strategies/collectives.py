@@ -46,7 +46,7 @@ def counted(moment: Callable[[], Any]) -> Iterator[list[tuple[Any, str]]]:
 
         return call
 
-    # what stands in the class binds to a group; what `getattr` returns does not
+    # the attribute of the class binds to a group; the result of `getattr` does not
     standing = {name: inspect.getattr_static(dist.ProcessGroup, name) for name in originals}
     for name, original in originals.items():
         setattr(dist.ProcessGroup, name, wrap(name, original))

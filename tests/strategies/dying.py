@@ -29,7 +29,7 @@ Steps = list[dict[str, Tensor]]  # the parameters after every step
 
 
 class Run(NamedTuple):
-    """What became of a fit in which a rank died."""
+    """The outcome of a fit in which a rank died."""
 
     folder: Path  # its checkpoints are below `saved`
     ends: list[End]
@@ -146,7 +146,7 @@ def check_ends(run: Run, victim: int) -> None:
 
 
 def check_names(run: Run, victim: int) -> None:
-    """The others name the rank that died, and nobody who left because of it."""
+    """The others name the rank that died, and no rank that left because of it."""
     for rank, end in enumerate(run.ends):
         if rank != victim:
             assert f"rank {victim} is gone" in end.error, (rank, end.error)
@@ -162,11 +162,3 @@ def check_files(run: Run) -> None:
     assert files
     for file in files:
         torch.load(file, weights_only=True)
-
-
-def check_same(later: Steps, straight: Steps, step: int) -> None:
-    """A fit resumed after `step` made the same parameters as the uninterrupted one, bit for bit."""
-    assert len(later) == len(straight) - step
-    for got, expected in zip(later, straight[step:], strict=True):
-        for name, tensor in expected.items():
-            assert torch.equal(got[name], tensor), name

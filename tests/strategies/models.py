@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_commfree import DistributedLion
+
 WIDTH = 6
 
 
@@ -46,6 +48,11 @@ class Tiny(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+
+
+class Voter(Tiny):
+    def configure_optimizers(self) -> Any:
+        return DistributedLion(self.parameters(), lr=0.02)
 
 
 class Noisy(Tiny):
@@ -126,6 +133,34 @@ class Recorder(pl.Callback):
         diloco = getattr(trainer.strategy, "_diloco", None)
         if diloco is not None:
             self.outer.append([fragment.global_copy.clone() for fragment in diloco.fragments])
+
+
+class SavesAfterBatches(pl.Callback):
+    """Saves after every batch, or after the given ones, counted from 1 over all epochs."""
+
+    def __init__(self, folder: Path, *only: int) -> None:
+        self.folder, self.only, self.batches = folder, only, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches += 1
+        if not self.only or self.batches in self.only:
+            trainer.save_checkpoint(self.folder / f"{self.batches}.ckpt")
+
+
+def assert_same(got: Any, expected: Any, where: str = "") -> None:
+    """Compare nested states bit for bit; the error says where the first difference is."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(got, expected), where
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys(), where
+        for name, value in expected.items():
+            assert_same(got[name], value, f"{where}[{name!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for i, value in enumerate(expected):
+            assert_same(got[i], value, f"{where}[{i}]")
+    else:
+        assert got == expected, where
 
 
 def quiet_trainer(**kwargs: Any) -> pl.Trainer:

@@ -1,10 +1,13 @@
-"""The rank states of a checkpoint: in it, and in the files beside it."""
+"""The rank states of a checkpoint, in it and in the files beside it, and warnings of a resume."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_commfree.resume.exact import Save
@@ -25,3 +28,12 @@ def file_of(path: Path, rank: int) -> Path:
     """Return a rank's file of a checkpoint."""
     (file,) = sets_of(path).glob(f"*/rank_{rank}.pt")
     return file
+
+
+@contextmanager
+def resume_warnings() -> Iterator[list[str]]:
+    """Collect what an inexact resume says, on every rank and not on rank 0 alone."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
+        yield said

@@ -1,4 +1,4 @@
-"""A rank that begins something alone says what it waits for, and in the end that nobody came."""
+"""A rank that starts a loop alone names the ranks it waits for, and then times out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def validate_on_rank_0(rank: int, size: int) -> Any:
     return in_fit, said, str(error.value)
 
 
-def test_a_validation_on_one_rank_alone_says_what_it_waits_for(tmp_path: Path) -> None:
+def test_a_validation_on_one_rank_names_the_missing_ranks(tmp_path: Path) -> None:
     (in_fit, said, error), in_other = run_ranks(validate_on_rank_0, 2, tmp_path)
     advice = (
         "`fit`, `validate`, `test` and `predict` must be called on all ranks, not under"

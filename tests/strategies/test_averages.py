@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, quiet_trainer, rank_loader
 from tests.strategies.models import loader as all_rows
 from tests.world import run_ranks
 
@@ -50,7 +50,7 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Stop(pl.Callback):
-    """Ends the fit when nobody has foreseen it."""
+    """Ends the fit at a moment that the strategy cannot foresee."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
         trainer.should_stop = trainer.current_epoch == 1
@@ -140,10 +140,8 @@ def test_validations_and_the_end_see_the_average_of_outer_weights(played: Any) -
 def test_all_ranks_have_the_same_average(played: Any) -> None:
     first, second = played[0]
     for name in first:
-        for tensor, other in zip(first[name]["seen"], second[name]["seen"], strict=True):
-            assert all(torch.equal(tensor[key], other[key]) for key in tensor)
-        for key, value in first[name]["state"].items():
-            assert torch.equal(second[name]["state"][key], value), (name, key)
+        assert_same(second[name]["seen"], first[name]["seen"])
+        assert_same(second[name]["state"], first[name]["state"])
     local = [outcome["plain"]["local"][5]["head.weight"] for outcome in played[0]]
     assert not torch.equal(*local), "of different local weights"
 
@@ -163,17 +161,14 @@ def test_shards_of_a_replica_are_put_together(played: Any) -> None:
     assert_near(outcome, outcome["state"], average)
 
 
-def test_checkpoints_hold_the_average_and_go_on_exactly(played: Any) -> None:
+def test_checkpoints_hold_the_average_and_resume_exactly(played: Any) -> None:
     ranks, folder = played
     plain = ranks[0]["plain"]
     saved = torch.load(next((folder / "plain").glob(f"*step={SAVED}.ckpt")), weights_only=True)
     assert_near(plain, saved["state_dict"], averages(plain)[SAVED - 1])
     last = torch.load(folder / "plain" / "last.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(last[name], plain["state"][name]) for name in last)
+    assert_same(last, plain["state"])
     for rank in ranks:
         resumed, plain = rank["resumed"], rank["plain"]
-        assert len(resumed["local"]) == STEPS - SAVED
-        for got, wanted in zip(resumed["local"][::-1], plain["local"][::-1], strict=False):
-            assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-        for name, value in plain["state"].items():
-            assert torch.equal(resumed["state"][name], value), name
+        assert_same(resumed["local"], plain["local"][SAVED:])
+        assert_same(resumed["state"], plain["state"])

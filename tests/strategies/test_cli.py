@@ -38,7 +38,7 @@ def configured(tmp_path: Any, class_path: str, **init_args: Any) -> DDPStrategy:
         ("DominoTPStrategy", {"num_micro_batches": 4}),
     ],
 )
-def test_arguments_that_a_configuration_leaves_out_are_not_held_against_it(
+def test_defaults_that_jsonargparse_passes_are_accepted(
     tmp_path: Any, name: str, init_args: dict[str, Any]
 ) -> None:
     """jsonargparse passes all of DDP's, with their defaults."""
@@ -51,7 +51,7 @@ def test_arguments_that_a_configuration_leaves_out_are_not_held_against_it(
     assert strategy._ddp_kwargs == {key: init_args[key] for key in given}
 
 
-def test_what_is_not_a_default_is_refused(
+def test_an_unsupported_ddp_argument_is_refused(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # a version of jsonargparse raises, another one prints and exits

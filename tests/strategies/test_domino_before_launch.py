@@ -1,4 +1,4 @@
-"""What a Domino fit cannot do is said before ranks are launched, in the process of the user."""
+"""Mistakes in a Domino fit are refused in the user's process, before ranks are launched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_heads_that_ranks_cannot_share(start_method: str) -> None:
         fit(CausalLM(), start_method, 3)
 
 
-def test_everything_else_that_can_be_known() -> None:
+def test_other_mistakes_are_refused_before_launch() -> None:
     with pytest.raises(ValueError, match="`tensor_parallel_size=2` does not divide the 3 ranks"):
         fit(CausalLM(), devices=3, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="found no model in `Tiny` that it can shard"):
@@ -67,7 +67,7 @@ def test_everything_else_that_can_be_known() -> None:
 
 
 @pytest.mark.parametrize("start_method", ["fork", "popen"])
-def test_what_can_be_trained_or_is_not_known_yet_is_launched(start_method: str) -> None:
+def test_good_models_and_models_built_on_the_ranks_are_launched(start_method: str) -> None:
     with pytest.raises(LaunchedError):
         fit(CausalLM(), start_method)
     with pytest.raises(LaunchedError):

@@ -1,22 +1,24 @@
-"""What would train something else than the user thinks ends a fit with a sentence."""
+"""Models, optimizers and callbacks that Domino does not support are refused on all ranks."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import pytest
 import torch
 from lightning.pytorch import callbacks
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_commfree import DominoTPStrategy
 from tests.strategies.causal_lm import CausalLM, words
-from tests.strategies.models import quiet_trainer
+from tests.strategies.models import Tiny, dataset, quiet_trainer
 from tests.world import run_ranks
 
 
 class Early(CausalLM):
-    """Makes its optimizer before the model is divided."""
+    """Makes its optimizer before the model is sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,79 +35,108 @@ class Rows(CausalLM):
         return torch.optim.Adafactor(self.parameters())
 
 
-def fit(rank: int, size: int, module: CausalLM, apart: bool = False, *extra: Any) -> str:
-    """Train on the same rows on all ranks; `apart`: validate on other ones on each."""
-    trainer = quiet_trainer(
-        strategy=DominoTPStrategy(),
-        devices=size,
-        max_steps=2,
-        use_distributed_sampler=False,
-        callbacks=list(extra),
-    )
-    rows = words(4 * size)
-    sampler = DistributedSampler(rows, size, rank if apart else 0, shuffle=False)
-    validation = DataLoader(rows, batch_size=2, sampler=sampler)
-    try:
-        trainer.fit(module, DataLoader(rows, batch_size=2), validation)
-    except ValueError as error:
-        return str(error)
-    return ""
+class Compiled(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped["lm"] = torch.compile(self.wrapped["lm"])
 
 
-def play(rank: int, size: int) -> dict[str, str]:
-    averages = [callbacks.StochasticWeightAveraging(swa_lrs=0.1)]
-    if hasattr(callbacks, "WeightAveraging"):
-        averages.append(callbacks.EMAWeightAveraging())
-    return {
-        "good": fit(rank, size, CausalLM()),
-        "early": fit(rank, size, Early()),
-        "apart": fit(rank, size, CausalLM(), True),
-        "rows": fit(rank, size, Rows()),
-        **{type(one).__name__: fit(rank, size, CausalLM(), False, one) for one in averages},
-        "pruning": fit(rank, size, CausalLM(), False, callbacks.ModelPruning("l1_unstructured")),
-        "good again": fit(rank, size, CausalLM()),
-    }
+class Adapted(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        lora = LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True, lora_dropout=0.1)
+        self.wrapped["lm"] = get_peft_model(self.wrapped["lm"], lora)
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run_ranks(play, 2, tmp_path_factory.mktemp("two"))
+class AllMeta(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped["lm"] = self.wrapped["lm"].to("meta")
 
 
-def test_an_optimizer_made_before_the_fit_is_refused(said: list[dict[str, str]]) -> None:
-    for texts in said:
-        assert texts["early"].startswith("The optimizer holds ")
-        assert "Create both in `configure_optimizers`" in texts["early"]
+class Meta(AllMeta):
+    """A layer besides the model has no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2, device="meta")
 
 
-def test_an_optimizer_that_looks_at_whole_rows_is_refused(said: list[dict[str, str]]) -> None:
-    for texts in said:
-        assert texts["rows"].startswith("`Adafactor` keeps a '")
-        assert "Use an element-wise optimizer" in texts["rows"]
+class HalfMeta(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped["lm"].transformer.ln_f.to("meta")
 
 
-def test_validation_batches_of_a_group_must_be_the_same(said: list[dict[str, str]]) -> None:
-    for texts in said:
-        assert "ranks of a tensor group must validate on the same batch" in texts["apart"]
+class Manual(CausalLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
 
 
-def test_callbacks_that_copy_the_undivided_model_are_refused(said: list[dict[str, str]]) -> None:
-    for texts in said:
-        refused = {name: text for name, text in texts.items() if name.endswith("Averaging")}
-        assert refused
-        for name, text in refused.items():
-            assert text.startswith(
-                f"`DominoTPStrategy` does not support the callback `{name}`: it copies the full"
-            )
+class Mistake(NamedTuple):
+    """A fit and the texts of its `ValueError`; without texts it is a good one."""
+
+    module: type[Any]
+    texts: tuple[str, ...] = ()
+    verb: str = "fit"
+    apart: bool = False  # every rank validates on rows of its own
+    trainer: dict[str, Any] = {}
 
 
-def test_pruning_of_parts_is_refused(said: list[dict[str, str]]) -> None:
-    for texts in said:
-        assert texts["pruning"].startswith(
-            "`DominoTPStrategy` does not support the callback `ModelPruning`: it would choose what"
+def with_callback(callback: Any, why: str) -> Mistake:
+    text = f"`DominoTPStrategy` does not support the callback `{type(callback).__name__}`: {why}"
+    return Mistake(CausalLM, (text,), trainer={"callbacks": [callback]})
+
+
+AVERAGES: list[Any] = [callbacks.StochasticWeightAveraging(swa_lrs=0.1)]
+if hasattr(callbacks, "WeightAveraging"):
+    AVERAGES.append(callbacks.EMAWeightAveraging())
+MISTAKES = [
+    Mistake(CausalLM),
+    Mistake(Early, ("The optimizer holds ", "Create both in `configure_optimizers`")),
+    Mistake(Rows, ("`Adafactor` keeps a '", "Use an element-wise optimizer")),
+    Mistake(CausalLM, ("ranks of a tensor group must validate on the same batch",), apart=True),
+    *(with_callback(average, "it copies the whole") for average in AVERAGES),
+    with_callback(callbacks.ModelPruning("l1_unstructured"), "it would choose what"),
+    Mistake(Tiny, ("found no model in `Tiny` that it can shard (its",)),
+    Mistake(Compiled, ("is compiled already, as `OptimizedModule`",)),
+    Mistake(Adapted, ("its dropout mask would differ between ranks. Set",)),
+    Mistake(Meta, ("2 tensors, including 'head.weight', are on the meta device and",)),
+    Mistake(HalfMeta, ("2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them",)),
+    Mistake(AllMeta, ("initializes them only in `fit`",), verb="validate"),
+    Mistake(Manual, ("`DominoTPStrategy` does not support manual optimization",)),
+    Mistake(CausalLM, ("does not support precision='16-true'",), trainer={"precision": "16-true"}),
+    Mistake(CausalLM),  # a refused fit leaves nothing behind
+]
+
+
+def play(rank: int, size: int) -> list[str]:
+    said = []
+    for mistake in MISTAKES:
+        trainer = quiet_trainer(
+            strategy=DominoTPStrategy(),
+            devices=size,
+            max_steps=2,
+            use_distributed_sampler=False,
+            **mistake.trainer,
         )
+        rows = dataset(4 * size) if mistake.module is Tiny else words(4 * size)
+        sampler = DistributedSampler(rows, size, rank if mistake.apart else 0, shuffle=False)
+        train, validation = DataLoader(rows, batch_size=2), DataLoader(rows, 2, sampler=sampler)
+        loaders = (train, validation) if mistake.verb == "fit" else (validation,)
+        try:
+            getattr(trainer, mistake.verb)(mistake.module(), *loaders)
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
 
 
-def test_nothing_of_it_stands_in_the_way_of_a_good_fit(said: list[dict[str, str]]) -> None:
-    for texts in said:
-        assert texts["good"] == texts["good again"] == ""
+def test_mistakes_are_refused_on_all_ranks_and_disturb_no_good_fit(tmp_path: Path) -> None:
+    torch.compile(nn.Linear(1, 1))  # imports for seconds: here, and not on every rank
+    for said in run_ranks(play, 2, tmp_path):
+        for text, mistake in zip(said, MISTAKES, strict=True):
+            assert bool(text) == bool(mistake.texts), (mistake, text)
+            assert all(part in text for part in mistake.texts), text

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 STEPS = 12
@@ -72,11 +72,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     return run_ranks(fits, 2, folder, folder), folder
 
 
-def test_nothing_is_trained_on_what_is_evaluated(played: Any) -> None:
+def test_evaluating_the_mean_does_not_change_training(played: Any) -> None:
     for rank in played[0]:
         assert len(rank["mean"][0]) == STEPS
-        for got, expected in zip(rank["mean"][0], rank["outer"][0], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(rank["mean"][0], rank["outer"][0])
 
 
 def test_a_validation_sees_the_mean_of_the_local_weights(played: Any) -> None:
@@ -95,13 +94,12 @@ def test_a_validation_sees_the_mean_of_the_local_weights(played: Any) -> None:
     assert not torch.equal(first["mean"][1][2][1]["head.weight"], initial["head.weight"])
 
 
-def test_its_checkpoints_hold_what_was_validated(played: Any) -> None:
+def test_checkpoints_hold_the_validated_weights(played: Any) -> None:
     ranks, folder = played
     shown = dict(ranks[0]["mean"][1])
     for step in (2, 4, 6, 8, 10):
         saved = torch.load(folder / "mean" / f"scored-step={step}.ckpt", weights_only=True)
-        for name, tensor in shown[step].items():
-            assert torch.equal(saved["state_dict"][name], tensor), (step, name)
+        assert_same(saved["state_dict"], shown[step])
     saved = torch.load(folder / "mean" / "step=9.ckpt", weights_only=True)["state_dict"]
     for name, tensor in saved.items():  # without a validation at its step
         mean = sum(rank["mean"][0][8][name] for rank in ranks) / 2
@@ -112,11 +110,10 @@ def test_its_checkpoints_hold_what_was_validated(played: Any) -> None:
 def test_resume_is_exact(played: Any, name: str, step: int) -> None:
     for rank in played[0]:
         assert len(rank[name][0]) == STEPS - step
-        for got, expected in zip(rank[name][0], rank["mean"][0][step:], strict=True):
-            assert all(torch.equal(got[key], expected[key]) for key in expected)
+        assert_same(rank[name][0], rank["mean"][0][step:])
 
 
-def test_its_bytes_are_counted_apart(played: Any) -> None:
+def test_evaluation_bytes_are_counted_separately(played: Any) -> None:
     """One for each step with a validation or checkpoint. After step 6 the checkpoint comes first;
     the last validation and its checkpoint see the end of the fit."""
     for rank in played[0]:

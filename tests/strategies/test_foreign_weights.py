@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer
+from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer
+from tests.strategies.saved import resume_warnings
 from tests.world import run_ranks
 
 STEPS = 6
@@ -114,9 +115,7 @@ def play(rank: int, size: int, folder: Path) -> dict[str, Any]:
     outcomes["straight"], outcomes["resumed at the end"] = weights(straight), weights(resumed)
     saved = fit(size, Tiny(), SavesAtStart(folder / "early.ckpt"), max_steps=-1, max_epochs=2)[0]
     outcomes["saved early"] = recorded.local, saved.local
-    with pytest.MonkeyPatch.context() as patch:
-        said: list[str] = []
-        patch.setattr("lightning_commfree.resume.exact.rank_zero_warn", said.append)
+    with resume_warnings() as said:
         path = folder / "step=3.ckpt"
         slower = {"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}
         fit(size, Tiny(), ckpt_path=path, settings=slower)
@@ -131,14 +130,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_a_callback_that_validates_with_weights_of_its_own_is_refused(played: Any) -> None:
-    """Else training would go on from the average: the callback's last word is not ours."""
+    """Otherwise training would continue from the average."""
     for rank in played:
         assert rank["average"].startswith("RuntimeError: The parameters ['embed.weight'")
         assert "average `outer_weights()` yourself" in rank["average"]
         assert "written to after the last step of the fit" in rank["average at the end"]
 
 
-def test_what_on_fit_start_makes_of_the_weights_is_trained(played: Any) -> None:
+def test_weights_written_in_on_fit_start_are_trained(played: Any) -> None:
     """Rank 0's on all ranks; the outer weights of the first step are these too."""
     for rank in played:
         outer, final = rank["pretrained"]
@@ -153,33 +152,29 @@ def test_a_parameter_that_thaws_in_a_short_fit_is_averaged_at_its_end(played: An
     for rank in played:
         error, found = rank["thawing"]
         assert error == ""
-        for name, value in found.items():
-            assert torch.equal(value, expected[name]), name
+        assert_same(found, expected)
 
 
 def test_a_resumed_fit_without_steps_leaves_the_outer_weights(played: Any) -> None:
     for rank in played:
         assert rank["error"] == ""
-        for name, value in rank["nothing left"].items():
-            assert torch.equal(value, rank["saved"][name]), name
+        assert_same(rank["nothing left"], rank["saved"])
 
 
 def test_a_checkpoint_of_the_last_step_is_not_finished_again(played: Any) -> None:
     """Its validation is still to come, and the outer momentum would move the weights again."""
     for rank in played:
-        for name, value in rank["resumed at the end"].items():
-            assert torch.equal(value, rank["straight"][name]), name
+        assert_same(rank["resumed at the end"], rank["straight"])
 
 
 def test_a_save_when_the_last_epoch_begins_changes_nothing(played: Any) -> None:
     for rank in played:
         plain, saved = rank["saved early"]
         assert len(plain) == len(saved) == 2 * STEPS
-        for got, expected in zip(saved, plain, strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(saved, plain)
 
 
-def test_another_outer_learning_rate_is_said_at_resume(played: Any) -> None:
+def test_a_resume_with_another_outer_learning_rate_says_so(played: Any) -> None:
     for rank in played:
         (text,) = rank["said"]
         assert "outer_optimizer was SGD {'lr': 0.4," in text

@@ -1,4 +1,4 @@
-"""What a fit says at its start of the exchanges to come."""
+"""Messages at the start of a fit: how often each fragment will be exchanged."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_it_says_how_often_a_fragment_is_exchanged(said: Any) -> None:
         ],
         [],
     )
-    # 160 rows on 2 ranks in batches of 2; 3 blocks, one more, and what stands in none
+    # 160 rows on 2 ranks in batches of 2; 4 blocks, and parameters outside them
     (text,) = said["epochs"][0]
     assert text.startswith("Within 40 steps each of the 3 fragments is exchanged 9 to 10")
 
@@ -99,7 +99,7 @@ def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
     assert warnings == []
 
 
-def test_what_nobody_knows_is_not_said(said: Any) -> None:
+def test_no_forecast_for_data_of_unknown_length(said: Any) -> None:
     assert said["endless data"] == ([], [])
 
 
@@ -107,11 +107,3 @@ def test_a_model_without_blocks_is_told_of_balanced_fragments(said: Any) -> None
     assert "`fragment_pattern='balanced'` splits it into several" in said["no blocks"][0][0]
     assert not any("No list of equal modules" in text for text in said["balanced"][0])
     assert not any("No list of equal modules" in text for text in said["enough"][0])
-
-
-@pytest.mark.parametrize("step", [0, 3, 4, 5, 6, 17, 40])
-def test_launches_until_counts_what_the_schedule_launches(step: int) -> None:
-    schedule = Schedule(4, 3, 1)
-    for p in range(3):
-        launches = sum(p in schedule.launched_at(t) for t in range(1, step + 1))
-        assert schedule.launches_until(p, step) == launches

@@ -1,4 +1,4 @@
-"""Replicas of several ranks that hold parts of the model: FSDP2 inside, DiLoCo between."""
+"""Ranks of a replica that hold parts of the model: FSDP2 inside, DiLoCo or votes between."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.model import fsdp
 from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor, local_tensor
-from tests.strategies.models import Tiny, loader, quiet_trainer, rank_loader
+from tests.strategies.models import (
+    SavesAfterBatches,
+    Tiny,
+    assert_same,
+    loader,
+    quiet_trainer,
+    rank_loader,
+)
 from tests.world import run_ranks
 
 WHY_NOT = why_unavailable()
@@ -36,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Uneven(Tiny):
-    """Parameters of 7 and 1 rows, a tied weight, one that nobody trains."""
+    """Parameters of 7 and 1 rows, a tied weight, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__(width=7)
@@ -67,11 +74,33 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(p).clone() for name, p in module.named_parameters()}
 
 
-def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any:
+class Voter(Uneven):
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return DistributedLion(trained, lr=0.01, weight_decay=0.3)
+
+
+class Faulty(Voter):
+    """In step 3 one rank's part of a gradient holds NaN."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 2 and self.global_rank == 3:
+            own(self.blocks[1].weight.grad)[0, 0] = torch.nan
+
+
+def fit(
+    rank: int, size: int, folder: Path | None = None, kind: type[Uneven] = Uneven, **changes: Any
+) -> Any:
     """Train; changes are the strategy's, the Trainer's (`trainer`) or of `fit` (`ckpt_path`)."""
-    settings = {**SETTINGS, **changes}
+    lion = issubclass(kind, Voter)
+    settings = {**({} if lion else SETTINGS), **changes}
     options, resumed = settings.pop("trainer", {}), settings.pop("ckpt_path", None)
-    strategy, watch = StreamingDiLoCoStrategy(**settings), Watch()
+    strategy: Any = (
+        DistributedLionStrategy(node_size=2, **settings)
+        if lion
+        else StreamingDiLoCoStrategy(**settings)
+    )
+    watch = Watch()
     callbacks: list[pl.Callback] = [watch]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=7))
@@ -85,8 +114,11 @@ def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any
         val_check_interval=6,
         **options,
     )
-    module, data = Uneven(), rank_loader(STEPS * BATCH * size, BATCH, rank, size)
-    trainer.fit(module, data, loader(4 * size), ckpt_path=resumed)
+    module, data = kind(), rank_loader(STEPS * BATCH * size, BATCH, rank, size)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(module, data, loader(4 * size), ckpt_path=resumed)
+    state = trainer.optimizers[0].state.values()
     return {
         "local": watch.local,
         "final": weights(module),
@@ -94,9 +126,12 @@ def fit(rank: int, size: int, folder: Path | None = None, **changes: Any) -> Any
         "test_loss": trainer.validate(module, loader(4 * size), verbose=False),
         "bytes": strategy.ledger.bytes_by_tag["outer_gradient"],
         "held": sum(local_tensor(p).numel() for p in module.parameters()),
+        "momenta": sum(each["momentum"].numel() for each in state) if lion else 0,
+        "said": " ".join(str(one.message) for one in said),
     }
 
 
+CLIPPED = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"wire_dtype": "fp32"},
     "fp4": {"wire_dtype": "fp4"},
@@ -104,29 +139,40 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "wire_dtype": "fp32",
         "evaluate": "mean",
         "outer_device": "cpu",
-        "trainer": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+        "trainer": CLIPPED,
     },
+    "majority": {"kind": Voter},
+    "average, bf16": {
+        "kind": Voter,
+        "vote": "average",
+        "momentum_sync_every": 4,
+        "trainer": {"precision": "bf16-true"},
+    },
+    "lion, clipped": {"kind": Voter, "trainer": CLIPPED},
 }
-
-
-SAVED = ("fp32", "fp4")
+SAVED = ("fp32", "fp4", "majority")
 MIDDLE = 14  # a fragment has just left
 
 
 def compare(rank: int, size: int, folder: Path) -> Any:
-    played = {
-        (inside, name): fit(
-            rank, size, folder / inside / name if name in SAVED else None, inside=inside, **changes
-        )
-        for name, changes in VARIANTS.items()
-        for inside in ("ddp", "fsdp")
-    }
-    saved = folder / "fsdp" / "fp4" / f"step={MIDDLE}.ckpt"
-    played["resumed", "fp4"] = fit(rank, size, inside="fsdp", wire_dtype="fp4", ckpt_path=saved)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        other = fit(rank, size, inside="ddp", wire_dtype="fp4", ckpt_path=saved)
-    played["other layout", "fp4"] = {**other, "said": [str(one.message) for one in said]}
+    played: dict[Any, Any] = {}
+    for name, changes in VARIANTS.items():
+        for inside in ("ddp", "fsdp"):
+            place = folder / inside / name if name in SAVED else None
+            played[inside, name] = fit(rank, size, place, inside=inside, **changes)
+    for name, saved_by, inside in (
+        ("fp4", "fsdp", "fsdp"),
+        ("majority", "fsdp", "fsdp"),
+        ("majority", "ddp", "fsdp"),
+        ("majority", "fsdp", "ddp"),
+    ):
+        path = folder / saved_by / name / f"step={MIDDLE}.ckpt"
+        again = fit(rank, size, inside=inside, ckpt_path=path, **VARIANTS[name])
+        played["resumed", name, saved_by, inside] = again
+    try:
+        fit(rank, size, kind=Faulty, inside="fsdp")
+    except RuntimeError as error:
+        played["fault"] = str(error)
     return played
 
 
@@ -136,47 +182,55 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run_ranks(compare, 4, tmp_path_factory.mktemp("four"), folder), folder
 
 
-def test_parts_train_as_whole_copies_do(played: Any) -> None:
-    """To the bit: gradients are halved and added in the same order, and fp32 rounds nothing."""
+@pytest.mark.parametrize("name", ["fp32", "majority", "average, bf16"])
+def test_parts_train_as_whole_copies_do(played: Any, name: str) -> None:
+    """To the bit: gradients are halved and added in the same order, and fp32 rounds nothing; a vote
+    is on single elements."""
     for rank in played[0]:
-        ours, ddp = rank["fsdp", "fp32"], rank["ddp", "fp32"]
+        ours, ddp = rank["fsdp", name], rank["ddp", name]
         assert len(ours["local"]) == STEPS
-        for step, (got, expected) in enumerate(zip(ours["local"], ddp["local"], strict=True)):
-            for parameter in expected:
-                assert torch.equal(got[parameter], expected[parameter]), (step, parameter)
-        for parameter, tensor in ddp["final"].items():
-            assert torch.equal(ours["final"][parameter], tensor), parameter
-        assert ours["val_loss"] == ddp["val_loss"]
-        assert ours["test_loss"] == ddp["test_loss"]
+        for key in ("local", "final", "val_loss", "test_loss"):
+            assert_same(ours[key], ddp[key], key)
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("fp4", 8e-3), ("clipped", 1e-5)])
-def test_what_rounds_elsewhere_is_as_close_as_that(
+def test_lossy_wires_and_clipping_stay_close_to_ddp(
     played: Any, name: str, tolerance: float
 ) -> None:
     """fp4: blocks of 256 values begin at other ones, and each has a scale of its own. Clipped: the
     norm adds squares in another order. Without the other replica the weights would be far off."""
     for rank in played[0]:
         ours, ddp = rank["fsdp", name]["final"], rank["ddp", name]["final"]
-        for parameter, tensor in ddp.items():
-            torch.testing.assert_close(ours[parameter], tensor, rtol=0, atol=tolerance)
+        torch.testing.assert_close(ours, ddp, rtol=0, atol=tolerance)
     one, other = (played[0][r]["fsdp", name]["local"][-2] for r in (0, 2))
     assert max((one[p] - other[p]).abs().max() for p in one) > 2 * tolerance
+
+
+def test_lion_clips_by_the_norm_of_the_whole(played: Any) -> None:
+    """A part's own norm would be smaller, and other signs would win; a sign near 0 may flip."""
+    for rank in played[0]:
+        ours, ddp = rank["fsdp", "lion, clipped"]["final"], rank["ddp", "lion, clipped"]["final"]
+        assert sum(int((ours[name] != tensor).sum()) for name, tensor in ddp.items()) <= 2
 
 
 def test_all_ranks_end_with_the_same_weights(played: Any) -> None:
     first = played[0][0]
     for rank in played[0]:
-        for key in (("fsdp", "fp4"), ("fsdp", "clipped"), ("resumed", "fp4")):
-            for parameter, tensor in first[key]["final"].items():
-                assert torch.equal(rank[key]["final"][parameter], tensor), (key, parameter)
+        for name in ("fp4", "clipped", "majority"):
+            assert_same(rank["fsdp", name]["final"], first["fsdp", name]["final"], name)
+        assert_same(rank["fsdp", "majority"]["local"], first["fsdp", "majority"]["local"])
 
 
 def test_a_rank_holds_its_part(played: Any) -> None:
-    whole_model = sum(p.numel() for p in Uneven().parameters())
-    held = [rank["fsdp", "fp32"]["held"] for rank in played[0]]
-    assert held[0] + held[1] == held[2] + held[3] == whole_model
-    assert all(rank["ddp", "fp32"]["held"] == whole_model for rank in played[0])
+    numel = {p: p.numel() for p in Uneven().parameters()}
+    trained = sum(n for p, n in numel.items() if p.requires_grad)
+    for name, key, total in (
+        ("fp32", "held", sum(numel.values())),
+        ("majority", "momenta", trained),
+    ):
+        held = [rank["fsdp", name][key] for rank in played[0]]
+        assert held[0] + held[1] == held[2] + held[3] == total
+        assert all(rank["ddp", name][key] == total for rank in played[0])
 
 
 def test_replicas_send_as_much_as_with_ddp_inside(played: Any) -> None:
@@ -186,42 +240,39 @@ def test_replicas_send_as_much_as_with_ddp_inside(played: Any) -> None:
     assert abs(ours - ddp) <= 8 * len(played[0]) * 2 * (STEPS // 4 + 1), "padding to 8 bytes"
 
 
-def test_checkpoints_are_those_of_ddp(played: Any) -> None:
+@pytest.mark.parametrize("name", ["fp32", "majority"])
+def test_checkpoints_are_those_of_ddp(played: Any, name: str) -> None:
     for step in (7, MIDDLE, STEPS):
         ours, ddp = (
-            torch.load(played[1] / inside / "fp32" / f"step={step}.ckpt", weights_only=True)
+            torch.load(played[1] / inside / name / f"step={step}.ckpt", weights_only=True)
             for inside in ("fsdp", "ddp")
         )
-        assert ours["state_dict"].keys() == ddp["state_dict"].keys()
-        for name, tensor in ddp["state_dict"].items():
-            assert torch.equal(ours["state_dict"][name], tensor), name
-        (got,), (expected,) = ours["optimizer_states"], ddp["optimizer_states"]
-        assert got["param_groups"] == expected["param_groups"]
-        for index, state in expected["state"].items():
-            for key, value in state.items():
-                assert torch.equal(got["state"][index][key], value), (index, key)
+        assert_same(ours["state_dict"], ddp["state_dict"])
+        assert_same(ours["optimizer_states"], ddp["optimizer_states"])
 
 
-def test_a_resume_is_exact(played: Any) -> None:
+@pytest.mark.parametrize("name", ["fp4", "majority"])
+def test_a_resume_is_exact(played: Any, name: str) -> None:
     for rank in played[0]:
-        straight, resumed = rank["fsdp", "fp4"], rank["resumed", "fp4"]
+        straight, resumed = rank["fsdp", name], rank["resumed", name, "fsdp", "fsdp"]
         assert len(resumed["local"]) == STEPS - MIDDLE
-        for got, expected in zip(resumed["local"], straight["local"][MIDDLE:], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed["local"], straight["local"][MIDDLE:])
 
 
-def test_another_layout_goes_on_from_the_outer_weights_and_says_so(played: Any) -> None:
-    first = played[0][0]["other layout", "fp4"]
-    assert len(first["local"]) == STEPS - MIDDLE
-    assert any("inside was 'fsdp' and is 'ddp'" in text for text in first["said"])
+def test_another_layout_resumes_from_the_weights_and_says_so(played: Any) -> None:
+    """Parts take up the momentum that the worker had as a whole one; not the other way round."""
+    parts_of_whole = played[0][0]["resumed", "majority", "ddp", "fsdp"]
+    assert "inside was 'ddp' and is 'fsdp'" in parts_of_whole["said"]
+    assert "takes up the momentum that it had" in parts_of_whole["said"]
+    whole_of_parts = played[0][0]["resumed", "majority", "fsdp", "ddp"]
+    assert "inside was 'fsdp' and is 'ddp'" in whole_of_parts["said"]
+    assert len(whole_of_parts["local"]) == STEPS - MIDDLE
 
 
-def test_a_checkpoint_loads_in_a_plain_trainer(played: Any) -> None:
-    path = played[1] / "fsdp" / "fp4" / f"step={STEPS}.ckpt"
-    module = Uneven()
-    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
-    for name, parameter in module.named_parameters():
-        assert torch.equal(parameter, played[0][0]["fsdp", "fp4"]["final"][name]), name
+def test_nan_in_one_part_stops_all_ranks(played: Any) -> None:
+    faults = [rank["fault"] for rank in played[0]]
+    assert all("'blocks.1.weight'" in faults[i] for i in (1, 3))
+    assert all("has refused step 3" in faults[i] for i in (0, 2))
 
 
 class Early(Uneven):
@@ -258,7 +309,7 @@ def refused(rank: int, size: int) -> list[str]:
     return texts
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
         assert "was created before the fit" in early
         assert "'head' is compiled already" in wrapped
@@ -272,7 +323,7 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
         ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
     ],
 )
-def test_what_cannot_be_inside_is_refused_at_once(settings: dict[str, Any], text: str) -> None:
+def test_wrong_values_of_inside_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         StreamingDiLoCoStrategy(**settings)
 
@@ -327,31 +378,18 @@ def faults(rank: int, size: int, folder: Path) -> dict[str, str]:
     options: dict[str, Any] = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for path in (None, folder / "half.ckpt"):
+        for path in (None, folder / "5.ckpt"):
             strategy = StreamingDiLoCoStrategy(**SETTINGS, inside="fsdp")
             trainer = quiet_trainer(
                 strategy=strategy,
                 devices=size,
                 max_epochs=1,
-                callbacks=[save, SaveHalf(folder)],
+                callbacks=[save, SavesAfterBatches(folder, 5)],
                 **options,
             )
             trainer.fit(Uneven(), data, ckpt_path=path)
     texts["half"] = " ".join(str(one.message) for one in said)
     return texts
-
-
-class SaveHalf(pl.Callback):
-    """Saves between the two batches of an optimizer step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "half.ckpt"
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, i: int
-    ) -> None:
-        if i == 4:
-            trainer.save_checkpoint(self.path)
 
 
 def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are folders: the ranks of a replica write their shards, which nobody gathers."""
+"""Checkpoints that are folders: each rank of a replica writes its shards, without a gather."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import is_folder, read_folder
 from tests.strategies.causal_lm import CausalLM
 from tests.strategies.causal_lm import loader as words
-from tests.strategies.models import loader, quiet_trainer, rank_loader
+from tests.strategies.models import assert_same, loader, quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import BATCH, MIDDLE, SETTINGS, STEPS, Uneven, fit, weights
 from tests.strategies.test_fsdp_models import OnMeta
 from tests.world import run_ranks
@@ -41,18 +41,6 @@ ALWAYS = FSDPSettings(folder_above_bytes=0)
 NEVER = FSDPSettings(folder_above_bytes=1e9)
 
 
-def one_file(folder: Path, file: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_commfree.resume.folders",
-        folder,
-        file,
-        *options,
-    ]
-    return subprocess.run(command, check=False, capture_output=True, text=True)
-
-
 def every_way(rank: int, size: int, place: Path) -> dict[str, Any]:
     def trained(inside: Any, to: str | None = None, **changes: Any) -> Any:
         where = None if to is None else place / to
@@ -61,7 +49,8 @@ def every_way(rank: int, size: int, place: Path) -> dict[str, Any]:
     saved = place / "folder" / f"step={MIDDLE}.ckpt"
     played = {"file": trained(NEVER, "file"), "folder": trained(ALWAYS, "folder")}
     if rank == 0:
-        done = one_file(saved, saved.with_name("one.ckpt"))
+        command = [sys.executable, "-m", folders.__name__, saved, saved.with_name("one.ckpt")]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     torch.distributed.barrier()
     played["resumed"] = trained(ALWAYS, "resumed", ckpt_path=saved)
@@ -102,7 +91,7 @@ def test_a_folder_holds_what_a_file_does(played: Any, step: int) -> None:
     assert set(state["state"]) == set(expected["optimizer_states"][0]["state"]), "numbers"
 
 
-def test_what_is_divided_lies_in_the_parts_alone(played: Any) -> None:
+def test_sharded_tensors_are_in_the_shard_files_only(played: Any) -> None:
     folder = played[1] / "folder" / f"step={MIDDLE}.ckpt"
     assert {file.name for file in folder.iterdir()} == {
         "checkpoint.pt",
@@ -121,8 +110,7 @@ def test_a_resume_is_exact(played: Any, how: str) -> None:
     for rank in played[0]:
         straight, resumed = rank["folder"], rank[how]
         assert len(resumed["local"]) == STEPS - MIDDLE
-        for got, expected in zip(resumed["local"], straight["local"][MIDDLE:], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed["local"], straight["local"][MIDDLE:])
         assert all(
             torch.equal(rank["file"]["final"][name], tensor)
             for name, tensor in straight["final"].items()
@@ -130,7 +118,7 @@ def test_a_resume_is_exact(played: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ddp", "four"])
-def test_another_layout_begins_with_the_weights(played: Any, how: str) -> None:
+def test_another_layout_resumes_from_the_weights(played: Any, how: str) -> None:
     assert all(len(rank[how]["local"]) == STEPS - MIDDLE for rank in played[0])
     assert all(value.isfinite().all() for value in played[0][0][how]["final"].values())
 
@@ -280,10 +268,13 @@ def test_reading_runs_no_code(played: Any, tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "ran").exists(), "it would have been seen"
 
 
-def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
-    done = one_file(tmp_path, tmp_path / "one.ckpt")
-    assert done.returncode == 2
-    assert "is not a checkpoint folder: it must contain `checkpoint.pt`" in done.stderr
+def test_a_path_that_is_no_checkpoint_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        folders.main([str(tmp_path), str(tmp_path / "one.ckpt")])
+    said = capsys.readouterr().err
+    assert "is not a checkpoint folder: it must contain `checkpoint.pt`" in said
     with pytest.raises(TypeError, match="`folder_above_bytes='20e9'` must be a number of bytes"):
         FSDPSettings(folder_above_bytes="20e9")  # type: ignore[arg-type]
     for size in (-1, float("nan")):
@@ -292,7 +283,9 @@ def test_what_is_no_folder_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["__1_0.distcp", "checkpoint.pt"])
-def test_files_of_two_saves_are_no_checkpoint(played: Any, tmp_path: Path, file: str) -> None:
+def test_files_of_two_saves_are_no_checkpoint(
+    played: Any, tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They have the same names and sizes: an interrupted copy over an older folder leaves them."""
     saved = [played[1] / "folder" / f"step={step}.ckpt" for step in (7, MIDDLE)]
     folder = shutil.copytree(saved[0], tmp_path / "a.ckpt")
@@ -300,14 +293,13 @@ def test_files_of_two_saves_are_no_checkpoint(played: Any, tmp_path: Path, file:
     shutil.copy(saved[1] / file, folder / file)
     with pytest.raises(RuntimeError, match=r"distcp' cannot be read.*from another save"):
         read_folder(folder)
-    done = one_file(folder, tmp_path / "one.ckpt")
-    assert done.returncode == 1
-    assert "from another save" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit, match="1"):
+        folders.main([str(folder), str(tmp_path / "one.ckpt")])
+    assert "from another save" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", [".metadata", "checkpoint.pt", "__0_0.distcp"])
-def test_what_is_missing_is_named(played: Any, tmp_path: Path, file: str) -> None:
+def test_a_missing_file_is_named(played: Any, tmp_path: Path, file: str) -> None:
     folder = shutil.copytree(played[1] / "folder" / f"step={MIDDLE}.ckpt", tmp_path / "a.ckpt")
     (folder / file).unlink()
     with pytest.raises(RuntimeError, match=rf"a\.ckpt/{file}' cannot be read"):

@@ -15,7 +15,7 @@ from lightning_commfree import DistributedLion, DistributedLionStrategy, Streami
 from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import local_tensor
 from tests.strategies.causal_lm import CausalLM, loader, make
-from tests.strategies.models import quiet_trainer
+from tests.strategies.models import assert_same, quiet_trainer
 from tests.strategies.test_fsdp import Watch
 from tests.world import run_ranks
 
@@ -23,7 +23,7 @@ WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS, SAVED, BATCH = 9, 6, 2
-CELLS = [(kind, lion) for kind in ("gpt2", "llama") for lion in (False, True)]
+CELLS = [("gpt2", True), ("llama", False)]  # kind of model, with Lion
 CLASSES: dict[str, Any] = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}
 
 
@@ -111,9 +111,8 @@ def test_a_model_on_meta_trains_and_resumes_exactly(played: Any, kind: str, lion
         straight, resumed = rank[kind, lion]
         assert len(straight["local"]) == STEPS
         assert len(resumed["local"]) == STEPS - SAVED
-        for got, expected in zip(resumed["local"], straight["local"][SAVED:], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
-            assert all(tensor.isfinite().all() for tensor in got.values())
+        assert_same(resumed["local"], straight["local"][SAVED:])
+        assert all(tensor.isfinite().all() for tensor in resumed["local"][-1].values())
         assert straight["tied"] == (kind == "gpt2")
         assert "The model is still sharded after `fit`" in straight["refused"]
         assert "`trainer.save_checkpoint(path)` on all ranks" in straight["refused"]

@@ -1,4 +1,4 @@
-"""What FSDP sends within a replica: the group's ledger against the collectives that torch made."""
+"""FSDP's bytes within a replica: the group's ledger equals the collectives that torch ran."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning_commfree import DistributedLionStrategy, FSDPSettings, StreamingD
 from lightning_commfree.model.blocks import outermost
 from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.model.shards import full_tensor
-from tests.strategies.models import Tiny, quiet_trainer, rank_loader
+from tests.strategies.models import Tiny, assert_same, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 WHY_NOT = why_unavailable()
@@ -78,9 +78,8 @@ def test_named_units_are_gathered_apart_and_train_as_copies_do(tmp_path: Path) -
     for (ddp, _), (whole_model, one), (parts, units), refused in run_ranks(fits, 4, tmp_path):
         assert one == [""]
         assert units == ["", "head", "first", "second"]
-        for name, tensor in ddp.items():
-            assert torch.equal(parts[name], tensor), name
-            assert torch.equal(whole_model[name], tensor), name
+        assert_same(parts, ddp)
+        assert_same(whole_model, ddp)
         assert "`units` names 'Stge', but `Staged` has no module of that class" in refused
         assert "Choose among its classes: Head, Linear, ModuleList, Stage." in refused
 

@@ -10,12 +10,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree import (
-    DistributedLion,
     DistributedLionStrategy,
     StreamingDiLoCoStrategy,
 )
 from tests.strategies.collectives import counted
-from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 from tests.world import run_ranks
 
 STEPS = 50
@@ -43,11 +42,6 @@ def fit(rank: int, size: int) -> dict[str, Any]:
         "ddp": count(DDPStrategy(), size),
         "lion": count(DistributedLionStrategy(), size, Voter()),
     }
-
-
-class Voter(Tiny):
-    def configure_optimizers(self) -> Any:
-        return DistributedLion(self.parameters())
 
 
 def count(strategy: Any, size: int, module: Tiny | None = None) -> list[tuple[int, str]]:

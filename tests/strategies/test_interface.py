@@ -55,7 +55,7 @@ def test_the_ranks_find_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("nodes", "said"), [(2, "cannot connect to each other (Gloo conn"), (1, "Gloo")]
 )
-def test_where_they_do_not_the_error_says_what_to_set(
+def test_unreachable_ranks_are_told_which_variable_to_set(
     nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: DDPStrategy) -> None:

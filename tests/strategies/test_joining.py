@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from tests.diloco.serial import SerialDiLoCo
-from tests.strategies.models import Recorder, Tiny, dataset, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, dataset, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 EPOCHS, EPOCH_STEPS = 3, 5
@@ -183,10 +183,10 @@ def on_two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
         "adapted": fit(Adapted(True), rank, folder / "a"),
         "without base": fit(Adapted(False), rank, folder / "b"),
     }
-    for step in (3, 4, 9):  # before the first launch, in a flight, and later
+    for step in (3, 4):  # before the first launch, and in a flight
         resumed = fit(Byol(), rank, folder / "taught", [Following()], f"step={step}.ckpt")
         outcomes[f"taught from {step}"] = resumed
-    for step in (5, 6, 9, 12):  # before the thaw; after it; before it first leaves; in its flight
+    for step in (5, 9, 12):  # before the thaw, before it first leaves, and in its flight
         resumed = fit(Tuned(), rank, folder / "tuned", [tuning()], f"step={step}.ckpt")
         outcomes[f"tuned from {step}"] = resumed
     module = Whole()
@@ -208,22 +208,19 @@ def test_a_teacher_ends_equal_on_all_ranks(two_ranks: list[dict[str, Any]]) -> N
     first, second = (outcomes["taught"] for outcomes in two_ranks)
     teacher = "teacher.0.weight"
     assert not torch.equal(first["local"][2][teacher], second["local"][2][teacher])
-    for name, tensor in first["final"].items():
-        assert torch.equal(second["final"][name], tensor), name
-        assert torch.equal(first["last"][name], tensor), "the last checkpoint holds the same"
+    assert_same(second["final"], first["final"])
+    assert_same(first["last"], first["final"])
     assert len(first["fragments"]) == 1, "nothing of it is trained"
 
 
-@pytest.mark.parametrize("step", [3, 4, 9])
+@pytest.mark.parametrize("step", [3, 4])
 def test_a_teacher_is_resumed_exactly(two_ranks: list[dict[str, Any]], step: int) -> None:
     for outcomes in two_ranks:
         straight, resumed = outcomes["taught"], outcomes[f"taught from {step}"]
-        for state, again in zip(straight["local"][step:], resumed["local"], strict=True):
-            for name, tensor in state.items():
-                assert torch.equal(again[name], tensor), name
+        assert_same(resumed["local"], straight["local"][step:])
 
 
-def test_frozen_weights_that_nobody_moves_cost_a_hash(
+def test_frozen_weights_that_do_not_change_cost_a_hash(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for outcomes in two_ranks:
@@ -231,8 +228,8 @@ def test_frozen_weights_that_nobody_moves_cost_a_hash(
         assert sent["outer_gradient"] == without["outer_gradient"] > 0
         assert sent.keys() - without.keys() == {"moved", "save"}
         assert sent["moved"] == 2 * 8, "of two tensors"
-        assert sent["save"] > 0
-        assert sent["save"] % (2 * 8) == 0, "of two tensors, in every save"
+        saves = 2 * EPOCHS * EPOCH_STEPS  # the last one beside that of each step
+        assert sent["save"] == saves * 2 * 8
 
 
 def test_a_thawed_backbone_equals_the_twin(two_ranks: list[dict[str, Any]]) -> None:
@@ -240,29 +237,26 @@ def test_a_thawed_backbone_equals_the_twin(two_ranks: list[dict[str, Any]]) -> N
     for rank, outcomes in enumerate(two_ranks):
         got = outcomes["tuned"]
         assert got["fragments"] == [["head.weight"], thawed]
-        for step, (local, state) in enumerate(zip(got["local"], expected[rank], strict=True), 1):
-            for name, tensor in state.items():
-                assert torch.equal(local[name], tensor), (rank, step, name)
+        assert_same(got["local"], expected[rank])
         moved = [int(len(copies)) for copies in got["outer"]]
         assert moved == [1] * EPOCH_STEPS + [2] * 2 * EPOCH_STEPS
-    for name, tensor in two_ranks[0]["tuned"]["final"].items():
-        assert torch.equal(two_ranks[1]["tuned"]["final"][name], tensor), name
+    assert_same(two_ranks[1]["tuned"]["final"], two_ranks[0]["tuned"]["final"])
     left = expected[0][EPOCH_STEPS - 1]["backbone.0.weight"]
     assert not torch.equal(expected[0][EPOCH_STEPS]["backbone.0.weight"], left), "it is trained"
 
 
-@pytest.mark.parametrize("step", [5, 6, 9, 12])
+@pytest.mark.parametrize("step", [5, 9, 12])
 def test_after_the_thaw_a_checkpoint_resumes_exactly(
     two_ranks: list[dict[str, Any]], step: int
 ) -> None:
     for outcomes in two_ranks:
         straight, resumed = outcomes["tuned"], outcomes[f"tuned from {step}"]
-        for state, again in zip(straight["local"][step:], resumed["local"], strict=True):
-            for name, tensor in state.items():
-                assert torch.equal(again[name], tensor), name
+        assert_same(resumed["local"], straight["local"][step:])
 
 
-def test_within_a_replica_of_several_ranks_it_is_refused(two_ranks: list[dict[str, Any]]) -> None:
+def test_thawing_within_a_replica_of_several_ranks_is_refused(
+    two_ranks: list[dict[str, Any]],
+) -> None:
     for outcomes in two_ranks:
         assert (
             "became trainable after the fit had begun and with `replica_size=2` their"

@@ -7,12 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.comm.watches import listening
 from tests.strategies import any_strategy
-from tests.strategies.models import Noisy, loader, quiet_trainer
+from tests.strategies.models import Noisy, assert_same, loader, quiet_trainer
 from tests.world import run_ranks
 
 SIZE = 2
@@ -58,10 +57,8 @@ def test_the_fit_is_the_same_without_it(fits: list[Any], kind: str) -> None:
         (on, watched, _), (off, unwatched, _) = found[kind, True], found[kind, False]
         assert on.watching == 1
         assert off.watching == 0
-        assert len(watched) == len(unwatched) > 0
-        for one, other in zip(watched, unwatched, strict=True):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert watched
+        assert_same(unwatched, watched)
 
 
 @pytest.mark.parametrize("kind", any_strategy.KINDS)

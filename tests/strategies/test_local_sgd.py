@@ -107,7 +107,7 @@ def test_it_resumes_bit_for_bit(ranks: Any) -> None:
         assert same(rank["resumed"]["end"], rank["straight"]["end"])
 
 
-def test_bytes_are_counted_as_foretold(ranks: Any) -> None:
+def test_the_forecast_equals_the_counted_bytes(ranks: Any) -> None:
     for rank in ranks[0]:
         straight = rank["straight"]
         assert straight["sent"] == STEPS // H * H * straight["planned"]

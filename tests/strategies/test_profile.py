@@ -1,4 +1,4 @@
-"""What a profile of a fit shows of the exchanges."""
+"""A profile of a fit shows the exchanges as named ranges."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from typing import Any
 
 import torch
 
-from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from tests.strategies.models import Tiny, loader, quiet_trainer
+from lightning_commfree import DistributedLionStrategy, StreamingDiLoCoStrategy
+from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 from tests.world import run_ranks
 
 STEPS = 4
-
-
-class Voter(Tiny):
-    def configure_optimizers(self) -> Any:
-        return DistributedLion(self.parameters())
 
 
 def ranges(rank: int, size: int) -> dict[str, list[str]]:

@@ -13,7 +13,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, dataset, loader, quiet_trainer, rank_loader
+from tests.strategies.models import (
+    Recorder,
+    Tiny,
+    assert_same,
+    dataset,
+    loader,
+    quiet_trainer,
+    rank_loader,
+)
 from tests.world import run_ranks
 
 STEPS = 11
@@ -67,7 +75,7 @@ def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> 
     )
     module = Logging()
     trainer.fit(module, rank_loader(STEPS * batch * size, batch, rank, size), loader(4 * size))
-    numel = [fragment.global_copy.numel() for fragment in _copies(recorder)]
+    numel = [copy.numel() for copy in recorder.outer[-1]]
     return {
         "local": recorder.local,
         "final": {name: p.detach().clone() for name, p in module.named_parameters()},
@@ -78,14 +86,6 @@ def fit(rank: int, size: int, replica_size: int, batch: int, **changes: Any) -> 
         "shard": numel,
         "weights": sum(p.numel() for p in module.parameters()),
     }
-
-
-def _copies(recorder: Recorder) -> list[Any]:
-    class Copy:
-        def __init__(self, tensor: Tensor) -> None:
-            self.global_copy = tensor
-
-    return [Copy(tensor) for tensor in recorder.outer[-1]]
 
 
 def compare(rank: int, size: int) -> Any:
@@ -146,10 +146,9 @@ def test_two_replicas_of_two_ranks_are_two_replicas_with_their_batches(played: A
         for got, expected in zip(four[rank]["k2"]["local"], two[rank // 2][0], strict=True):
             for name in expected:
                 torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
-        for got, twin in zip(four[rank]["k2"]["local"], four[rank ^ 1]["k2"]["local"], strict=True):
-            assert all(torch.equal(got[name], twin[name]) for name in got), "one replica, one copy"
+        assert_same(four[rank]["k2"]["local"], four[rank ^ 1]["k2"]["local"])  # one replica
         final = four[rank]["k2"]["final"]
-        assert all(torch.equal(final[n], t) for n, t in four[0]["k2"]["final"].items())
+        assert_same(final, four[0]["k2"]["final"])
     one, other = two[0][0][2], two[1][0][2]  # the replicas themselves differ by far more
     assert max((one[name] - other[name]).abs().max() for name in one) > 1e-3
 
@@ -172,8 +171,7 @@ def test_drift_of_one_shard_ends_the_fit_on_all_ranks(played: Any) -> None:
 def test_one_replica_of_all_ranks_is_ddp_until_its_first_landing(played: Any) -> None:
     four, _ = played
     for step in range(4):
-        for name, tensor in four[0]["ddp"]["local"][step].items():
-            assert torch.equal(four[0]["k4"]["local"][step][name], tensor)
+        assert_same(four[0]["k4"]["local"][step], four[0]["ddp"]["local"][step])
     assert all(rank["k4"]["bytes"] == 0 for rank in four)
 
 
@@ -220,6 +218,5 @@ def resume(rank: int, size: int, folder: Path) -> Any:
 def test_resume_is_exact_and_the_last_checkpoint_is_the_model(tmp_path: Path) -> None:
     for (straight, resumed), validated, ours in run_ranks(resume, 4, tmp_path, tmp_path):
         assert len(resumed) == STEPS - 9
-        for got, expected in zip(resumed, straight[9:], strict=True):
-            assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same(resumed, straight[9:])
         assert validated == ours

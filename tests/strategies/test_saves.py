@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.model.fsdp import why_unavailable
 from tests.strategies.causal_lm import CausalLM, loader
-from tests.strategies.models import quiet_trainer
+from tests.strategies.models import assert_same, quiet_trainer
 from tests.world import run_ranks
 
 KINDS = ["domino", *([] if why_unavailable() else ["fsdp"])]
@@ -111,6 +111,13 @@ def test_rank_0_alone_gets_full_tensors(played: Any, kind: str) -> None:
     for change in ("none", "after"):
         state: dict[str, Tensor] = saved(played, kind, "ours", change)["state_dict"]
         assert {name: tensor.shape for name, tensor in state.items()} == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_behind_the_fit_is_that_of_its_last_step(played: Any, kind: str) -> None:
+    within, behind = (saved(played, kind, "ours", change) for change in ("none", "after"))
+    for key in ("state_dict", "optimizer_states"):
+        assert_same(behind[key], within[key])
 
 
 @pytest.mark.parametrize("kind", KINDS)

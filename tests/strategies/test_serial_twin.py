@@ -20,7 +20,7 @@ from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.diloco import split_into_fragments
 from tests.diloco.serial import SerialDiLoCo
 from tests.pairs import pairwise
-from tests.strategies.models import Recorder, Tiny, dataset, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, dataset, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 STEPS = 15  # two and a half cycles of H = 6, so that the fit ends with fragments in flight
@@ -97,8 +97,7 @@ def test_equals_the_serial_twin_after_every_step(size: int, tmp_path: Path) -> N
             assert len(got_local) == STEPS
             for step in range(STEPS):
                 case = f"M={size} {CASES[i]} rank {rank} step {step + 1}"
-                for name, expected in local[rank][step].items():
-                    assert torch.equal(got_local[step][name], expected), f"{case} {name}"
+                assert_same(got_local[step], local[rank][step])
                 for expected, copy_ in zip(outer[step], got_outer[step], strict=True):
                     assert torch.equal(copy_, expected), f"{case} global copy"
             for name, expected in ranks[0][i][2].items():

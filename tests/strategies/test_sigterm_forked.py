@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_commfree import (
-    DistributedLion,
-    DistributedLionStrategy,
     DominoTPStrategy,
     StreamingDiLoCoStrategy,
 )
@@ -26,14 +24,8 @@ from tests.strategies.models import Tiny, loader, quiet_trainer
 
 STRATEGIES: dict[str, Any] = {
     "diloco": lambda: StreamingDiLoCoStrategy(sync_every=4, start_method="fork"),
-    "lion": lambda: DistributedLionStrategy(start_method="fork"),
     "domino": lambda: DominoTPStrategy(start_method="fork"),
 }
-
-
-class Voter(Tiny):
-    def configure_optimizers(self) -> Any:
-        return DistributedLion(self.parameters(), lr=1e-3)
 
 
 class TermIn(pl.Callback):
@@ -47,7 +39,7 @@ class TermIn(pl.Callback):
 
 def launch(name: str, folder: Path) -> None:
     """Exit with a code that tells how `fit` ended."""
-    module: Any = {"diloco": Tiny, "lion": Voter, "domino": causal_lm.CausalLM}[name]()
+    module: Any = {"diloco": Tiny, "domino": causal_lm.CausalLM}[name]()
     data = causal_lm.loader(64, 2) if name == "domino" else loader(200)
     callbacks = [TermIn(3), OnExceptionCheckpoint(folder)]
     trainer = quiet_trainer(

@@ -1,5 +1,4 @@
-"""What a Lightning user expects to go on working, on two real ranks; the bytes asserted to the last
-one."""
+"""Lightning features under `StreamingDiLoCoStrategy` on two real ranks; every byte is counted."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from tests.strategies.models import Recorder, Tiny, loader, quiet_trainer, rank_loader
+from tests.strategies.models import Recorder, Tiny, assert_same, loader, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
 PLAIN_SGD = partial(torch.optim.SGD, lr=1.0)  # with this outer optimizer a sync is plain averaging
@@ -150,7 +149,7 @@ def test_validation_uses_the_outer_weights(habits: Any) -> None:
     )
 
 
-def test_metrics_per_step_stay_here_and_per_epoch_mean_everybody(habits: Any) -> None:
+def test_step_metrics_are_local_and_epoch_metrics_are_means_over_ranks(habits: Any) -> None:
     for rank, outcome in enumerate(habits[0]):
         assert outcome["metrics"]["rank_mean_step"] == float(rank)
         assert outcome["metrics"]["rank_mean_epoch"] == 0.5
@@ -204,7 +203,7 @@ def look_early(rank: int, size: int, folder: Path) -> list[list[str]]:
     return texts
 
 
-def test_weights_that_have_not_moved_yet_are_said_to_be_so_once(tmp_path: Path) -> None:
+def test_outer_weights_that_have_not_moved_yet_bring_one_warning(tmp_path: Path) -> None:
     """Fragment 1 lands for the first time after step 12 + 3; the sanity check says nothing."""
     ((early, late),) = run_ranks(look_early, 1, tmp_path, tmp_path)
     (text,) = early
@@ -280,8 +279,7 @@ def fit_normed(rank: int, size: int, folder: Path) -> Any:
 def test_batchnorm_tied_and_frozen(tmp_path: Path) -> None:
     (first, fragments), (second, _) = run_ranks(fit_normed, 2, tmp_path, tmp_path)
     assert first["norm.running_mean"].abs().sum() > 0
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    assert_same(second, first)
     names = [name for fragment in fragments for name in fragment]
     assert sorted(names) == sorted({n for n, p in Normed().named_parameters() if p.requires_grad})
     assert "frozen" not in names
@@ -304,6 +302,5 @@ def test_the_default_wire_and_bf16_parameters(tmp_path: Path) -> None:
     for mine, theirs in zip(outer, other_outer, strict=True):
         assert mine.dtype == torch.float32
         assert torch.equal(mine, theirs)
-    for name, value in local.items():
-        assert value.dtype == torch.bfloat16
-        assert torch.equal(value, other_local[name])
+    assert {value.dtype for value in local.values()} == {torch.bfloat16}
+    assert_same(other_local, local)

@@ -16,9 +16,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_commfree import DistributedLion, StreamingDiLoCoStrategy
+from lightning_commfree import StreamingDiLoCoStrategy
 from tests.strategies import causal_lm
-from tests.strategies.models import Tiny, loader, quiet_trainer
+from tests.strategies.models import Tiny, Voter, loader, quiet_trainer
 
 
 class DieOnce(pl.Callback):
@@ -26,11 +26,6 @@ class DieOnce(pl.Callback):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
         if first and trainer.global_rank == 1 and trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Voter(Tiny):
-    def configure_optimizers(self) -> Any:
-        return DistributedLion(self.parameters(), lr=0.02)
 
 
 def fit(name: str, folder: Path, dies: bool) -> None:

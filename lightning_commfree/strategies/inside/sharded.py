@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.model.fsdp import check_optimizers
-from lightning_commfree.model.meta_init import described, on_meta
+from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
 from lightning_commfree.resume.folders import read_folder_tensors
 from lightning_commfree.strategies.checks import (
@@ -93,7 +93,7 @@ class ShardedReplica(Inside):
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
-        broadcast_initial_weights(world, module, {**settings, **described(module)})
+        broadcast_initial_weights(world, module, {**settings, **meta_fingerprint(module)})
         self._originals = set(module.parameters())
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())

@@ -85,7 +85,7 @@ class Faulty(Voter):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_step == 2 and self.global_rank == 3:
-            own(self.blocks[1].weight.grad)[0, 0] = torch.nan
+            local_tensor(self.blocks[1].weight.grad)[0, 0] = torch.nan
 
 
 def fit(

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 _WHY_NOT_MANUAL = (
-    "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward after"
-    " it, but manual optimization calls backward inside `training_step`. `inside='ddp'` supports it"
+    "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward"
+    " after it, but manual optimization calls backward inside it. `inside='ddp'` supports it"
 )
 
 

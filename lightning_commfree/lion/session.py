@@ -161,7 +161,7 @@ class VotingSession:
     def cycle(self) -> tuple[Mapping[str, int], int]:
         """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle.
 
-        As if every optimizer took one step per batch.
+        This assumes that every optimizer takes one step per batch.
         """
         cycles = [voting.cycle() for voting in self.votings]
         return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]

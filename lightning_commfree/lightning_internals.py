@@ -1,26 +1,26 @@
-"""Every private name of Lightning that this package uses, and what is lost without it.
+"""All uses of Lightning's private names, with the feature that is lost if a name is missing.
 
-A later release may rename what is not public. When a fit begins, `probe` looks for names that the
-installed Lightning lacks, and one warning says what is disabled. Nothing else is: importing never
-fails, and a fresh fit and a resume at the end of an epoch work without any of these names.
+A later release of Lightning may rename private names. When a fit begins, `probe` looks for missing
+ones, and a single warning lists the disabled features. Everything else works: importing never
+fails, and neither a fresh fit nor a resume at the end of an epoch needs any of these names.
 
-For some things Lightning has no hook; there a function runs around a method of one object, while a
-fit runs (`Patches`). Where two functions are put around the same method, the later one is outside:
+Where Lightning has no hook, a function wraps a method of one object during a fit (`Patches`). If
+several functions wrap the same method, the last one is outermost:
 
 =============================== ===================================================================
-method                          functions, from the inside to the outside
+method                          wrappers, innermost first
 =============================== ===================================================================
 trainer.save_checkpoint         agree to stop, then show the shared weights (`local_weights`)
-fit_loop.setup_data             equally many batches on all ranks (`stopping`)
-epoch_loop.on_run_start         note random numbers (`resume.data_position`); hold wishes to stop,
+fit_loop.setup_data             the same number of batches on all ranks (`stopping`)
+epoch_loop.on_run_start         record random numbers (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
-epoch_loop.on_advance_end       hold wishes to stop ahead of a validation (`stopping`)
+epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
-strategy.process_dataloader     note random numbers (`resume.data_position`)
+strategy.process_dataloader     record random numbers (`resume.data_position`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
-logger_connector.log_metrics    figures of communication in the loggers' rows (`add_to_rows`)
+logger_connector.log_metrics    communication metrics in the loggers' rows (`add_to_rows`)
 callbacks of `WeightAveraging`  average the shared weights (`local_weights`)
-precision.clip_grad_by_norm     clip by the norm of the whole gradient (`inside.domino`)
+precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.domino`)
 =============================== ===================================================================
 """
 
@@ -41,25 +41,25 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 
 class Patches:
-    """Functions in place of methods of single objects, from `put` to `remove`.
+    """Replaces methods of single objects, and restores them.
 
-    They must be put in the process that trains: a patched object does not pickle.
+    Patch only in the process that trains: a patched object does not pickle.
     """
 
     def __init__(self) -> None:
         self._put: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let `owner.name` be `function`; on other objects of its class nothing changes."""
+        """Replace the method `name` of `owner` by `function`; other objects are not affected."""
         assert callable(getattr(owner, name)), f"{owner} has no method {name}"
         self._put.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, function)
 
     def remove(self) -> None:
-        """Give the objects their own methods back."""
+        """Restore all replaced methods."""
         for owner, name, before in reversed(self._put):
             vars(owner).pop(name, None)
-            if before is not None:  # another function had been put there
+            if before is not None:  # it had been patched before
                 setattr(owner, name, before)
         self._put = []
 
@@ -69,28 +69,28 @@ _CALL = "lightning.pytorch.trainer.call"
 
 
 class Feature(NamedTuple):
-    """A use of some private names.
+    """A feature that needs private names of Lightning.
 
     Attributes:
-        lost: what is disabled where one of them is missing.
-        names: attributes, starting from the Trainer, or from a module: "module:name". "name=value"
-            is only written: its owner must understand the value.
+        lost: description of what is disabled if a name is missing.
+        names: attribute paths that start at the Trainer, or at a module as "module:name". A name
+            with "=value" is checked by writing the value: its owner must accept it.
     """
 
     lost: str
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:
-        """Return the missing names; the Trainer may be None where all start from a module."""
+        """Return the missing names; the Trainer may be None if all names start at a module."""
         return [name for name in self.names if not _is_there(trainer, name)]
 
     def works(self, trainer: pl.Trainer | None) -> bool:
-        """Return whether no name is missing."""
+        """Return whether all names exist."""
         return not self.missing(trainer)
 
 
 SIGTERM = Feature(
-    "one stop of all ranks after SIGTERM, and steps without Lightning's broadcast per batch",
+    "stopping all ranks together after SIGTERM, without Lightning's broadcast per batch",
     (
         "fit_loop.epoch_loop._broadcast_sigterm_tensor",
         "_signal_connector._sigterm_notifier_fn",
@@ -99,12 +99,12 @@ SIGTERM = Feature(
     ),
 )
 ROWS = Feature(
-    "our figures in the loggers' rows (`strategy.figures()` has them)",
+    "communication metrics in the loggers' rows (`strategy.figures()` still returns them)",
     ("_logger_connector.log_metrics", "_logger_connector._logged_metrics"),
 )
 LAUNCH = Feature(
-    "an orderly end of forked and spawned ranks (after SIGTERM their launcher may wait for ever),"
-    " and mistakes that are told before ranks start",
+    "clean exits of forked and spawned ranks (after SIGTERM their launcher may wait forever), and"
+    " checks of settings before ranks are launched",
     (
         f"{_LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
         f"{_LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
@@ -113,7 +113,7 @@ LAUNCH = Feature(
     ),
 )
 MID_EPOCH = Feature(
-    "exact resume in the middle of an epoch: data begin again there",
+    "exact resume in the middle of an epoch (the epoch's data start again)",
     (
         "fit_loop._data_fetcher",
         "fit_loop._restart_stage=restarted_mid_epoch",
@@ -124,23 +124,23 @@ MID_EPOCH = Feature(
     ),
 )
 LOADERS = Feature(
-    "the place of data loaders whose state only pickle can load, at a resume",
+    "restoring the position of data loaders whose state needs pickle",
     ("fit_loop._combined_loader_states_to_load",),
 )
 RELOAD = Feature(
-    "the rhythm of `reload_dataloaders_every_n_epochs` after a resume",
+    "the schedule of `reload_dataloaders_every_n_epochs` after a resume",
     ("fit_loop._last_train_dl_reload_epoch",),
 )
 COMPILED = Feature(
-    "an error that says why a compiled LightningModule cannot be divided",
+    "a clear error for a compiled LightningModule, which cannot be sharded",
     ("lightning_module._compiler_ctx",),
 )
 TIMED = Feature(
-    "the refusal of a time as `val_check_interval`, at which ranks may wait for each other",
+    "the error for a time as `val_check_interval`, with which ranks may deadlock",
     ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
 )
 EPOCHS = Feature(
-    "epochs of equally many batches on all ranks: give all of them equally many, or they hang",
+    "equalizing epochs over ranks: give all ranks the same number of batches, or they hang",
     ("fit_loop._combined_loader", "fit_loop._data_fetcher"),
 )
 GROUPS = Feature("`replica_size` and `node_size` above 1", ("strategy._ddp_kwargs",))
@@ -148,7 +148,7 @@ FEATURES = tuple(value for value in [*vars().values()] if isinstance(value, Feat
 
 
 def probe(trainer: pl.Trainer) -> None:
-    """Warn once if this Lightning lacks names, and say what is disabled; when a fit begins."""
+    """Warn once, when a fit begins, about features that this version of Lightning disables."""
     lacks = {feature.lost: names for feature in FEATURES if (names := feature.missing(trainer))}
     if lacks:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
@@ -169,7 +169,7 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
         owner, _, last = path.rpartition(".")
         loop = attrgetter(owner)(trainer)
         setattr(loop, last, value)
-        understood = bool(getattr(loop, value, False))  # a property that says whether it has it
+        understood = bool(getattr(loop, value, False))  # the property of that name is now true
         setattr(loop, last, before)
     except (ImportError, AttributeError):
         return False
@@ -182,7 +182,7 @@ def _is_there(trainer: pl.Trainer | None, name: str) -> bool:
 def handle_signals(
     trainer: pl.Trainer, patches: Patches, sigterm: Callable[..., None], slurm: Callable[..., None]
 ) -> None:
-    """Let these handle SIGTERM and SLURM's signal; Lightning broadcasts nothing per batch."""
+    """Replace Lightning's handlers of SIGTERM and SLURM's signal, and its broadcast per batch."""
     if SIGTERM.works(trainer):
         connector = trainer._signal_connector
         patches.put(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
@@ -190,22 +190,23 @@ def handle_signals(
         patches.put(connector, "_slurm_sigusr_handler_fn", slurm)
 
 
-def tell_sigterm(trainer: pl.Trainer) -> None:
-    """Tell the Trainer that SIGTERM was received: it ends the fit after this step."""
+def set_sigterm_received(trainer: pl.Trainer) -> None:
+    """Tell the Trainer that SIGTERM was received, so that it ends the fit after this step."""
     trainer._signal_connector.received_sigterm = True
 
 
 def add_to_rows(
     trainer: pl.Trainer, patches: Patches, more: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 ) -> None:
-    """Add the result of `more` to the loggers' rows of metrics, and to nothing else."""
+    """Add the metrics that `more` returns to the loggers' rows, but not to Lightning's metrics."""
     if not ROWS.works(trainer):
         return
     connector = trainer._logger_connector
     log = connector.log_metrics
 
     def log_row(metrics: dict[str, Any], step: int | None = None) -> None:
-        own = more(metrics) if metrics and step is None else {}  # with a step: a callback's
+        # with a step, the row is a callback's
+        own = more(metrics) if metrics and step is None else {}
         log({**metrics, **own}, step)
         for name in own:
             connector._logged_metrics.pop(name, None)
@@ -216,14 +217,14 @@ def add_to_rows(
 _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)
 
 
-class _Left(NamedTuple):
-    """What a rank that ended without a result puts in its place."""
+class _NoResult(NamedTuple):
+    """Put into the result queue by a rank that exits without a result."""
 
     by_sigterm: bool
 
 
-class OrderlyLauncher(_Launcher):  # type: ignore[misc]
-    """Lightning's launcher of processes; it ends with `SystemExit` where the ranks did so."""
+class CleanExitLauncher(_Launcher):  # type: ignore[misc]
+    """Lightning's process launcher, with clean exits: if ranks exit, the launcher does too."""
 
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
@@ -236,45 +237,48 @@ class OrderlyLauncher(_Launcher):  # type: ignore[misc]
                 import_module(_CALL)._interrupt(trainer, end)
                 trainer._teardown()
             if process_idx == 0 and not end.code:  # else the launching process sees the code
-                return_queue = args[3]  # behind a function, its arguments and its keyword arguments
-                return_queue.put(_Left(by_sigterm))
+                return_queue = args[3]  # after the function, its args and its kwargs
+                return_queue.put(_NoResult(by_sigterm))
             raise
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
-        if not isinstance(worker_output, _Left):
+        if not isinstance(worker_output, _NoResult):
             super()._recover_results_in_main_process(worker_output, trainer)
             return
-        # `on_exception` has run on the ranks; here the model is untrained: do not save it
+        # `on_exception` has already run on the ranks; in this process it would save the untrained
+        # model
         patches: Patches = cast(Any, trainer.strategy).patches
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             patches.put(callback, "on_exception", lambda *_: None)
         raise SIGTERMException if worker_output.by_sigterm else SystemExit
 
 
-def orderly(
+def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher whose ranks leave in order, in place of Lightning's.
+    """Return a launcher whose ranks exit cleanly, in place of Lightning's.
 
-    1. SIGTERM comes to a forked or spawned rank. All ranks stop after the same step and end by
-       `SIGTERMException`, which leaves a process with exit code 0.
-    2. Lightning's launcher finds that all have ended well and waits for the result of the first one
-       for ever. No `on_exception` hook has run: Lightning calls them where it launches.
+    The problem with Lightning's launcher of forked and spawned ranks:
 
-    Here the ranks run the hooks, which save what they save; the first rank says that it leaves
-    without a result; and the launching process ends as the ranks did (`OrderlyLauncher`).
+    1. A rank receives SIGTERM. All ranks stop after the same step with `SIGTERMException`, which
+       ends each process with exit code 0.
+    2. The launcher assumes success and waits forever for the first rank's result. No `on_exception`
+       hook has run, because Lightning calls them in the launching process.
+
+    With `CleanExitLauncher` the ranks run these hooks, the first rank reports that there is no
+    result, and the launching process exits as the ranks did.
 
     Args:
-        launcher: Lightning's; None: the ranks have been started by others.
-        strategy: whose ranks start. It pickles, as a module that has its Trainer does.
+        launcher: Lightning's; None if the ranks were started externally.
+        strategy: the strategy that launches; it is pickled for spawned ranks.
         start_method: "popen", "fork", "spawn" or "forkserver".
-        check: called in the launching process first: what cannot be trained is refused at once, and
-            once.
+        check: called first, in the launching process, so that unsupported settings are refused
+            immediately and only once.
     """
     if launcher is None or not LAUNCH.works(None):
         return launcher
     if start_method != "popen":
-        launcher = OrderlyLauncher(strategy, start_method)
+        launcher = CleanExitLauncher(strategy, start_method)
     launcher.launch = partial(_check_and_launch, check, launcher.launch)
     return launcher
 
@@ -292,23 +296,23 @@ def _check_and_launch(
 
 
 def data_fetcher(trainer: pl.Trainer) -> Any:
-    """Return what hands out the training batches; None until there are loaders.
+    """Return the object that fetches training batches; None before loaders are set up.
 
-    They are set up after `on_fit_start`, in which a learning-rate finder saves.
+    That is after `on_fit_start`, in which a learning-rate finder already saves.
     """
     return trainer.fit_loop._data_fetcher
 
 
 def restart_in_mid_epoch(trainer: pl.Trainer) -> None:
-    """Let the loops begin after a batch of an epoch."""
+    """Make the loops continue after a batch in the middle of an epoch."""
     loop = trainer.fit_loop
-    loop.restarting = True  # Lightning sets it, except where it takes the epoch for finished
+    loop.restarting = True  # Lightning sets this unless it considers the epoch finished
     loop._restart_stage = "restarted_mid_epoch"
     loop.epoch_loop._restart_stage = "restarted_on_last"
 
 
 def validate_first(trainer: pl.Trainer) -> bool:
-    """Run the validation that was due after the latest batch; return whether one was."""
+    """Make the loop run the validation due after the latest batch; return whether one is."""
     epoch_loop = trainer.fit_loop.epoch_loop
     due = epoch_loop._should_check_val_fx(data_fetcher(trainer))
     if due:
@@ -318,12 +322,12 @@ def validate_first(trainer: pl.Trainer) -> bool:
 
 
 def count_step(trainer: pl.Trainer) -> None:
-    """Count a step in the loggers' rows."""
+    """Count an optimizer step in Lightning's step counter for loggers."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
 
-def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
-    """Return the states of loaders that Lightning would load, and keep it from doing so."""
+def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
+    """Take over the loader states that Lightning has still to load."""
     states: list[dict[str, Any]] = []
     if LOADERS.works(trainer):
         states = trainer.fit_loop._combined_loader_states_to_load
@@ -331,27 +335,27 @@ def loaded_later(trainer: pl.Trainer) -> list[dict[str, Any]]:
     return states
 
 
-def reloaded_at(trainer: pl.Trainer, epoch: int) -> None:
-    """Let the training loaders count as reloaded at this epoch."""
+def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:
+    """Record that the training loaders were last reloaded in this epoch."""
     if RELOAD.works(trainer):
         trainer.fit_loop._last_train_dl_reload_epoch = epoch
 
 
 def is_compiled(module: pl.LightningModule) -> bool:
-    """Return whether `torch.compile` has compiled it."""
+    """Return whether the module was compiled with `torch.compile`."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def validation_seconds(trainer: pl.Trainer) -> float | None:
-    """Return the time between validations, None where batches are counted."""
+    """Return the time between validations; None if their interval is in batches."""
     return getattr(trainer, "_val_check_time_interval", None)
 
 
 def set_ddp_group(strategy: Any, group: Any | None) -> None:
-    """Let DDP average gradients within a process group, None: in the world.
+    """Set the process group in which DDP averages gradients; None for all ranks.
 
     Raises:
-        RuntimeError: this Lightning has no way to tell DDP.
+        RuntimeError: this version of Lightning has no such setting.
     """
     try:
         strategy._ddp_kwargs["process_group"] = group
@@ -363,46 +367,52 @@ def set_ddp_group(strategy: Any, group: Any | None) -> None:
 
 
 def data_used_up(trainer: pl.Trainer) -> bool:
-    """Return whether the latest batch that was read is the epoch's last one."""
+    """Return whether the latest batch read is the epoch's last one."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
 
-def may_stop_early(trainer: pl.Trainer, in_step: bool = False) -> bool:
+def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
     """Return whether `min_epochs` and `min_steps` are reached.
 
     Args:
         trainer: in its fit.
-        in_step: an optimizer step runs, which the Trainer has not counted yet.
+        uncounted: optimizer steps that the Trainer has not counted yet.
     """
-    loop, steps = trainer.fit_loop, trainer.global_step + in_step
+    loop, steps = trainer.fit_loop, trainer.global_step + uncounted
     epoch: Any = loop.epoch_progress.current
     return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Return whether no optimizer step follows the latest batch that was read."""
+    """Return whether gradients of the latest batch accumulate, with no optimizer step after it."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     return ready % trainer.accumulate_grad_batches != 0 and not data_used_up(trainer)
 
 
 def steps_to_come(trainer: pl.Trainer) -> int | None:
-    """Return how many optimizer steps the fit still takes; None if that is unknown."""
+    """Return how many steps the fit still takes at most; None if that is unknown.
+
+    With manual optimization these are batches, each of which may step. `max_steps` says nothing of
+    them then: it counts the steps of every optimizer.
+    """
+    manual = not trainer.lightning_module.automatic_optimization
     total = trainer.estimated_stepping_batches
-    if not math.isfinite(total) or total < 0:
+    if not math.isfinite(total) or total < 0 or (manual and trainer.max_steps != -1):
         return None
-    return max(int(total) - trainer.global_step, 0)
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return max(int(total) - (batches.processed if manual else trainer.global_step), 0)
 
 
 def in_accumulation(trainer: pl.Trainer) -> bool:
-    """Return whether there are gradients of batches whose optimizer step is still to come."""
+    """Return whether an optimizer step is half accumulated."""
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     stepped = batch.processed == batch.ready and not accumulates(trainer)
     return not stepped and bool(batch.processed % trainer.accumulate_grad_batches)
 
 
 def limit_epochs(trainer: pl.Trainer, batches: int) -> None:
-    """Lower the batches of an epoch that Lightning has found in its training loaders."""
+    """Reduce the number of batches per epoch that Lightning found in its training loaders."""
     loop = trainer.fit_loop
     loop.max_batches = batches
     loader, fetcher = loop._combined_loader, loop._data_fetcher
@@ -410,14 +420,14 @@ def limit_epochs(trainer: pl.Trainer, batches: int) -> None:
     if loader.limits is not None:
         loader.limits = [min(limit, batches) for limit in loader.limits]
     if fetcher is not None:
-        fetcher.length = batches  # of the iterator that is there; later ones follow the limits
+        fetcher.length = batches  # for the current iterator; later ones follow the limits
     every = trainer.val_check_interval
     if isinstance(every, float) and trainer.val_check_batch not in (None, math.inf):
         trainer.val_check_batch = max(1, int(batches * every))  # as `setup_data` computes it
 
 
 def is_last_batch(trainer: pl.Trainer) -> bool:
-    """Return whether the latest batch is the last one of this rank's data."""
+    """Return whether the latest batch is the last one in this rank's data."""
     return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
 
 
@@ -427,6 +437,6 @@ def end_epoch_after_this_batch(trainer: pl.Trainer) -> None:
 
 
 def has_no_batch(trainer: pl.Trainer) -> bool:
-    """Return whether a loader without a length, from which Lightning reads ahead, had no batch."""
+    """Return whether a loader without a length, which Lightning prefetches, was empty."""
     fetched = getattr(data_fetcher(trainer), "batches", None)
     return fetched is not None and not fetched

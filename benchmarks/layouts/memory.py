@@ -28,7 +28,7 @@ from benchmarks.sync_cost.__main__ import RETURN_FREED_MEMORY
 from benchmarks.sync_cost.job import outer_state
 from lightning_commfree import FSDPSettings, StreamingDiLoCoStrategy, from_pretrained_on_meta
 from lightning_commfree.model.blocks import block_names
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 STEPS, BATCH, TOKENS, VOCABULARY = 4, 2, 32, 4096
 KINDS = ("parameters", "gradients", "optimizer", "outer")
@@ -93,7 +93,7 @@ def _peak_bytes() -> int:
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the memory of tensors or of this rank's shards; each storage counts once."""
-    storages = (own(tensor).untyped_storage() for tensor in tensors)
+    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

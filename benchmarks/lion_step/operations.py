@@ -16,7 +16,7 @@ from lightning_commfree.comm.bits import pack_bits_part, unpack_bits_part
 from lightning_commfree.lion import DistributedLion
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import Majority, PackedDelta, Shard
-from lightning_commfree.lion.worker import Member, cast_ballot, take_step
+from lightning_commfree.lion.worker import LionParam, cast_ballot, take_step
 
 Operations = dict[str, Callable[[], object]]
 
@@ -135,7 +135,9 @@ class Worker:
         self._buckets = split_into_buckets([(str(i), p) for i, p in enumerate(parameters)], 2)
         group = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.1}
         states = {p: {"momentum": torch.zeros_like(p)} for p in parameters}
-        self._members = [[Member(p, states[p], group) for p in b.parameters] for b in self._buckets]
+        self._members = [
+            [LionParam(p, states[p], group) for p in b.parameters] for b in self._buckets
+        ]
         self._valid = [_valid(bucket) for bucket in self._buckets]
         self._packed_deltas = [_packed_delta(bucket) for bucket in self._buckets]
 

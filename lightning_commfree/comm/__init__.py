@@ -1,4 +1,4 @@
-"""The ground floor: groups of ranks, what travels between them, and what it costs in bytes.
+"""Channels between ranks, the traffic ledger, bit packing and failure detection.
 
-Torch only; it knows no paper.
+Depends on torch only and knows nothing of the training algorithms.
 """

@@ -1,4 +1,4 @@
-"""Work beside training: a thread for exchanges of several phases, a CUDA stream for encoding."""
+"""Work beside the training thread: multi-phase exchanges on a thread, encoding on a CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class Background:
-    """Runs tasks in the order in which they were given, so that ranks stay in step.
+    """Background thread that runs exchanges in the order in which they are submitted.
 
     An exchange may need the result of its first phase to compute the payload of its second one. The
-    training thread would have to do that in the middle of the flight; here one thread runs both
-    phases. It runs one task at a time, so that the collectives of two fragments in flight have the
-    same order on all ranks. The ledger counts the waits of the training thread only.
+    training thread would have to stop for that, so this thread runs both phases. It runs one task
+    at a time: collectives of two fragments in flight then have the same order on all ranks. The
+    ledger counts only the training thread's waits.
 
-    After a task has failed, all later ones fail with the same error: the peers took part in
-    exchanges that this rank left out, so its next exchange would meet a different one of theirs.
+    After a task has failed, all later ones fail with the same error. This rank has missed
+    collectives that its peers took part in, so its next one would be paired with the wrong one.
 
     Args:
-        ledger: where the training thread's waits are counted.
+        ledger: counts the training thread's waits.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -38,18 +38,16 @@ class Background:
     def submit(
         self, task: Callable[[], T], tag: str, staged: Callable[[], object] | None = None
     ) -> Pending[T]:
-        """Queue `task`; the result's wait is counted under `tag`.
-
-        The thread starts with the first task, in the process that trains: after every fork.
+        """Queue `task` and return its pending result; waiting for that is counted under `tag`.
 
         Args:
-            task: runs in the thread.
-            tag: of the ledger.
+            task: runs on the thread.
+            tag: ledger tag.
             staged: returns when this rank's device has computed the payload. The result's `wait`
-                waits for that first, uncounted: it is the rank's own work, and the host may be far
-                ahead of the device.
+                calls it first, uncounted: the host may be far ahead of the device, and that is the
+                rank's own work and no communication.
         """
-        if self._executor is None:
+        if self._executor is None:  # not earlier: a fork would lose the thread
             self._executor = ThreadPoolExecutor(
                 1, "exchange", initializer=self._ledger.ignore_waits_of_this_thread
             )
@@ -64,7 +62,7 @@ class Background:
         return Pending(resolve)
 
     def close(self) -> None:
-        """Let the thread end after its current task; queued tasks are dropped."""
+        """Stop the thread after its current task and drop queued tasks."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
@@ -73,7 +71,7 @@ class Background:
         if self._error is not None:
             raise self._error
         try:
-            with self._ledger.of_this_thread(phase):
+            with self._ledger.thread_phase(phase):
                 return task()
         except Exception as error:
             self._error = error
@@ -81,42 +79,43 @@ class Background:
 
 
 class Staging:
-    """Compute on a side CUDA stream and copy results to the host, without blocking training.
+    """Side CUDA stream that computes, and copies results to the host, without blocking training.
 
-    On other devices the work runs at once. The stream is made with the first work, in the process
-    that trains.
+    On other devices the work runs at once.
     """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def stage(self, work: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """Start `work` after everything that is queued on the caller's stream.
+        """Start `work` once everything queued on the caller's stream is done.
 
-        1. The training stream computes `inputs`; the side stream waits for it, the host does not.
+        1. The training stream computes `inputs`. The side stream waits for it; the host does not.
         2. The side stream computes `work` and copies the result into pinned memory.
         3. The training stream continues meanwhile; the returned function waits for the copy.
 
         Args:
             work: reads `inputs` and returns one tensor on their device.
-            inputs: everything on the device that `work` reads; may be freed right after this call.
+            inputs: all device tensors that `work` reads; the caller may free them after this call.
 
         Returns:
-            A function that waits for the result and returns it, in host memory. Any thread may
-            call it.
+            A function that waits for the result and returns it in host memory. Any thread may call
+            it.
         """
         device = inputs[0].device
         if device.type != "cuda":
             result = work().cpu()
             return lambda: result
 
-        if self._stream is None:
+        if self._stream is None:  # not earlier: CUDA does not survive a fork
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             host, wait = to_host(work())
 
-        for tensor in inputs:  # their memory is not used again before the side stream has read it
+        for (
+            tensor
+        ) in inputs:  # keeps the allocator from reusing memory that the side stream still reads
             tensor.record_stream(self._stream)
 
         def waited_for() -> Tensor:
@@ -127,23 +126,26 @@ class Staging:
 
 
 def to_host(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """Copy a tensor into host memory, after everything that is queued on its current stream.
+    """Copy a tensor to host memory, after everything queued on its device's current stream.
 
     Returns:
-        The copy, pinned if the tensor is on a CUDA device, and a function to call before reading
-        it. Any thread may call that.
+        The copy (pinned if the tensor is on a CUDA device), and a function to call before reading
+        it, from any thread.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu(), lambda: None
 
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    # of the tensor's device, whichever the thread's is; blocking: the thread that waits sleeps
+    # on the stream of the tensor's device, which may not be this thread's current device;
+    # `blocking` lets the waiting thread sleep instead of spin
     arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     arrived.record(torch.cuda.current_stream(tensor.device))
 
     def wait() -> None:
-        with torch.cuda.device(tensor.device):  # a new thread would start a context on device 0
+        with torch.cuda.device(
+            tensor.device
+        ):  # else a new thread would open a CUDA context on device 0
             arrived.synchronize()
 
     return host, wait

@@ -1,8 +1,8 @@
-"""Pack small codes into bytes: eight 1-bit flags a byte, two 4-bit codes a byte.
+"""Pack small codes into bytes: eight 1-bit flags or two 4-bit codes per byte.
 
 The layout is *planar*: N codes are padded with zeros and cut into as many equal rows as a byte
-holds codes; byte j takes code j of every row. Rows are read and written in one piece, which makes
-this fast: packing a row is one addition, unpacking it one shift and one mask. With R bytes packed:
+holds codes; byte j contains code j of every row. A row is read or written with a few operations on
+consecutive bytes: packing is one addition, unpacking one shift and one mask. With R packed bytes:
 
 ======== ====== ================= =================================================================
 code     rows   packed bytes R    position of code i
@@ -12,12 +12,12 @@ code     rows   packed bytes R    position of code i
 ======== ====== ================= =================================================================
 
 A packed buffer is a whole number of 8-byte words, so bitwise operations can run on its
-`view(torch.int64)`, 64 flags a word. The layout is defined in bytes and does not depend on the
-machine's byte order. The buffer does not store N. To split packed flags between n ranks, pad the
-flags to a multiple of 64 n first, so that each rank gets whole words.
+`view(torch.int64)`, 64 flags per word. The layout is defined in bytes and does not depend on the
+machine's byte order. The buffer does not store N. To split packed flags between n ranks, first pad
+the flags to a multiple of 64 n, so that each rank gets whole words.
 
-Codes are packed and unpacked in parts, in chunks that stay in a CPU's cache: the codes of a whole
-buffer never have to exist at once.
+Codes are packed and unpacked chunk by chunk: a chunk stays in a CPU's cache, and the codes of a
+whole buffer never have to exist at once.
 """
 
 from __future__ import annotations
@@ -31,29 +31,28 @@ _WORD_BYTES = 8
 
 
 def packed_nibbles_size(numel: int) -> int:
-    """Return the bytes that `numel` packed 4-bit codes take, padding included: a multiple of 8."""
+    """Return the size in bytes of `numel` packed 4-bit codes, a multiple of 8."""
     return -(-numel * 4 // (8 * _WORD_BYTES)) * _WORD_BYTES
 
 
 def pack_bits_part(flags: Tensor, start: int, packed: Tensor) -> None:
     """Write consecutive flags into a packed buffer.
 
-    Parts must be written in ascending order, because a part of a later row is added to the rows
-    below it.
+    Write parts in ascending order, because a later row is added to the rows below it.
 
     Args:
         flags: bool, shape (n,).
-        start: index of the first of them among all N flags.
-        packed: uint8, all N flags: 8 ceil(N / 64) bytes, or longer by whole words. It must be zero
-            where no part is written: those flags are then False.
+        start: index of the first flag of the part.
+        packed: uint8, 8 ceil(N / 64) bytes or more whole words. Zero it before the first part;
+            flags that no part covers are then False.
     """
     _pack(flags.view(torch.uint8), 1, packed, start)
 
 
 def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read flags `start` to `start` + n of a packed buffer into `out`: uint8, shape (n,), 0 or 1.
+    """Read flags `start` to `start` + n of a packed buffer.
 
-    `packed` is as in `pack_bits_part`.
+    `out`, uint8, shape (n,), is filled with 0 and 1.
     """
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         if row == 0:
@@ -67,35 +66,35 @@ def unpack_bits_part(packed: Tensor, start: int, out: Tensor) -> None:
 def pack_nibbles_part(codes: Tensor, start: int, packed: Tensor) -> None:
     """Write consecutive 4-bit codes into a packed buffer.
 
-    Parts must be written in ascending order and together cover all codes.
+    Write parts in ascending order, until they cover all codes.
 
     Args:
         codes: uint8, shape (n,), values 0 to 15. They are not checked: on a GPU that would make
             the host wait.
-        start: index of the first of them among all N codes.
+        start: index of the first code of the part.
         packed: uint8, shape (packed_nibbles_size(N),).
     """
     _pack(codes, 4, packed, start)
 
 
 def lift_nibbles_part(packed: Tensor, start: int, out: Tensor) -> None:
-    """Read 4-bit codes into the upper ends of 16-bit words.
+    """Read 4-bit codes into the upper bits of 16-bit words.
 
-    A decoder that makes floating-point numbers of codes shifts and masks the words anyway, so the
-    codes are not isolated first: that would be one more pass.
+    A decoder that turns codes into floating-point numbers shifts and masks the words anyway, so
+    isolating the codes here would only cost another pass.
 
     Args:
         packed: uint8, shape (packed_nibbles_size(N),).
         start: index of the first code to read.
-        out: int16, shape (n,). Bits 12 to 15 of word i become code `start` + i; the bits below are
-            left over and mean nothing.
+        out: int16, shape (n,). Bits 12 to 15 of word i become code `start` + i; the lower bits are
+            garbage.
     """
     for row, position, part in _positions(start, out.numel(), packed.numel()):
         out[part].copy_(packed[position]).bitwise_left_shift_(8 if row else 12)
 
 
 def _pack(codes: Tensor, bits: int, out: Tensor, start: int) -> None:
-    # A single word is the only buffer whose first row may be longer than the codes.
+    # Only in a buffer of a single word can the first row be longer than the codes.
     if out.numel() == _WORD_BYTES and start == 0:
         out.zero_()
     for row, position, part in _positions(start, codes.numel(), out.numel()):
@@ -106,7 +105,7 @@ def _pack(codes: Tensor, bits: int, out: Tensor, start: int) -> None:
 
 
 def _positions(start: int, numel: int, row_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield row, bytes and codes for each row that `numel` codes from code `start` on touch."""
+    """Yield (row, bytes, codes) for each row that codes `start` to `start` + `numel` are in."""
     position, stop = start, start + numel
     while position < stop:
         row, byte = divmod(position, row_bytes)

@@ -1,14 +1,12 @@
-"""Asynchronous collectives among a group of ranks, with bytes and waits counted.
+"""Asynchronous collectives within a group of ranks, with bytes and wait times counted.
 
-The only module of the package that calls collectives of `torch.distributed`; FSDP has its own. A
-collective starts when its method is called, which returns a `Pending`; calling `.wait()` at once is
-the blocking form. A channel of one rank takes the same path and sends nothing. Bytes and waits go
-to the `Ledger`.
+This is the only module of the package that calls collectives of `torch.distributed` (FSDP2 calls
+its own). A method starts its collective and returns a `Pending`; call `.wait()` at once for the
+blocking form. A channel of one rank has the same interface and sends nothing.
 
-Collectives of one channel must be launched in the same order on all of its ranks, from one thread;
-that order is a function of the training step alone. Pendings may be waited for in any order. An
-input must not be written to before its result has arrived; with one rank the result may be the same
-memory.
+Launch collectives of one channel from one thread and in the same order on all ranks; in this
+package that order depends on the training step alone. Results may be waited for in any order. Do
+not write to an input before its result has arrived; with one rank they may share memory.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from lightning_commfree.comm.ledger import (
 )
 from lightning_commfree.comm.liveness import TAG as PEERS_TAG
 from lightning_commfree.comm.liveness import PeerMonitor, PeerWatch, job_store
-from lightning_commfree.comm.sockets import Unshared
+from lightning_commfree.comm.sockets import CloseOnFork
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Pending(Generic[T]):
-    """The result of a transfer in flight; it keeps every buffer of the transfer alive."""
+    """Result of a transfer in flight; keeps the buffers of the transfer alive."""
 
     def __init__(self, resolve: Callable[[], T]) -> None:
         self._resolve: Callable[[], T] | None = resolve
@@ -47,7 +45,7 @@ class Pending(Generic[T]):
 
     @classmethod
     def here(cls, result: T) -> Pending[T]:
-        """Return a `Pending` whose result has arrived already."""
+        """Return a `Pending` whose result is already available."""
         return cls(lambda: result)
 
     def wait(self) -> T:
@@ -55,29 +53,29 @@ class Pending(Generic[T]):
 
         Raises:
             RuntimeError: the transfer failed, for example because a peer died or the channel's
-                timeout ran out. The message names the ranks that are gone.
+                timeout expired. The message names the lost ranks.
         """
         if self._resolve is not None:
             self._result = self._resolve()
-            self._resolve = None  # frees the buffers that only the transfer needed
+            self._resolve = None  # frees the transfer's buffers
         return self._result
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
-        """Return a `Pending` for `function(result)`; it runs once, in the thread that waits."""
+        """Return a `Pending` of `function(result)`; it runs once, in the thread that waits."""
         return Pending(lambda: function(self.wait()))
 
 
 class Channel:
-    """One rank's end of a group of ranks.
+    """One rank's access to the collectives of a group of ranks.
 
     Args:
-        ranks: global ranks of the group; results are laid out in ascending order.
+        ranks: global ranks of the group; results are in ascending order of rank.
         rank: global rank of this process; the attribute `rank` is its position among `ranks`.
-        ledger: where bytes and waits are counted.
+        ledger: counts bytes and waits.
         group: the process group; None for a channel of one rank.
-        device: of inputs and results.
-        downward: a second group of the same ranks. Gathers and exchanges then use it for rows that
-            go to lower ranks, and `group` for rows that go to higher ones.
+        device: device of inputs and results.
+        downward: a second process group of the same ranks. All-gathers and all-to-alls then use it
+            for rows sent to lower ranks, and `group` for rows sent to higher ones.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class Channel:
         device: torch.device | None = None,
         downward: dist.ProcessGroup | None = None,
     ) -> None:
-        self.ranks = tuple(sorted(ranks))  # as `new_group` orders them, however they are written
+        self.ranks = tuple(sorted(ranks))  # `new_group` sorts them too
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
         self.ledger = ledger
@@ -97,7 +95,7 @@ class Channel:
         self._group, self._downward = group, downward
         self._watch = PeerWatch(self.ranks, rank)  # `open` replaces it by one that names lost ranks
         self._owns_monitor = False
-        self._sockets = Unshared()  # what forked children close
+        self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
     @property
@@ -107,7 +105,7 @@ class Channel:
 
     @property
     def peers(self) -> PeerWatch:
-        """The watch over the other ranks, by which a rank may also publish a short status."""
+        """Monitor of the other ranks, through which a rank can also publish a short status."""
         return self._watch
 
     @classmethod
@@ -123,34 +121,34 @@ class Channel:
         full_duplex: bool = False,
         liveness: bool = True,
     ) -> Channel:
-        """Make the process groups and return this rank's channel.
+        """Create the process groups and return this rank's channel.
 
         Collective over the world: every rank must call it with the same `groups`, which together
-        name each rank once. gloo wants CPU tensors, nccl tensors on `device`.
+        contain each rank once. gloo needs CPU tensors, nccl tensors on `device`.
 
-        The first channel also starts this rank's heartbeat (`comm.liveness`), for which 8 bytes a
-        rank travel here; with `liveness` False on some ranks, on none. A channel that is given an
-        open one of all its ranks, `wider`, shares that heartbeat: where rank 1 leaves this channel
-        because rank 2 of another one died, rank 2 is named.
+        The first channel also starts this rank's heartbeat (`comm.liveness`), unless some rank
+        passes `liveness=False`. Pass that channel as `wider` to later ones, whose ranks it must
+        contain: they share its heartbeat. If rank 1 then leaves this channel because rank 2 of
+        another one died, errors name rank 2.
 
-        `full_duplex` gives gloo a second group, for large gathers and exchanges over a slow link:
+        `full_duplex` creates a second gloo group, for large transfers over a slow link:
 
-        1. Rank 0 is ready to receive and says so. Rank 1 is a moment later and begins to send.
-        2. Rank 1 is ready to receive too, but that message is queued in the same socket behind all
-           the values it sends. Rank 0 waits for it: one direction of the link is idle, then the
-           other.
+        1. Rank 0 is ready to receive and tells rank 1, which begins to send.
+        2. Rank 1 becomes ready to receive, but its message is queued in the same socket behind all
+           the values that it sends. Rank 0 waits for it: the link is idle in one direction, then in
+           the other.
 
-        With a group, and so a socket, for each direction, the message overtakes the values.
-        `python -m benchmarks.duplex` measures the difference.
+        With a group, and so a socket, for each direction, the message is not queued behind the
+        values. `python -m benchmarks.duplex` measures the difference.
         """
         mine = None
-        sockets = Unshared()
+        sockets = CloseOnFork()
         with sockets.opening():
             for ranks in groups:
                 group = downward = None
                 if len(ranks) > 1:
                     make = partial(dist.new_group, list(ranks), timeout=timeout, backend=backend)
-                    with nullcontext() if backend == "nccl" else _nothing_to_split():
+                    with nullcontext() if backend == "nccl" else _without_bound_device():
                         group = make()
                         downward = make() if full_duplex and backend == "gloo" else None
                 if rank in ranks:
@@ -163,13 +161,13 @@ class Channel:
                 mine._owns_monitor = True
             else:
                 monitor = wider._watch.monitor
-            # in groups of one rank as well: all ranks count the channels of a monitor alike
+            # in groups of one rank too: all ranks must count the same channels of a monitor
             mine._watch = PeerWatch(mine.ranks, rank, patience.total_seconds(), monitor)
         mine._sockets = sockets
         return mine
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Sum `tensor` (any shape, same on all ranks) over the ranks, in place."""
+        """Sum `tensor` (any shape, the same on all ranks) over the ranks, in place."""
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, ring_all_reduce_bytes(tensor.nbytes, self.size))
@@ -178,19 +176,19 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def all_gather(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Collect every rank's `tensor` (shape S, same on all ranks) as one of shape (size, *S)."""
+        """Gather every rank's `tensor` (shape S, the same on all ranks) into shape (size, *S)."""
         if self._is_alone():
             return Pending(lambda: tensor.unsqueeze(0))
         self.ledger.count_sent(tag, all_gather_bytes(tensor.nbytes, self.size))
-        # Not `dist.all_gather`: when a peer dies in the middle of it, gloo's version frees the
-        # memory that its other connections still send from, and the process aborts. The bytes are
-        # the same, and so is the memory: gloo gathers into a copy of its own.
+        # Not `dist.all_gather`: when a peer dies in the middle of it, gloo frees memory that its
+        # other connections still send from, and the process aborts. This sends as many bytes and
+        # takes as much memory: gloo would gather into a copy of its own.
         return self._exchange(tensor.expand(self.size, *tensor.shape), tag)
 
     def all_to_all(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Send row i of `tensor`, shape (size, *S), to rank i; row j of the result is rank j's."""
         assert tensor.shape[0] == self.size, (
-            f"all_to_all wants {self.size} rows, got {tuple(tensor.shape)}"
+            f"all_to_all needs {self.size} rows, got {tuple(tensor.shape)}"
         )
         if self._is_alone():
             return Pending(lambda: tensor)
@@ -198,7 +196,7 @@ class Channel:
         return self._exchange(tensor, tag)
 
     def broadcast(self, tensor: Tensor, tag: str, source: int = 0) -> Pending[Tensor]:
-        """Overwrite `tensor` with that of the channel's rank `source`."""
+        """Overwrite `tensor` with the one of `source`, a rank of this channel."""
         if self._is_alone():
             return Pending(lambda: tensor)
         self.ledger.count_sent(tag, broadcast_bytes(tensor.nbytes, self.size))
@@ -209,33 +207,35 @@ class Channel:
     def naming_lost(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
         """Return a context that names the lost ranks if a collective in its body fails.
 
-        For collectives of other libraries among the same ranks, for example a framework's barrier.
+        For collectives that other libraries run among these ranks, such as a framework's barrier.
 
         Args:
-            tag: names the collective in the error.
-            computing: the body does more than that, for example a whole training step: its error
-                passes unchanged if no rank is lost.
+            tag: name of the collective in the error.
+            computing: whether the body may fail for other reasons, as a training step can: its
+                error then passes unchanged if no rank is lost.
         """
         return self._watch.naming(tag, computing)
 
     def close(self) -> None:
-        """Give the process group back, after every `Pending` or in place of its result."""
-        # first, so that a peer whose connection breaks then reads that this rank has left
+        """Destroy the process groups; results that are still pending are lost."""
+        # first: a peer whose connection breaks can then read that this rank left on purpose
         self._watch.close(self._owns_monitor)
         for group in (self._group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        # a garbage collector that destroys it later, in a forked worker, would wait for threads
-        # that do not exist there
+        # If a forked worker's garbage collector destroyed them, it would wait for threads that do
+        # not exist there.
         self._group = self._downward = None
 
     def _is_alone(self) -> bool:
         if self._group is None and self.size > 1:
-            raise RuntimeError("This channel is closed: the fit that had opened it is over.")
+            raise RuntimeError(
+                "This channel is closed because the fit that opened it has ended. Open a new one."
+            )
         return self.size == 1
 
     def _start_monitor(self, liveness: bool) -> PeerMonitor | None:
-        """Start this rank's heartbeat; None for a single rank, or if a rank has none."""
+        """Start this rank's heartbeat; return None for a single rank, or if any rank has none."""
         if self._is_alone():
             return None
         store = job_store() if liveness else None
@@ -248,14 +248,15 @@ class Channel:
         return monitor
 
     def _exchange(self, rows: Tensor, tag: str) -> Pending[Tensor]:
-        """Send row i to rank i, row j of the result is rank j's; rows may share memory."""
+        """Send row i to rank i and receive row j from rank j; rows may share memory."""
         received = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         place = self.rank
         with self._watch.launching(tag):
             if self._downward is None:
                 works = [_all_to_all(received, rows, self._group)]
             else:
-                below = [int(rank < place) for rank in range(self.size)]  # rows that travel
+                # `up` carries rows to higher ranks, so the rows it brings are from lower ones
+                below = [int(rank < place) for rank in range(self.size)]  # number of rows per rank
                 above = [int(rank > place) for rank in range(self.size)]
                 lower, higher = slice(None, place), slice(place + 1, None)
                 up, down = self._group, self._downward
@@ -269,7 +270,7 @@ class Channel:
     def _pending(self, works: Sequence[Any], result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
             with self.ledger.count_wait(tag):
-                # nccl's `wait` orders streams and does not block, so a wait cannot be watched
+                # nccl's `wait` orders streams without blocking, so there is nothing to watch
                 watch = self._watch if self.device.type == "cpu" else PeerWatch()
                 watch.wait(works, tag)
             return result
@@ -284,19 +285,19 @@ def _all_to_all(
     rows_from: list[int] | None = None,
     rows_to: list[int] | None = None,
 ) -> Any:
-    """Launch an exchange of one row, or of the given numbers of rows, with each rank."""
+    """Launch an all-to-all with one row per rank, or with the given numbers of rows."""
     return dist.all_to_all_single(
         received, sent.contiguous(), rows_from, rows_to, group=group, async_op=True
     )
 
 
 @contextmanager
-def _nothing_to_split() -> Iterator[None]:
-    """Let `new_group` make groups of sockets, and not try to split a CUDA communicator for them.
+def _without_bound_device() -> Iterator[None]:
+    """Keep `new_group` from splitting a CUDA communicator when it creates gloo groups.
 
-    1. Lightning binds the default group to a device, on which torch opens it at once.
-    2. Ranks that are not in a new group then take part in a split of it, which only nccl can do:
-       with a default group of gloo on a CUDA device they fail.
+    1. Lightning binds the default group to a device, so torch connects it at once.
+    2. Ranks outside of a new group then take part in a split of the default group, which only nccl
+       supports: with a default group of gloo on a CUDA device they fail.
     """
     everybody = dist.group.WORLD
     assert everybody is not None, "the process group is initialized"

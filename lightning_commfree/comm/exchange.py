@@ -1,7 +1,7 @@
-"""One exchange between the members of a view: the same reduced values on all of them.
+"""Reduce values over the members of a view, with bit-identical results on all of them.
 
-The values are cut into S shards. A member's message about one shard has u bytes, a reduced shard d
-bytes. There are two routes for M members:
+The values are cut into S shards. A member's message about one shard has u bytes, and a reduced
+shard has d bytes. There are two routes for M members:
 
 =========  ===========================================================  ===  =====================
 route      what travels                                                 S    bytes a member sends
@@ -11,17 +11,18 @@ two-phase  shard i of every message to member i, its *owner*, which     M    (u 
            reduces it and sends the result to all
 =========  ===========================================================  ===  =====================
 
-Gathering is cheaper for two members and for small messages, two phases from three members on. Code
-that goes `up`, reduces and goes `down` works on both routes: down a gather nothing travels, because
-every member has reduced the only shard itself.
+Gathering is cheaper for two members and for small messages, two phases for three members or more.
+The same code runs on both routes: send messages `up`, reduce, send the result `down`. On the gather
+route `down` sends nothing, because every member has reduced the only shard itself.
 
-What a message holds and how it is reduced is up to the algorithm: Streaming DiLoCo averages values
-that a codec has rounded, Distributed Lion counts votes. `MessageLayout` places the sections of a
+Each algorithm defines its messages and how to reduce them: Streaming DiLoCo averages values that a
+codec has rounded, Distributed Lion counts votes. `MessageLayout` lays out the sections of a
 message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,14 +34,14 @@ from lightning_commfree.comm.view import View
 
 
 class Route(NamedTuple):
-    """How messages travel between the members of a view, and which shard each of them reduces."""
+    """Route of messages between the members of a view."""
 
     view: View
     two_phase: bool
 
     @property
     def num_shards(self) -> int:
-        """S: into how many shards the values are cut."""
+        """S: the number of shards that the values are cut into."""
         return self.view.size if self.two_phase else 1
 
     @property
@@ -49,10 +50,11 @@ class Route(NamedTuple):
         return self.view.place if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's message about each shard, shape (S, u).
+        """Send this member's messages, shape (S, u): one about each shard.
 
         Returns:
-            All members' messages about this member's shard, shape (M, u), in their order.
+            All members' messages about the shard that this member reduces, shape (M, u), in member
+            order.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -60,39 +62,47 @@ class Route(NamedTuple):
         return channel.all_gather(messages[0], tag)
 
     def down(self, reduced: Tensor, tag: str) -> Pending[Tensor]:
-        """Send the reduced shard of this member, shape (d,); return all of them, shape (S, d)."""
+        """Send this member's reduced shard, shape (d,); return all shards, shape (S, d)."""
         if self.two_phase:
             return self.view.channel.all_gather(reduced, tag)
         return Pending.here(reduced.unsqueeze(0))
 
     def bytes_up(self, num_bytes: int) -> int:
-        """Return the bytes that this member sends up, for messages of `num_bytes` a shard."""
+        """Return the bytes that this member sends up, with `num_bytes` per shard."""
         size = self.view.size
         if self.two_phase:
             return all_to_all_bytes(size * num_bytes, size)
         return all_gather_bytes(num_bytes, size)
 
     def bytes_down(self, num_bytes: int) -> int:
-        """Return the bytes that this member sends down, for a reduced shard of `num_bytes`."""
+        """Return the bytes that this member sends down, with `num_bytes` per reduced shard."""
         return all_gather_bytes(num_bytes, self.view.size) if self.two_phase else 0
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, the gather first: it is taken where both send as many bytes."""
+    """Return both routes, gather first so that `min` prefers it where both send as many bytes."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
-class MessageLayout:
-    """Where the sections of a message are: one behind the other, each on an 8-byte boundary.
+def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
+    """Sum tensors in order, so that all members that have the same rows get the same bits."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
 
-    The size is fixed, so that messages of all members can travel in one collective, and every
-    section can be viewed in a wider dtype.
+
+class MessageLayout:
+    """Layout of a message's sections, each starting on an 8-byte boundary.
+
+    The size is fixed, so that one collective can carry the messages of all members. The boundaries
+    let every section be viewed as a wider dtype.
 
     Args:
         **sizes: bytes of each section, by name, in order.
 
     Attributes:
-        num_bytes: of the whole message, a multiple of 8.
+        num_bytes: size of the message, a multiple of 8.
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -100,19 +110,19 @@ class MessageLayout:
         self.num_bytes = 0
         for name, size in sizes.items():
             self._sections[name] = slice(self.num_bytes, self.num_bytes + size)
-            self.num_bytes = -(-(self.num_bytes + size) // 8) * 8
+            self.num_bytes = -(-(self.num_bytes + size) // 8) * 8  # rounded up to 8
 
     def clear_gaps(self, message: Tensor) -> None:
-        """Zero the bytes between the sections: equal contents then make equal bytes."""
+        """Zero the padding between sections, so that equal contents give equal bytes."""
         stops = [section.stop for section in self._sections.values()]
         starts = [section.start for section in self._sections.values()]
         for stop, start in zip(stops, [*starts[1:], self.num_bytes], strict=True):
             message[stop:start].zero_()
 
     def section(self, message: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return one section of one message, shape (num_bytes,), as a view of `dtype`."""
+        """Return one section of one message as a flat view of `dtype`."""
         return message[self._sections[name]].view(dtype)
 
     def sections(self, messages: Tensor, name: str, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return one section of several messages, shape (M, num_bytes), as rows of `dtype`."""
+        """Return one section of M messages, one row of `dtype` per message."""
         return torch.stack([self.section(message, name, dtype) for message in messages])

@@ -1,6 +1,6 @@
 """Check that all ranks of a channel have the same settings, before the first real exchange.
 
-Otherwise that exchange would hang, or mix up values of different meaning.
+With different settings that exchange would hang, or mix up values of different meaning.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ _SHOWN = 5  # differences named in the error
 
 
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
-    """Compare `fingerprint` over the ranks of `channel`; 32 bytes a rank travel where all agree.
+    """Raise on all ranks if `fingerprint` differs between any of them; collective.
+
+    Where all ranks agree, only a 32-byte hash per rank is sent.
 
     Args:
-        channel: every rank of it must call this at the same point.
-        fingerprint: values that must be equal, by name, in any order: settings, parameter shapes.
+        channel: the ranks to compare.
+        fingerprint: values that must be equal, by name: settings, parameter shapes.
 
     Raises:
-        ValueError: on all ranks, naming the ranks and their differences from rank 0.
+        ValueError: the fingerprints differ; names the ranks and their differences from rank 0.
     """
     text = json.dumps(dict(fingerprint), sort_keys=True).encode()
     digests = _gather(channel, hashlib.sha256(text).digest())
@@ -50,8 +52,9 @@ def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
 
 
 def gather_texts(channel: Channel, text: str) -> list[str]:
-    """Gather one text from every rank of `channel`, by rank; collective."""
+    """Gather a string from every rank, in rank order; collective."""
     raw = text.encode()
+    # a gather needs equal sizes on all ranks: first the lengths, then the texts, padded
     lengths = [int(length) for length in _gather(channel, b"%16d" % len(raw))]
     rows = _gather(channel, raw.ljust(max(1, *lengths)))  # an empty tensor cannot be sent
     return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]

@@ -1,10 +1,9 @@
-"""Count the bytes that this rank sends and the seconds that it waits.
+"""Count the bytes that this rank sends and the seconds that it waits for collectives.
 
-Every collective of the package reports here when it is launched, under a *tag* for its purpose.
-Nothing else in the package adds up bytes, and forecasts of a strategy's traffic use the same
-formulas. They give the bytes that *one rank* puts on the wire, averaged over the ranks of the
-group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
-payload of b bytes per rank):
+Every collective of the package is counted here when it is launched, under a *tag* for its purpose.
+Forecasts of a strategy's traffic use the same formulas. They give the bytes that *one rank* puts on
+the wire, averaged over the ranks of the group, for the algorithms that gloo and nccl use at the
+message sizes that matter (n ranks, a payload of b bytes per rank):
 
 ============== ======================= ====================================================
 collective     bytes sent by a rank    why
@@ -15,9 +14,9 @@ all-to-all     b (n - 1) / n           a rank's block for itself is not sent
 broadcast      b (n - 1) / n           n - 1 ranks receive b each
 ============== ======================= ====================================================
 
-Every byte and second also belongs to a *phase* of a fit, so that training steps are never mixed
-with the rest: before the first step (`START`); in the training steps (`STEPS`); in validations
-(`VALIDATION`); in checkpoints and the last exchange of a fit (`END`).
+Bytes and seconds are also split by *phase* of the fit, so that training steps can be measured
+alone: before the first step (`START`), training steps (`STEPS`), validations (`VALIDATION`),
+checkpoints and the last exchange of a fit (`END`).
 """
 
 from __future__ import annotations
@@ -35,27 +34,27 @@ PHASES = (START, STEPS, VALIDATION, END)
 
 
 def ring_all_reduce_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that one of `size` ranks sends to all-reduce `num_bytes`."""
+    """Return the bytes that each of `size` ranks sends in an all-reduce of `num_bytes`."""
     return 2 * num_bytes * (size - 1) // size
 
 
 def all_gather_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that one of `size` ranks sends to gather `num_bytes` of each rank."""
+    """Return the bytes that each of `size` ranks sends in an all-gather of `num_bytes` per rank."""
     return num_bytes * (size - 1)
 
 
 def all_to_all_bytes(num_bytes: int, size: int) -> int:
-    """Return the bytes that a rank sends to split `num_bytes` over all ranks."""
+    """Return the bytes that a rank sends in an all-to-all of `num_bytes` per rank."""
     return num_bytes * (size - 1) // size
 
 
 def broadcast_bytes(num_bytes: int, size: int) -> int:
-    """Return the mean bytes that a rank sends to bring `num_bytes` of one rank to all others."""
+    """Return the bytes that a rank sends in a broadcast of `num_bytes`, averaged over the ranks."""
     return num_bytes * (size - 1) // size
 
 
 class LedgerTotals(NamedTuple):
-    """The ledger's sums at one moment; the difference of two is the traffic in between."""
+    """Totals of the ledger at one moment; subtract two of them to get the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -66,14 +65,14 @@ class LedgerTotals(NamedTuple):
 class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
-    A second counts as *waited* when the caller could do nothing else: the time inside
-    `Pending.wait` of a collective that was launched earlier, or the whole of a blocking one.
+    Waiting is the time in which the caller is blocked: inside `Pending.wait` for a collective that
+    was launched earlier, or during a blocking one.
 
     Attributes:
-        phase: the current one of `PHASES`; set by the strategy that runs the fit.
+        phase: current phase, one of `PHASES`; the strategy sets it.
+        follows: another ledger whose phase this one uses.
         bytes_by_phase: bytes sent, by phase and tag.
-        seconds_by_phase: seconds waited.
-        follows: another ledger, whose phase this one shares.
+        seconds_by_phase: seconds waited, by phase.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
@@ -119,7 +118,7 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count traffic in the body under a phase."""
+        """Count the traffic in the body under `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -127,8 +126,8 @@ class Ledger:
             self.phase = before
 
     @contextmanager
-    def of_this_thread(self, phase: str) -> Iterator[None]:
-        """Count traffic of the calling thread in the body under a phase.
+    def thread_phase(self, phase: str) -> Iterator[None]:
+        """Count the calling thread's traffic in the body under `phase`.
 
         A background thread may still send the payload of a step while a validation runs.
         """
@@ -140,12 +139,12 @@ class Ledger:
             del self._phase_by_thread[thread]
 
     def ignore_waits_of_this_thread(self) -> None:
-        """Count no waits of the calling thread from now on: they do not block training."""
+        """Stop counting the calling thread's waits: they do not block training."""
         self._idle_threads.add(threading.get_ident())
 
     @contextmanager
     def count_wait(self, tag: str) -> Iterator[None]:
-        """Add the time that the body takes to the seconds waited for `tag`."""
+        """Add the duration of the body to the seconds waited for `tag`."""
         start = time.perf_counter()
         try:
             yield
@@ -153,6 +152,7 @@ class Ledger:
             if threading.get_ident() not in self._idle_threads:
                 seconds = time.perf_counter() - start
                 self.seconds_by_tag[tag] += seconds
+                # not `_phase_here`: the waiting thread is the one that trains
                 phase = self.phase if self.follows is None else self.follows.phase
                 self.seconds_by_phase[phase] += seconds
 
@@ -164,9 +164,9 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A forecast of one rank's traffic in training steps, by the ledger's formulas."""
+    """Forecast of one rank's traffic in training steps, by the ledger's formulas."""
 
-    bytes_by_tag: Mapping[str, float]  # in a cycle, by the ledger's tags
+    bytes_by_tag: Mapping[str, float]  # per cycle
     cycle_steps: int
     ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
 
@@ -184,24 +184,24 @@ class Traffic:
 
     @property
     def bytes_per_cycle(self) -> int:
-        """Bytes of all tags in a cycle."""
+        """Bytes per cycle, over all tags."""
         return round(sum(self.bytes_by_tag.values()))
 
     @property
     def bytes_per_step(self) -> float:
-        """Mean over a cycle."""
+        """Bytes per step, averaged over a cycle."""
         return self.bytes_per_cycle / self.cycle_steps
 
 
 class StepMeans:
-    """Mean bytes and waits of training steps, over the last whole cycles.
+    """Mean bytes and wait time per training step, over the latest complete cycles.
 
-    Traffic of the start, of validations, of checkpoints and of the last exchange is left out.
+    Only the `STEPS` phase counts.
 
     Args:
-        ledger: of this rank.
-        traffic: the forecast, for the length of a cycle and the traffic of DDP.
-        at_least: steps over which the means are taken; rounded up to whole cycles.
+        ledger: this rank's ledger.
+        traffic: forecast that gives the length of a cycle and DDP's traffic.
+        at_least: minimum number of steps to average over; rounded up to complete cycles.
 
     Attributes:
         steps: number of steps counted.
@@ -210,6 +210,7 @@ class StepMeans:
     def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:
         self._ledger, self._ddp_bytes = ledger, traffic.ddp_bytes_per_step
         cycles = -(-at_least // traffic.cycle_steps)
+        # n steps are the difference of n + 1 sums
         self._window = deque([self._sums()], maxlen=cycles * traffic.cycle_steps + 1)
         self.steps = 0
 
@@ -219,7 +220,7 @@ class StepMeans:
         self._window.append(self._sums())
 
     def figures(self) -> dict[str, float]:
-        """Return the means by name, none before the first step."""
+        """Return the means by name; empty before the first step."""
         if not self.steps:
             return {}
         (bytes_before, seconds_before), (bytes_now, seconds_now) = self._window[0], self._window[-1]

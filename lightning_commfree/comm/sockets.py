@@ -1,17 +1,17 @@
-"""Sockets of a rank: the network interface that gloo uses, and close-on-fork.
+"""Sockets of a rank: choose the network interface for gloo, and close sockets on fork.
 
-*Interface.* gloo listens on the address of this host's name, which on Debian is 127.0.1.1 and
-cannot be reached from elsewhere. The interface with the route to the main machine is a better
-choice. Asking the kernel for that route sends nothing.
+*Interface.* gloo listens on the address that this host's name resolves to, which on Debian is
+127.0.1.1 and cannot be reached from other machines. The interface with the route to the main
+machine is a better choice. Asking the kernel for that route sends nothing.
 
 *Close-on-fork.*
 
-1. The workers of a data loader are forked off a rank and inherit its open sockets.
-2. The rank is killed. A busy worker lives on for a while, and the kernel keeps the rank's
-   connections open for it. The other ranks' exchanges do not break, and they wait.
+1. Data loader workers are forked from a rank and inherit its open sockets.
+2. The rank is killed. A busy worker survives it for a while, and the kernel keeps the rank's
+   connections open. The other ranks' collectives do not fail; they wait.
 
-So children of `multiprocessing`, which includes the workers of data loaders, close the sockets that
-the rank had opened to other ranks. A child of a bare `os.fork` does not.
+So children of `multiprocessing`, data loader workers among them, close the sockets that the rank
+had opened to other ranks. Children of a bare `os.fork` do not.
 """
 
 from __future__ import annotations
@@ -32,78 +32,78 @@ _SIOCGIFADDR = {"linux": 0x8915, "darwin": 0xC0206921}  # asks the kernel for an
 
 
 class GlooInterface:
-    """The interface for gloo in this process's environment, from `tell` to `take_back`."""
+    """gloo's network interface in the environment of this process: set it, and restore it later."""
 
     def __init__(self) -> None:
         self._before: str | None = None
-        self._told = False
+        self._changed = False
 
-    def tell(self, meeting_point: str) -> None:
+    def select(self, meeting_point: str) -> None:
         """Set the interface, unless the user has set one; see `choose_interface`.
 
         Raises:
-            ValueError: it cannot be chosen without the user.
+            ValueError: several interfaces are possible, or none.
         """
-        self.take_back()
+        self.restore()
         if os.environ.get(VARIABLE):
             return
         name = choose_interface(meeting_point)
         if name is not None:
-            self._before, self._told = os.environ.get(VARIABLE), True
+            self._before, self._changed = os.environ.get(VARIABLE), True
             os.environ[VARIABLE] = name
 
-    def take_back(self) -> None:
+    def restore(self) -> None:
         """Restore the environment."""
-        if self._told:
+        if self._changed:
             os.environ.pop(VARIABLE, None)
             if self._before is not None:
                 os.environ[VARIABLE] = self._before
-            self._told = False
+            self._changed = False
 
 
 def choose_interface(meeting_point: str) -> str | None:
-    """Choose the network interface for gloo in a job of several machines.
+    """Choose the network interface for gloo in a job on several machines.
 
     Args:
         meeting_point: address or host name of the main machine, as in `MASTER_ADDR`.
 
     Returns:
-        Its name; None to leave the choice to gloo, which then chooses one that others can reach.
+        The interface's name; None if gloo's own choice can be reached from other machines.
 
     Raises:
-        ValueError: it cannot be chosen without the user.
+        ValueError: several interfaces are possible, or none.
     """
     addresses = {name: interface_address(name) for _, name in socket.if_nameindex()}
     mine = _address_towards(meeting_point)
     for name, address in addresses.items():
         if address is not None and address == mine and not ip_address(address).is_loopback:
             return name
-    # On the main machine the route leads to the loopback, and its own name often does too.
+    # On the main machine the route to itself is the loopback interface.
     if any(not ip_address(address).is_loopback for address in host_addresses()):
         return None
     others = [n for n, a in addresses.items() if a is not None and not ip_address(a).is_loopback]
     if len(others) == 1:
         return others[0]
     raise ValueError(
-        f"By which network interface does this host ({socket.gethostname()}) reach the other ones?"
-        f" Its name and {meeting_point!r} point back to itself, and it has"
-        f" {', '.join(others) or 'no interface with an address'}. Set {VARIABLE} to one of them,"
-        " on every host to its own."
+        f"Cannot choose the network interface by which host {socket.gethostname()} reaches the"
+        f" other hosts: its name and {meeting_point!r} resolve to the host itself, and its"
+        f" interfaces are: {', '.join(others) or 'none with an IPv4 address'}. On every host, set"
+        f" {VARIABLE} to the interface that leads to the others."
     )
 
 
-def unreachable(error: Exception) -> str:
-    """Explain what to do if ranks of several machines do not reach each other."""
+def connection_error(error: Exception) -> str:
+    """Return an error message for ranks on several machines that cannot connect."""
     return (
-        f"The ranks do not reach each other ({str(error).strip()}). gloo listens on"
-        f" {os.environ.get(VARIABLE) or 'the address of the host name'} here; a firewall may be in"
-        f" the way, or it is the wrong one. Set {VARIABLE} on every host to the interface that"
-        " leads to the others, as `ip address` lists them."
+        f"The ranks cannot connect to each other ({str(error).strip()}). On this host gloo listens"
+        f" on {os.environ.get(VARIABLE) or 'the address of the host name'}. That may be the wrong"
+        f" interface, or a firewall blocks it. On every host, set {VARIABLE} to the interface that"
+        " leads to the others; `ip address` lists them."
     )
 
 
 def interface_address(name: str) -> str | None:
-    """Return the (first) IPv4 address of an interface; None where it has none."""
+    """Return the first IPv4 address of an interface, or None if it has none."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("256s", name.encode()[:15])
         answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR.get(sys.platform, 0), request)
@@ -112,7 +112,7 @@ def interface_address(name: str) -> str | None:
 
 
 def host_addresses() -> list[str]:
-    """Return the addresses of this host's name."""
+    """Return the addresses that this host's name resolves to."""
     with suppress(OSError):
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         return [str(address[0]).partition("%")[0] for *_, address in found]
@@ -121,7 +121,7 @@ def host_addresses() -> list[str]:
 
 def _address_towards(host: str) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect((host, 9))  # looks for a route; a datagram socket sends nothing here
+        asking.connect((host, 9))  # looks up a route; connecting a datagram socket sends nothing
         return str(asking.getsockname()[0])
     return None
 
@@ -129,26 +129,26 @@ def _address_towards(host: str) -> str | None:
 _DESCRIPTORS = "/dev/fd"  # of this process, on Linux and macOS
 
 
-class Unshared:
-    """TCP sockets that forked children close; nothing global outlives this object."""
+class CloseOnFork:
+    """Set of TCP sockets that forked children close."""
 
     def __init__(self) -> None:
-        self._inodes: dict[int, int] = {}  # by descriptor, which another file may get later
+        self._inodes: dict[int, int] = {}  # by descriptor; the inode tells whether it was reused
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Register all TCP sockets that are opened in the body, by any thread and any library."""
+        """Register all TCP sockets opened in the body, by any thread and any library."""
         before = _tcp_sockets()
         try:
             yield
         finally:
             new = {fd: inode for fd, inode in _tcp_sockets().items() if before.get(fd) != inode}
             if not self._inodes:
-                util.register_after_fork(self, Unshared._close)
+                util.register_after_fork(self, CloseOnFork._close)
             self._inodes |= new
 
     def _close(self) -> None:
-        """Close them in a child; the parent keeps its own."""
+        """Close the registered sockets in a child; the parent keeps its own."""
         for descriptor, inode in self._inodes.items():
             with suppress(OSError):
                 if os.fstat(descriptor).st_ino == inode:
@@ -159,7 +159,7 @@ def _tcp_sockets() -> dict[int, int]:
     """Return the inodes of this process's TCP sockets, by descriptor."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
-        with suppress(OSError):  # closed since; the descriptor of this directory itself is
+        with suppress(OSError):  # closed in the meantime, as the descriptor of the listing itself
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode) and _is_tcp(int(name)):
                 found[int(name)] = status.st_ino

@@ -1,9 +1,8 @@
-"""Who takes part in an exchange.
+"""Membership of a group: the members that take part in an exchange, and the channel between them.
 
-A *view* is one composition of the group: its members and the channel between them. Every exchange
-runs in one view from its first byte to its last. Algorithms read the group's size and their own
-place from a view and from nowhere else, so that an exchange can be run again in another view when a
-member is lost. A job of fixed size has one view for its whole life.
+A *view* is one composition of the group. An exchange runs in one view from start to end. Algorithms
+take the group's size and their own index from the view only, so that an exchange can be repeated in
+another view when a member is lost. A job of fixed size has a single view.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from lightning_commfree.comm.channel import Channel
 class View(NamedTuple):
     """One composition of the group."""
 
-    number: int  # counts the views of a job, from 0
+    number: int  # of this view in the job, from 0
     members: tuple[int, ...]  # ids of replicas or workers, in the channel's order
     channel: Channel  # between the members; this process is one of them
 
     @classmethod
     def of(cls, channel: Channel) -> View:
-        """Return the view whose members are the ranks of `channel`, numbered from 0."""
+        """Return the view in which each rank of `channel` is a member."""
         return cls(0, tuple(range(channel.size)), channel)
 
     @property
@@ -37,10 +36,10 @@ class View(NamedTuple):
 
 
 class Membership(Protocol):
-    """Decides which view an exchange runs in.
+    """Source of the view that each exchange runs in.
 
     Attributes:
-        changes: whether members may come and go. Exchanges then keep what they need to run again.
+        changes: whether members may come and go. Exchanges then keep their inputs for a repetition.
     """
 
     changes: bool
@@ -49,7 +48,7 @@ class Membership(Protocol):
         """Return the current view."""
 
     def after_failure(self, view: View, error: RuntimeError) -> View:
-        """Return the view that continues after an exchange in `view` failed.
+        """Return the view to continue in after an exchange in `view` failed.
 
         Raises:
             RuntimeError: the job cannot continue.
@@ -60,7 +59,7 @@ class Membership(Protocol):
 
 
 class FixedMembership:
-    """The same members from start to end: a lost member ends the job."""
+    """Membership that never changes: losing a member ends the job."""
 
     changes = False
 
@@ -77,4 +76,4 @@ class FixedMembership:
         raise error
 
     def leave(self) -> None:
-        """Do nothing: the job owns the channel and closes it."""
+        """Do nothing: the job owns and closes the channel."""

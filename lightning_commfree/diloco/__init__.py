@@ -1,7 +1,7 @@
 """Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch.
 
-Douillard et al., 2025, arXiv:2501.18512. Replicas train apart; fragment by fragment they exchange
-*outer gradients* while they continue to compute. One replica's part of it::
+Douillard et al., 2025, arXiv:2501.18512. Replicas train independently and exchange *outer
+gradients*, one fragment of the model at a time, while training continues. Each replica runs::
 
     global_copy = copy of the initial parameters          # equal on all M replicas, in fp32
     for step in 1, 2, ...:
@@ -16,7 +16,7 @@ Douillard et al., 2025, arXiv:2501.18512. Replicas train apart; fragment by frag
             outer_optimizer.step()
             local[p] = alpha * local[p] + (1 - alpha) * global_copy[p]
 
-    land what is in flight
+    land the fragments that are in flight
     local = global_copy = mean of the local copies        # `finish`
 
 ======  ==================  ===============  ===============  =================================
@@ -37,22 +37,23 @@ Delta   `outer_gradient()`  old minus new    --               Algorithm 2
 
 Read in this order:
 
-1. `schedule`: when fragments launch and land. `fragments`: how a model is cut into them.
-2. `codec`: how values are rounded. `quantize` and `quantize_numba` make the codes.
-3. `outer`: a fragment's global copy and outer step. `exchange`: how the mean is formed.
+1. `schedule`: when fragments launch and land. `fragments`: how a model is split into them.
+2. `codec`: how values are rounded for the wire, with the arithmetic in `quantize` and
+   `quantize_numba`.
+3. `outer`: a fragment's global copy and outer step. `exchange`: the mean over the replicas.
 4. `streaming`: the algorithm.
-5. Rare cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are thawed, or moved by
-   hooks). `messages`: what the user is told.
+5. Rare cases: `nonfinite` (a replica with NaN), `frozen` (parameters that are thawed, or that hooks
+   write to). `messages`: hints and warnings to the user.
 
 Departures from the paper:
 
-- A run *finishes*: in-flight fragments land, then every fragment is exchanged once more and the
-  mean of the local weights taken, so that all replicas end with the same weights. The paper
-  evaluates the global copies, which are up to H steps stale.
-- Section 2.2 writes the offset with the other sign than Algorithm 2; the algorithm is followed. It
-  matters from P = 3 on, and only for the order of the fragments.
-- Floating-point buffers of a checkpoint (BatchNorm) are averaged with their module's fragment, in
-  fp32 on every wire; the paper's models have none.
+- A run *finishes*: in-flight fragments land, then every fragment is exchanged once more for the
+  mean of the local weights, so that all replicas end with the same weights. The paper evaluates
+  the global copies, which are up to H steps stale.
+- The sign of the offset in section 2.2 differs from Algorithm 2; this package follows the
+  algorithm. It matters for P >= 3 only, and only for the order of the fragments.
+- Persistent floating-point buffers (BatchNorm) are averaged with their module's fragment, in fp32
+  whatever the `wire_dtype`; the paper's models have none.
 """
 
 from __future__ import annotations

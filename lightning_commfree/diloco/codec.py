@@ -1,8 +1,8 @@
-"""How outer gradients are rounded for the wire: fp32 values to a payload of bytes and back.
+"""Encode outer gradients for the wire: fp32 values to a payload of bytes and back.
 
 A replica encodes its outer gradient once. Every replica, the sender included, decodes the same
-bytes and sums in fp32 in the order of the replicas, so the global copies stay bit-identical
-(arXiv:2501.18512, section 2.4). A payload of N values has the same size on all replicas.
+bytes and sums in fp32 in replica order, so the global copies stay bit-identical (arXiv:2501.18512,
+section 2.4). The size of a payload depends only on the number of values, N.
 
 ==========  ============  =====================================================================
 wire_dtype  bits a value  rounding
@@ -13,16 +13,16 @@ int8        8.125         to nearest in steps of a block's largest magnitude / 1
 fp4         4.03          to nearest of zero and seven powers of two with either sign (E3M0)
 ==========  ============  =====================================================================
 
-Int8 and fp4 scale *blocks* of consecutive values. Values are processed in *chunks* of whole blocks,
-so that intermediate results stay in a cache. `quantize` defines the blocks, and how zeros, NaN and
-Inf are encoded. Where numba is installed, a CPU uses the compiled loops of `quantize_numba` to
-encode both and to decode fp4: the same values (a NaN block may hold other codes), two to four times
-as fast on one thread.
+Int8 and fp4 use one scale per *block* of consecutive values. Values are processed in *chunks* of
+complete blocks, so that intermediate results stay in a cache. `quantize` defines the blocks, and
+how zeros, NaN and Inf are encoded. With numba installed, a CPU uses the compiled loops of
+`quantize_numba` to encode both and to decode fp4: the same values (a NaN block may have other
+codes), two to four times as fast on one thread.
 
-A codec of your own is any object with the attributes and methods of `Codec`; pass it as
-`wire_dtype`. Coarse codecs (1 or 2 bits, top-k) converge only with *error feedback*: what rounding
-loses is added to the next outer gradient of the same fragment (see `Codec.error_feedback`;
-`examples/sign_codec.py` is one).
+To use your own codec, pass an object with the attributes and methods of `Codec` as `wire_dtype`.
+Coarse codecs (1 or 2 bits, top-k) converge only with *error feedback*: the rounding error is added
+to the next outer gradient of the same fragment (see `Codec.error_feedback`;
+`examples/sign_codec.py` is an example).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _DEVICE_CHUNK = 2**25  # few launches; the workspace takes 8 bytes a value
 
 
 def num_blocks(numel: int) -> int:
-    """Return how many blocks `numel` values make."""
+    """Return the number of blocks that `numel` values are split into."""
     return -(-numel // BLOCK)
 
 
 def chunks(numel: int, device: torch.device) -> Iterator[slice]:
-    """Cut `numel` values into chunks of a size that suits the device, in ascending order.
+    """Yield chunks that cover `numel` values, sized for the device, in ascending order.
 
-    Every chunk begins at a block and has whole blocks, but for the last one: it is the rest.
+    Every chunk consists of complete blocks, except for the last one if the last block is shorter.
     """
     step = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     whole = numel // BLOCK * BLOCK
@@ -68,30 +68,30 @@ def chunks(numel: int, device: torch.device) -> Iterator[slice]:
 
 @runtime_checkable
 class Codec(Protocol):
-    """Fp32 values to a payload of bytes and back."""
+    """Conversion of fp32 values to a payload of bytes and back."""
 
     @property
     def name(self) -> str:
-        """Compared between the replicas when a fit begins."""
+        """Name, compared between the replicas when a fit begins."""
 
     @property
     def error_feedback(self) -> bool:
-        """Whether what rounding loses is kept and added to the fragment's next outer gradient.
+        """Whether the rounding error is kept and added to the fragment's next outer gradient.
 
-        It costs 4 bytes of memory a parameter.
+        This costs 4 bytes of memory per parameter.
         """
 
     def num_bytes(self, numel: int) -> int:
-        """Return the size of the payload of `numel` values."""
+        """Return the size in bytes of the payload of `numel` values."""
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Encode values.
+        """Encode values into `out`.
 
         Args:
-            values: fp32, shape (N,). With error feedback the earlier loss is in them already.
+            values: fp32, shape (N,). With error feedback they include the earlier rounding error.
             out: uint8, shape (num_bytes(N),); filled.
-            residual: fp32, shape (N,); filled with what was lost: `values` minus what `decode` will
-                make of `out`. None: nobody asks.
+            residual: fp32, shape (N,); filled with the rounding error: `values` minus the decoded
+                `out`. None: not needed.
         """
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
@@ -99,15 +99,15 @@ class Codec(Protocol):
 
         Args:
             payload: as `encode` filled it.
-            numel: N, of the whole payload.
-            values: which of the N values, as `chunks` cuts them.
+            numel: N, the number of values in the payload.
+            values: the chunk's indices, one of the slices of `chunks`.
             out: fp32, shape (values.stop - values.start,); filled.
         """
 
 
 @dataclass(frozen=True)
 class CastCodec:
-    """The values in another floating-point type."""
+    """Codec that casts values to another floating-point type."""
 
     name: str
     dtype: torch.dtype
@@ -118,22 +118,22 @@ class CastCodec:
         return numel * self.dtype.itemsize
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Cast the values."""
+        """Cast the values to the wire type."""
         out.view(self.dtype).copy_(values)
         _keep_loss(self, values, out, residual)
 
     def decode(self, payload: Tensor, numel: int, values: slice, out: Tensor) -> None:
-        """Cast a chunk back."""
+        """Cast a chunk back to fp32."""
         _check_size(self, payload, numel)
         out.copy_(payload.view(self.dtype)[values])
 
 
 @dataclass(frozen=True)
 class Int8Codec:
-    """The blocks' scales in fp32, then an int8 for each value.
+    """Int8 codec: the fp32 scales of all blocks, then one byte per value.
 
     Args:
-        compiled: False: never use `quantize_numba`, even where it is installed.
+        compiled: whether to use `quantize_numba` where numba is installed.
     """
 
     name: str = "int8"
@@ -141,7 +141,7 @@ class Int8Codec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return N bytes and 4 for each block."""
+        """Return one byte per value and four per block."""
         return 4 * num_blocks(numel) + numel
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
@@ -170,10 +170,10 @@ class Int8Codec:
 
 @dataclass(frozen=True)
 class Fp4Codec:
-    """Two E3M0 codes a byte, then the blocks' scales, a byte each.
+    """Fp4 codec: E3M0 codes, two per byte, then a one-byte scale per block.
 
     Args:
-        compiled: False: never use `quantize_numba`, even where it is installed.
+        compiled: whether to use `quantize_numba` where numba is installed.
     """
 
     name: str = "fp4"
@@ -181,8 +181,8 @@ class Fp4Codec:
     error_feedback: bool = False
 
     def num_bytes(self, numel: int) -> int:
-        """Return half a byte for each value, in whole words, and one for each block."""
-        return _packed_bytes(numel) + num_blocks(numel)
+        """Return half a byte per value, rounded up to whole words, and one byte per block."""
+        return packed_nibbles_size(numel) + num_blocks(numel)
 
     def encode(self, values: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
         """Encode block by block, and pack the codes."""
@@ -208,7 +208,7 @@ class Fp4Codec:
             quantize.decode_e3m0(lift, scales[blocks], out.view(shape))
 
     def _split(self, payload: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        split = _packed_bytes(numel)
+        split = packed_nibbles_size(numel)
         return payload[:split], payload[split:]
 
 
@@ -218,23 +218,23 @@ CODECS: dict[str, Codec] = {
     "int8": Int8Codec(),
     "fp4": Fp4Codec(),
 }
-"""The codecs of this package, by the name in `wire_dtype`."""
+"""The built-in codecs, by their names in `wire_dtype`."""
 
 
 def codec_of(wire_dtype: str | Codec) -> Codec:
-    """Return the codec that a setting names, or is."""
+    """Return the codec for a `wire_dtype` setting, which is a name or a codec."""
     return CODECS[wire_dtype] if isinstance(wire_dtype, str) else wire_dtype
 
 
 def decode_all(codec: Codec, payload: Tensor, out: Tensor) -> Tensor:
-    """Decode all values of a payload into `out`, fp32, shape (N,), and return it."""
+    """Decode all N values of a payload into `out` (fp32, shape (N,)) and return it."""
     for chunk in chunks(out.numel(), out.device):
         codec.decode(payload, out.numel(), chunk, out[chunk])
     return out
 
 
 def warm_up(codec: Codec, device: torch.device) -> None:
-    """Encode and decode one value, so that what loads or compiles at first use does it here."""
+    """Encode and decode one value, so that lazy loading and compilation happen now."""
     value = torch.zeros(1, dtype=torch.float32, device=device)
     payload = torch.empty(codec.num_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(value, payload)
@@ -242,19 +242,14 @@ def warm_up(codec: Codec, device: torch.device) -> None:
 
 
 def blocks_of(chunk: slice) -> tuple[slice, tuple[int, int]]:
-    """Return a chunk's blocks, and the shape (blocks, values of a block) of its values."""
+    """Return a chunk's slice of blocks, and its shape (blocks, values per block)."""
     blocks = slice(chunk.start // BLOCK, num_blocks(chunk.stop))
     count = blocks.stop - blocks.start
     return blocks, (count, (chunk.stop - chunk.start) // count)
 
 
-@cache  # asked for at every chunk of every message
-def _packed_bytes(numel: int) -> int:
-    return packed_nibbles_size(numel)
-
-
 def _check_size(codec: Codec, payload: Tensor, numel: int) -> None:
-    assert payload.numel() == codec.num_bytes(numel), "a payload has one size"
+    assert payload.numel() == codec.num_bytes(numel), "the payload has another number of values"
 
 
 def _keep_loss(codec: Codec, values: Tensor, payload: Tensor, residual: Tensor | None) -> None:
@@ -269,17 +264,17 @@ def _loops(device: torch.device) -> ModuleType | None:
 
 @cache
 def _numba_loops() -> ModuleType | None:
-    slower = "int8 and fp4 use torch operations on a CPU: slower, with the same result"
+    slower = "int8 and fp4 use torch operations on a CPU, which are slower (same results)"
     try:
         from lightning_commfree.diloco import quantize_numba
 
         quantize_numba.try_out()
-    except Exception as error:  # noqa: BLE001 - what only makes things faster must not end a fit
+    except Exception as error:  # noqa: BLE001 - numba is only an optimization: no failure of it may end a fit
         if isinstance(error, ModuleNotFoundError) and error.name == "numba":
             how = "pip install 'lightning-commfree[numba]'"
             _log.info("numba is not installed (%s): %s.", how, slower)
-        else:  # a numpy that it does not know yet, a library that does not load, a damaged cache
-            text = "numba cannot be used (%s: %s): %s. It keeps compiled loops in %s, if it can."
+        else:  # an unsupported numpy, a library that does not load, a damaged cache
+            text = "numba cannot be used (%s: %s): %s. If its cache in %s is damaged, delete it."
             folder = Path(__file__).with_name("__pycache__")
             _log.warning(text, type(error).__name__, error, slower, folder)
         return None

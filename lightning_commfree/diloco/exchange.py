@@ -1,28 +1,29 @@
-"""How replicas form the mean of their outer gradients (arXiv:2501.18512, section 2.4).
+"""Form the mean of the replicas' outer gradients (arXiv:2501.18512, section 2.4).
 
-`comm.exchange` describes the two routes; the cheaper one in bytes is taken for each fragment,
-headers and padding included: the gather for two replicas, two phases from three on, except for
-small fragments. On either route every replica, the owner of a shard too, decodes the same bytes and
-adds in the order of the replicas, so the means are bit-identical everywhere. In two phases the mean
-is rounded by the codec a second time.
+`comm.exchange` describes the two routes; each fragment takes the one that sends fewer bytes, with
+headers and padding: gather for two replicas, two-phase for three or more, except for small
+fragments. On either route every replica, even the owner of a shard, decodes the same bytes and adds
+in replica order, so the means are bit-identical. On the two-phase route the codec rounds the mean a
+second time.
 
 A message has four sections:
 
-1. *header*: three int64. Flags (the sender wants all to stop; its values hold NaN or Inf) and,
-   above them, a hash of the fragments that joined during the fit; the sender's inner step; a hash
-   of its global copy (0: none). On the way down the owner reports what it saw in all headers.
-2. *gram*, down only: the owner's part of the inner products of all replicas' gradients.
+1. *header*: three int64. First, flags (the sender wants all to stop; its values contain NaN or Inf)
+   and, in the bits above, a hash of the fragments that joined during the fit. Second, the sender's
+   inner step. Third, a hash of its global copy (0: none). On the way down the owner of a shard
+   reports a summary of all headers.
+2. *gram*, down only: inner products of all replicas' gradients, restricted to the owner's shard.
 3. *payload*: the values as the codec encodes them.
-4. *buffers*: averaged buffers, in fp32 on every wire. They are statistics: a rounded variance may
-   be zero. Where all replicas hold the same number, that number is the mean to the last bit.
+4. *buffers*: averaged buffers, always in fp32. They are statistics, and a rounded variance could be
+   zero. If all replicas have the same number, that number is the mean, to the last bit.
 
 A replica with NaN or Inf is left out of the mean: the sum is divided by the number of the others.
 
-A CUDA device encodes on a stream of its own. Where the channel needs the codes in host memory, they
-are copied on that stream, and a thread beside the training waits for them and sends them.
+A CUDA device encodes on a side stream. If the channel needs the codes in host memory, they are
+copied on that stream, and a background thread waits for them and sends them.
 
 An exchange belongs to one view. If a member is lost, the flight is launched again in the next view
-(`Flight.relaunch`): the values are encoded again, because other shards make other blocks.
+(`Flight.relaunch`): the values are encoded again, because other shards have other blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from lightning_commfree.diloco.outer import WITHIN_TAG
 
 TAG = "outer_gradient"
 _STOP, _NONFINITE = 1, 2  # bits of the header's first word
-_JOINED_FROM = 8  # the hash of what has joined is above them
+_JOINED_FROM = 8  # first bit of the hash of the fragments that joined
 JOINED_BITS = 40
 
 
@@ -53,38 +54,38 @@ JOINED_BITS = 40
 
 
 class Header(NamedTuple):
-    """What travels ahead of a replica's values; the host does not wait for tensors in it."""
+    """Metadata sent ahead of a replica's values; the host does not wait for tensors in it."""
 
     stop: bool
     step: int
     digest: Tensor | int  # int64
-    nonfinite: Tensor | bool = False  # the values hold NaN or Inf
+    nonfinite: Tensor | bool = False  # the values contain NaN or Inf
     joined: int = 0  # hash of the fragments that joined during the fit; `JOINED_BITS` bits
 
     @property
     def words(self) -> tuple[Tensor | int, ...]:
-        """The three int64 that travel."""
+        """The three int64 values that are sent."""
         flags = self.stop * _STOP + self.nonfinite * _NONFINITE
         return flags + (self.joined << _JOINED_FROM), self.step, self.digest
 
     def on_device(self, values: Tensor) -> list[Tensor]:
-        """Return the values, and the header's tensors that are on the same device."""
+        """Return `values`, and the header's tensors that are on the same device."""
         tensors = [word for word in self if isinstance(word, Tensor)]
         return [values, *(word for word in tensors if word.device == values.device)]
 
 
 class HeaderSummary(NamedTuple):
-    """All replicas' headers together."""
+    """Combined headers of all replicas."""
 
     stop: bool  # some replica wants to stop
     drifted: bool  # the hashes of the global copies differ
     steps_differ: bool
-    joined_differ: bool  # not the same fragments have joined
-    nonfinite: tuple[int, ...]  # members whose values hold NaN or Inf
+    joined_differ: bool  # different fragments have joined
+    nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
 
 
 def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
-    """Summarize the headers of all replicas; int64, shape (M, 3), in host memory."""
+    """Combine the headers of all replicas; int64, shape (M, 3), in host memory."""
     flags, steps, digests = headers_M3.unbind(1)
     drifted, steps_differ, joined_differ = (
         bool((words != words[0]).any()) for words in (digests, steps, flags >> _JOINED_FROM)
@@ -93,17 +94,17 @@ def summarize_headers(headers_M3: Tensor) -> HeaderSummary:
 
 
 def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
-    """Summarize headers in which each owner reports what it saw (`report`)."""
+    """Combine the headers in which each owner reports its summary (see `report`)."""
     flags, drifted, steps_differ = headers_M3.unbind(1)
     seen = bool(drifted.any()), bool(steps_differ.any()), bool((flags >> _JOINED_FROM).any())
     return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags))
 
 
 def report(summary: HeaderSummary, place: int) -> Header:
-    """Return a header that tells what its sender, member `place`, saw in the first phase.
+    """Return the header in which member `place` reports its summary on the way down.
 
-    The step stands for "drifted", the digest for "steps differ". Only the sender's own NaN is in
-    it: the other members report theirs.
+    The step field carries `drifted`, the digest field `steps_differ`. The NaN flag is only the
+    sender's own, because every member sends such a header.
     """
     own, joined_differ = place in summary.nonfinite, int(summary.joined_differ)
     return Header(summary.stop, int(summary.drifted), int(summary.steps_differ), own, joined_differ)
@@ -117,12 +118,12 @@ def _nonfinite(flags_M: Tensor) -> tuple[int, ...]:
     return tuple((flags_M & _NONFINITE).nonzero().flatten().tolist())
 
 
-def counted_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
-    """Return the messages without those of `nonfinite`; all of them if no other is left."""
+def finite_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
+    """Return the messages without those of `nonfinite`; all of them if none would remain."""
     counted = [m for m in range(len(messages)) if m not in nonfinite]
     if not 0 < len(counted) < len(messages):
         return messages
-    # indexing with a list would copy it to the device while the host waits
+    # indexing with a list would copy the list to the device, and the host would wait
     return torch.stack([messages[m] for m in counted])
 
 
@@ -130,16 +131,16 @@ def counted_messages(messages: Tensor, nonfinite: Sequence[int]) -> Tensor:
 
 
 class FragmentMessage:
-    """One message about a fragment, or about one shard of it, as bytes.
+    """Byte layout of a message about a fragment or one of its shards.
 
     Args:
-        codec: of the payload.
-        numel: values in the payload.
-        num_buffers: fp32 values of buffers behind it.
-        gram_size: fp32 values of inner products in front of it.
+        codec: codec of the payload.
+        numel: number of values in the payload.
+        num_buffers: number of fp32 buffer values after it.
+        gram_size: number of fp32 inner products before it.
 
     Attributes:
-        num_bytes: of the message.
+        num_bytes: size of the message.
     """
 
     def __init__(self, codec: Codec, numel: int, num_buffers: int, gram_size: int = 0) -> None:
@@ -161,11 +162,11 @@ class FragmentMessage:
         gram: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> None:
-        """Fill `message`, uint8, shape (num_bytes,), on the device of `values`."""
+        """Write `message`: uint8, shape (num_bytes,), on the device of `values`."""
         self._layout.clear_gaps(message)
         words = self._layout.section(message, "header", torch.int64)
         for word, value in zip(words, header.words, strict=True):
-            # neither makes the host wait for the device
+            # `copy_` within a device and `fill_` do not make the host wait for the device
             on_device = isinstance(value, Tensor) and value.device == values.device
             word.copy_(value) if on_device else word.fill_(int(value))
 
@@ -175,19 +176,19 @@ class FragmentMessage:
         self._layout.section(message, "buffers", torch.float32).copy_(buffers)
 
     def headers(self, messages: Tensor) -> Tensor:
-        """Return the headers of messages: int64, shape (M, 3), in host memory."""
+        """Return the headers of M messages: int64, shape (M, 3), in host memory."""
         return self._layout.sections(messages, "header", torch.int64).cpu()
 
     def gram(self, messages: Tensor) -> Tensor:
-        """Return the inner products in messages: fp32, shape (M, gram_size)."""
+        """Return the inner products in M messages: fp32, shape (M, gram_size)."""
         return self._layout.sections(messages, "gram", torch.float32)
 
     def buffers(self, messages: Tensor) -> Tensor:
-        """Return the buffers in messages: fp32, shape (M, num_buffers)."""
+        """Return the buffers in M messages: fp32, shape (M, num_buffers)."""
         return self._layout.sections(messages, "buffers", torch.float32)
 
     def values(self, messages: Tensor) -> Tensor:
-        """Decode messages: fp32, shape (M, numel)."""
+        """Decode the values in M messages: fp32, shape (M, numel)."""
         shape = len(messages), self._numel
         values_MN = torch.empty(shape, dtype=torch.float32, device=messages.device)
         for message, row in zip(messages, values_MN, strict=True):
@@ -195,9 +196,9 @@ class FragmentMessage:
         return values_MN
 
     def average(self, messages: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of the values, fp32, shape (numel,), and inner products, (M, M).
+        """Return the mean of the values, fp32, shape (numel,), and inner products, shape (M, M).
 
-        Chunk by chunk: the decoded values of all replicas need not exist at once.
+        Works chunk by chunk, so that the decoded values of all replicas never exist at once.
         """
         size, device = len(messages), messages.device
         mean = torch.empty(self._numel, dtype=torch.float32, device=device)
@@ -214,44 +215,44 @@ class FragmentMessage:
                 self._codec.decode(payload, self._numel, chunk, row)
 
             _average(rows_MV, out=mean[chunk])
-            for i, row in enumerate(rows_MV):  # not all at once: BLAS is slow at so flat a product
+            for i, row in enumerate(rows_MV):  # row by row: BLAS is slow for such a flat product
                 gram_MM[i, i:] += rows_MV[i:] @ row
 
         return mean, gram_MM.triu() + gram_MM.triu(diagonal=1).T
 
     def average_buffers(self, messages: Tensor) -> Tensor:
-        """Return the mean of the buffers; what all replicas hold, Inf included, is kept."""
+        """Return the mean of the buffers; values equal on all replicas (even Inf) are kept."""
         rows_ME = self.buffers(messages)
         mean = _average(rows_ME, out=torch.empty_like(rows_ME[0]))
         return torch.where((rows_ME == rows_ME[0]).all(dim=0), rows_ME[0], mean)
 
 
 def _average(rows_MN: Tensor, out: Tensor) -> Tensor:
-    """Write the mean over the replicas into `out`; the sum runs in their order."""
-    torch.add(rows_MN[0], 0.0, out=out)  # like a sum from zero: -0.0 becomes 0.0
+    """Write the mean over the replicas, summed in their order, into `out`."""
+    torch.add(rows_MN[0], 0.0, out=out)  # as a sum that starts at zero: -0.0 becomes 0.0
     for row in rows_MN[1:]:
         out += row
 
-    # by a tensor: a CUDA device would multiply by the rounded reciprocal of a Python number
+    # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
     size = torch.full((), float(len(rows_MN)), dtype=torch.float32, device=out.device)
     return out.div_(size)
 
 
 class Arrival(NamedTuple):
-    """The result of an exchange; the same on all replicas."""
+    """Result of an exchange, the same on all replicas."""
 
     mean: Tensor  # (N + E,), fp32, over the K replicas that are finite
     stop: bool  # some replica wants to stop
     drifted: bool  # the hashes of the global copies differ
-    steps_differ: bool  # the messages are of different inner steps
-    joined_differ: bool  # not the same fragments have joined
-    nonfinite: tuple[int, ...]  # members whose values hold NaN or Inf
+    steps_differ: bool  # the messages were launched at different inner steps
+    joined_differ: bool  # different fragments have joined
+    nonfinite: tuple[int, ...]  # members whose values contain NaN or Inf
     gram: Tensor  # (K, K), fp32: inner products of the replicas' outer gradients, as decoded
 
     def shared_within(self, within: Channel) -> Arrival:
-        """Combine what the ranks of a replica have received, each for its shard.
+        """Combine the results that the ranks of a replica received for their shards.
 
-        Collective within the replica. The mean remains that of the rank's own shard.
+        Collective within the replica. `mean` remains that of this rank's shard.
         """
         flags = torch.tensor([self.stop, self.drifted, self.steps_differ, self.joined_differ])
         mine = torch.cat([flags.float(), self.gram.flatten().cpu()]).to(within.device)
@@ -259,10 +260,11 @@ class Arrival(NamedTuple):
 
         anywhere = rows[:, : len(flags)].any(dim=0).tolist()
         stop, drifted, steps_differ, joined_differ = (bool(flag) for flag in anywhere)
+        # inner products of full gradients are the sums of those of their shards
         gram = rows[:, len(flags) :].sum(dim=0).view_as(self.gram)
-        # `nonfinite` is of whole replicas: the flag was shared before the launch
-        seen = stop, drifted, steps_differ, joined_differ
-        return Arrival(self.mean, *seen, self.nonfinite, gram)
+        # `nonfinite` covers full replicas already: their ranks share the flag before the launch
+        flagged = stop, drifted, steps_differ, joined_differ
+        return Arrival(self.mean, *flagged, self.nonfinite, gram)
 
     @property
     def norm(self) -> float:
@@ -285,16 +287,16 @@ class Arrival(NamedTuple):
 
 @dataclass(eq=False)
 class FragmentExchange:
-    """The exchange of fragments of one size in one view: N values and E buffer values.
+    """Exchange of fragments with N parameter values and E buffer values, in one view.
 
     Args:
-        route: between the replicas.
-        codec: of the values.
+        route: route between the replicas.
+        codec: codec of the values.
         numel: N.
         num_buffers: E.
-        background: runs what the training must not wait for.
-        staging: the CUDA stream that encodes; exchanges share it, and so its memory.
-        in_thread: launch in the background's thread on either route (`fragment_exchanges`).
+        background: runs the parts that training must not wait for.
+        staging: CUDA stream that encodes; shared by all exchanges, to reuse its memory.
+        in_thread: whether gathers are launched on the background thread too (`fragment_exchanges`).
     """
 
     route: Route
@@ -307,7 +309,7 @@ class FragmentExchange:
 
     def __post_init__(self) -> None:
         size, two_phase = self.route.num_shards, self.route.two_phase
-        # shards are whole blocks: a block that crossed a border would have two scales
+        # shards consist of complete blocks: a block in two shards would have two scales
         self._shard = -(-self.numel // (size * BLOCK)) * BLOCK if two_phase else self.numel
         self._buffer_shard = -(-self.num_buffers // size)
         shape = self.codec, self._shard, self._buffer_shard
@@ -316,7 +318,7 @@ class FragmentExchange:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this replica sends for one fragment, by the ledger's formulas."""
+        """Bytes that this replica sends per fragment, by the ledger's formulas."""
         return self.route.bytes_up(self._up.num_bytes) + self.route.bytes_down(self._down.num_bytes)
 
     def launch(
@@ -326,15 +328,15 @@ class FragmentExchange:
 
         Args:
             values: fp32, shape (N + E,).
-            header: travels ahead of them.
-            residual: fp32, shape (N,); filled with what the codec's roundings lose of the values.
-            tag: the ledger counts the bytes under it.
+            header: sent ahead of them.
+            residual: fp32, shape (N,); filled with the codec's rounding error.
+            tag: ledger tag.
 
         Returns:
-            What arrives: encoded as it travelled, in the channel's memory. It can be kept, saved
-            and read later.
+            The received messages, still encoded, on the channel's device. They can be saved, and
+            decoded later by `read`.
         """
-        losses: list[Tensor] = []  # of the second rounding, by this replica as an owner
+        losses: list[Tensor] = []  # of the second rounding, of the shard that this replica owns
 
         def carry(messages: Callable[[], Tensor]) -> Tensor:
             received = self.route.up(messages(), tag).wait()
@@ -363,23 +365,26 @@ class FragmentExchange:
         return pending.then(lambda arrived: self._add_losses(arrived, losses, kept))
 
     def read(self, arrived: Tensor, device: torch.device) -> Arrival:
-        """Decode on `device` what arrived."""
+        """Decode received messages on `device`."""
         if not self.route.two_phase:
             summary = summarize_headers(self._up.headers(arrived))
-            on_device = counted_messages(arrived, summary.nonfinite).to(device)
+            on_device = finite_messages(arrived, summary.nonfinite).to(device)
             mean, gram_KK = self._up.average(on_device)
-            return Arrival(_joined(mean, self._up.average_buffers(on_device)), *summary, gram_KK)
+            return Arrival(
+                _concatenate(mean, self._up.average_buffers(on_device)), *summary, gram_KK
+            )
 
         summary = merge_summaries(self._down.headers(arrived))
         on_device = arrived.to(device)
         values = self._down.values(on_device).view(-1)[: self.numel]
-        mean = _joined(values, self._down.buffers(on_device).flatten()[: self.num_buffers])
+        mean = _concatenate(values, self._down.buffers(on_device).flatten()[: self.num_buffers])
+        # `or`: if no replica is finite, all of them count (`finite_messages`)
         size = self.route.view.size - len(summary.nonfinite) or self.route.view.size
         gram_KK = self._down.gram(on_device).sum(0)[: size**2].view(size, size)
         return Arrival(mean, *summary, gram_KK)
 
     def _write(self, values: Tensor, header: Header, residual: Tensor | None) -> Tensor:
-        """Return the messages about all shards: uint8, shape (S, u)."""
+        """Return one message per shard: uint8, shape (S, u)."""
         size, numel = self.route.num_shards, self.numel
         values_SN = _rows(values[:numel], size, self._shard)
         buffers_SE = _rows(values[numel:], size, self._buffer_shard)
@@ -398,22 +403,24 @@ class FragmentExchange:
         """Average the shard that this replica owns.
 
         Returns:
-            The message about it, shape (d,), and what its rounding lost, for all replicas.
+            The message about it, shape (d,), and the rounding error times the number of replicas.
         """
         summary = summarize_headers(self._up.headers(received))
-        counted = counted_messages(received, summary.nonfinite)
+        counted = finite_messages(received, summary.nonfinite)
         mean, gram_KK = self._up.average(counted)
+        # K < M if replicas are left out, but the message's size must not depend on that
         gram = pad(gram_KK.flatten(), (0, self.route.view.size**2 - gram_KK.numel()))
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
         lost = torch.empty_like(mean) if keep_loss else None
         header = report(summary, self.route.view.place)
         self._down.write(message, header, mean, self._up.average_buffers(counted), gram, lost)
-        # every replica misses it, and the owner's next gradient is divided by their number
+        # The error is in the mean of all replicas, but only this one corrects it, by a gradient
+        # that is divided by their number.
         return message, None if lost is None else lost.mul_(len(counted))
 
     def _add_losses(self, arrived: Tensor, losses: list[Tensor], residual: Tensor) -> Tensor:
-        """Add what this replica lost as an owner to its residual; in the thread that waits."""
+        """Add the rounding error of this replica's own shard to its residual."""
         start = self.route.shard * self._shard
         for loss in losses:
             part = residual[start : start + self._shard]
@@ -422,21 +429,21 @@ class FragmentExchange:
 
 
 def _rows(values: Tensor, size: int, numel: int) -> Tensor:
-    """Return `values` in rows of `numel`, the last ones filled with zeros."""
+    """Reshape `values` to rows of `numel`, padded with zeros."""
     missing = size * numel - len(values)
     return (pad(values, (0, missing)) if missing else values).view(size, numel)
 
 
-def _joined(values: Tensor, buffers: Tensor) -> Tensor:
+def _concatenate(values: Tensor, buffers: Tensor) -> Tensor:
     return torch.cat([values, buffers]) if len(buffers) else values
 
 
 def cheaper_exchange(
     view: View, codec: Codec, numel: int, num_buffers: int = 0, background: Background | None = None
 ) -> FragmentExchange:
-    """Return the exchange on the route that sends fewer bytes; arguments as `FragmentExchange`.
+    """Return the exchange on the route that sends fewer bytes; arguments as in `FragmentExchange`.
 
-    Without a `background` it can tell its bytes and launch a gather, no more.
+    Without a `background` it can only report its bytes and launch gathers.
     """
     background = background or Background(view.channel.ledger)
     both = [
@@ -451,11 +458,12 @@ def fragment_exchanges(
 ) -> list[FragmentExchange]:
     """Return the cheaper exchange for each of several fragments, which may be in flight together.
 
-    `sizes` are N and E of each. Why a gather may have to use the thread:
+    `sizes` contains N and E of each fragment. If any fragment takes the two-phase route, gathers
+    are launched on the background thread too, to keep the order of collectives equal on all ranks:
 
-    1. Fragment 0 takes two phases: the thread launches the second when the first has arrived.
-    2. Fragment 1, which is gathered, is launched meanwhile: before that second phase on one rank,
-       after it on another. So the thread launches this one too, when its turn comes.
+    1. Fragment 0 takes two phases: the thread launches the second once the first has arrived.
+    2. Fragment 1 is a gather. Launched from the training thread, it would come before that second
+       phase on one rank and after it on another.
     """
     exchanges = [cheaper_exchange(view, codec, *size, background) for size in sizes]
     in_thread = any(exchange.route.two_phase for exchange in exchanges)
@@ -466,13 +474,13 @@ def fragment_exchanges(
 
 
 class Flight(NamedTuple):
-    """A fragment that has been launched and not landed."""
+    """A fragment that has been launched and has not landed."""
 
     exchange: FragmentExchange
     header: Header
     pending: Pending[Tensor]
     launched_s: float  # on the clock of `time.perf_counter`
-    values: Tensor | None = None  # what left, in fp32; kept only where members may change
+    values: Tensor | None = None  # the sent values, fp32; kept only if members may change
     residual: Tensor | None = None
 
     @classmethod
@@ -485,21 +493,21 @@ class Flight(NamedTuple):
         tag: str = TAG,
         keep: bool = False,
     ) -> Flight:
-        """Launch values; `keep` them for a relaunch."""
+        """Launch values; with `keep`, retain them for a relaunch."""
         pending = exchange.launch(values, header, residual, tag)
         return cls(exchange, header, pending, perf_counter(), values if keep else None, residual)
 
     @classmethod
     def here(cls, exchange: FragmentExchange, header: Header, pending: Pending[Tensor]) -> Flight:
-        """Return a flight that has arrived: one that a checkpoint was saved in the middle of."""
+        """Return a flight whose messages have already arrived, restored from a checkpoint."""
         return cls(exchange, header, pending, perf_counter())
 
     def relaunch(self, exchange: FragmentExchange) -> Flight:
-        """Launch the same values again, by the exchange of another view.
+        """Launch the same values again, with the exchange of another view.
 
-        The residual is filled again: what the lost exchange rounded away never landed.
+        The residual is overwritten, because the lost exchange never landed.
         """
-        assert self.values is not None, "values are kept where members may change"
+        assert self.values is not None, "values are kept only if members may change"
         pending = exchange.launch(self.values, self.header, self.residual)
         return self._replace(exchange=exchange, pending=pending)
 
@@ -508,7 +516,7 @@ class Flight(NamedTuple):
         return perf_counter() - self.launched_s
 
     def receive(self, device: torch.device, within: Channel | None) -> Arrival:
-        """Wait for the messages and decode them; the ranks of a replica combine theirs."""
+        """Wait for the messages and decode them; combine the results of the ranks of a replica."""
         arrival = self.exchange.read(self.pending.wait(), device)
         if within is not None and within.size > 1:
             arrival = arrival.shared_within(within)

@@ -1,17 +1,18 @@
 """Split a model into fragments (arXiv:2501.18512, section 2.2 and Figure 3).
 
-A *block* is one of the equal modules that most of a model consists of (`model.blocks`). With P
-fragments, the last one holds the parameters outside of blocks (embeddings, final norm, head); the
-blocks are split between the other G:
+A *block* is one of the repeated modules that most of a model consists of (`model.blocks`). Of P
+fragments, the last one contains the parameters outside of blocks (embeddings, final norm, head);
+the blocks are divided among the other G:
 
-- "strided": block i to fragment i mod G. The paper's choice: a fragment is spread over the depth;
-- "sequential": consecutive blocks, in groups of equal size as far as possible;
-- "balanced": tensors instead of blocks, the largest first, each to the fragment with the fewest
-  bytes so far; all P fragments are filled this way.
+- "strided": block i goes to fragment i mod G. This is the paper's choice: each fragment is spread
+  over the depth of the model.
+- "sequential": consecutive blocks, in groups of about equal size.
+- "balanced": tensors instead of blocks, largest first, each to the fragment with the fewest bytes
+  so far. This fills all P fragments.
 
-The fragments partition the trainable parameters; a tied weight is in one of them, once, under the
-first of its names. Floating-point buffers of a checkpoint (BatchNorm statistics) travel with the
-fragment of their module.
+The fragments partition the trainable parameters; a tied weight is in one fragment, under the first
+of its names. Persistent floating-point buffers (BatchNorm statistics) belong to the fragment of
+their module.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lightning_commfree.model.blocks import block_names
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 PATTERNS = ("strided", "sequential", "balanced")
 _BLOCKS_PER_FRAGMENT = 3  # at every scale of the paper (section 3.1)
-_BALANCED_WITHOUT_BLOCKS = 4  # fragments, where neither the user nor the blocks give a number
+_BALANCED_WITHOUT_BLOCKS = 4  # fragments, if neither the user nor the blocks determine a number
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Names of the parameters and buffers that are exchanged together."""
+    """Names of parameters and buffers that are exchanged together."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...] = ()
@@ -51,7 +52,7 @@ def split_into_fragments(
 
     Raises:
         ValueError: nothing is trainable, a parameter cannot be exchanged, or the model cannot be
-            cut into that many fragments.
+            split into that many fragments.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _check_parameters(parameters)
@@ -77,15 +78,15 @@ def split_into_fragments(
 
 
 def has_blocks(module: nn.Module) -> bool:
-    """Return whether some trainable parameter is in a block."""
+    """Return whether any trainable parameter is in a block."""
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     return any(_inside(name, block) for block in block_names(module) for name in names)
 
 
 def averaged_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are averaged: floating point, and part of the `state_dict`.
+    """Return the buffers that are averaged: floating-point and persistent.
 
-    What is left out either cannot change (tables made again from the config) or counts (integers).
+    The others are counters (integers), or tables that are rebuilt from the config.
     """
     saved = set(module.state_dict(keep_vars=True))
     buffers = module.named_buffers()
@@ -104,7 +105,7 @@ def _by_blocks(
         raise ValueError(
             f"`num_fragments={count}` is more than this model can be split into with"
             f" `fragment_pattern={pattern!r}`: it has {len(blocks)} blocks"
-            f"{' and something besides' if rest else ''}, so at most {most}. Lower"
+            f"{' and other parameters' if rest else ''}, so at most {most}. Lower"
             " `num_fragments`, or use `fragment_pattern='balanced'`, which splits by tensors."
         )
 
@@ -129,7 +130,7 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
     groups: list[list[str]] = [[] for _ in range(count)]
 
     for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
-        # an empty fragment comes first even if its tensors so far have no elements
+        # by number of tensors too: tensors without elements must not leave a fragment empty
         emptiest = min(range(count), key=lambda p: (filled_bytes[p], len(groups[p]), p))
         filled_bytes[emptiest] += parameters[name].nbytes
         groups[emptiest].append(name)
@@ -138,9 +139,9 @@ def _balanced(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[s
 
 
 def _buffers_by_group(groups: list[list[str]], module: nn.Module) -> list[list[str]]:
-    """Give each buffer to the group with most parameters of its module.
+    """Assign each buffer to the group with the most parameters of its module.
 
-    A module without any (BatchNorm with `affine=False`) goes with the nearest one around it.
+    If its module has none (BatchNorm with `affine=False`), the nearest parent with some decides.
     """
     buffers: list[list[str]] = [[] for _ in groups]
     for name in averaged_buffers(module):
@@ -158,19 +159,19 @@ def _check_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     if not parameters:
         raise ValueError(
             "The module has no trainable parameters, so there is nothing to synchronize. Set"
-            " `requires_grad=True` on what is to be trained, before `fit` or in `configure_model`."
+            " `requires_grad=True` on some, before `fit` or in `configure_model`."
         )
 
     names_by_memory: dict[int, str] = {}
     for name, parameter in parameters.items():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"The parameter {name!r} is of dtype {parameter.dtype}, but outer gradients are"
+                f"The parameter {name!r} has dtype {parameter.dtype}, but outer gradients must be"
                 " real floating-point numbers. Set `requires_grad=False` on it, or make it a"
                 " buffer."
             )
 
-        memory = own(parameter)
+        memory = local_tensor(parameter)
         twin = names_by_memory.setdefault(memory.data_ptr(), name) if memory.numel() else name
         if twin != name:
             raise ValueError(

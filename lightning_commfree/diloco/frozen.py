@@ -1,20 +1,20 @@
-"""Parameters that are frozen when a fit begins: they are in no fragment and are never sent.
+"""Parameters that are frozen when a fit begins: they belong to no fragment and are never sent.
 
 Two things can happen to them during the fit:
 
-- They are *thawed* and trained from now on. They become one more fragment before the step that
-  trains them first, while all replicas still hold the same values. Its offset in the schedule is
-  the step of the next launch, and it leaves a cycle after that. The headers of that next launch
-  carry a hash of what has joined: replicas that thawed different parameters find out before any of
-  them travels.
-- Hooks *move* them: a teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights, and
-  is different on each replica. Moved parameters are averaged when a validation begins and at the
-  end of the fit; the replicas compare hashes to find them. The mean of moving averages is the
-  moving average of the mean, so the teacher is then what the mean of the students would have had.
-  In between each replica learns from its own teacher.
+- They are *thawed*: trained from now on. They become another fragment before the first step that
+  trains them, while all replicas still have the same values. Its offset in the schedule is the step
+  of the next launch, and it is launched one cycle after that. The headers of that next launch carry
+  a hash of the fragments that joined, so replicas that thawed different parameters stop before any
+  of these is sent.
+- Hooks *move* them: the teacher in BYOL, DINO, MoCo or a mean teacher follows the local weights,
+  and differs between replicas. Moved parameters are averaged when a validation begins and at the
+  end of the fit; the replicas compare hashes to find them. A mean of moving averages is the moving
+  average of the means, so the result is the teacher of the averaged student. In between each
+  replica learns from its own teacher.
 
-Buffers need neither: those in a checkpoint are averaged with their fragment, integers count, and
-buffers that are not saved belong to each rank.
+Buffers need neither: persistent ones are averaged with their fragment, integers are counters, and
+non-persistent ones belong to each rank.
 """
 
 from __future__ import annotations
@@ -27,21 +27,17 @@ from torch.nn.parameter import is_lazy
 
 from lightning_commfree.comm.background import Background
 from lightning_commfree.comm.digest import digest
+from lightning_commfree.comm.exchange import ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.view import View
 from lightning_commfree.diloco.fragments import Fragment
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
 TAG = "moved"
 
 
 class FrozenParameters:
-    """The parameters that are in no fragment.
-
-    Args:
-        module: the model.
-        fragments: those of the fit.
-    """
+    """The parameters of a model that belong to no fragment."""
 
     def __init__(self, module: nn.Module, fragments: Iterable[Fragment]) -> None:
         held = {name for fragment in fragments for name in fragment.parameters}
@@ -50,28 +46,30 @@ class FrozenParameters:
         }
 
     def thawed(self) -> list[str]:
-        """Return the names of those that are trained now."""
+        """Return the names of parameters that have become trainable."""
         return [name for name, p in self._parameters.items() if p.requires_grad]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Forget parameters that have joined as a fragment."""
+        """Remove parameters that have joined as a fragment."""
         for name in names:
             del self._parameters[name]
 
     def average_moved(
         self, view: View, background: Background, fingerprint: Mapping[str, str]
     ) -> None:
-        """Average those that are different on the replicas; collective.
+        """Average the parameters that differ between replicas; collective.
 
-        A replica that holds NaN or Inf does not count.
+        Replicas that hold NaN or Inf do not count. In a replica of several ranks, each rank
+        averages its own tensors or shards with the same rank of the other replicas.
 
         Args:
-            view: the replicas. Each rank averages its own tensors, or shards, with its peers.
-            background: its thread may be using the channel, so this runs in its turn.
-            fingerprint: must be equal on all replicas, else the tensors could not be compared.
+            view: the replicas.
+            background: runs the exchange, because its thread may be using the channel.
+            fingerprint: text by name that must be equal on all replicas; otherwise the hashes could
+                not be compared.
 
         Raises:
-            ValueError: it is not.
+            ValueError: the fingerprints differ.
         """
         tensors, channel = self._tensors(), view.channel
         if view.size == 1 or not tensors:
@@ -91,9 +89,9 @@ class FrozenParameters:
             tensor.copy_(mean)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return those that can be compared, as this rank holds them."""
+        """Return the parameters that can be compared, as this rank holds them."""
         return {
-            name: own(p)
+            name: local_tensor(p)
             for name, p in self._parameters.items()
             if not (p.requires_grad or is_lazy(p) or p.is_meta)
             and p.is_floating_point()
@@ -102,20 +100,13 @@ class FrozenParameters:
 
 
 def _finite_mean(rows_M: Tensor) -> Tensor:
-    """Return the mean of the rows that are finite; of all where none is."""
+    """Return the mean of the finite rows, or of all rows if none is finite."""
     finite = [row for row in rows_M if bool(row.isfinite().all())] or list(rows_M)
-    total: Tensor = finite[0].clone()
-    for row in finite[1:]:  # in the order of the replicas: the same bits on all of them
-        total += row
-    return total / len(finite)
+    return ordered_sum(finite) / len(finite)
 
 
 def refuse_late(late: Sequence[str], replica_size: int) -> None:
-    """Refuse parameters that became trainable where they cannot join.
-
-    Args:
-        late: their names.
-        replica_size: ranks of a replica.
+    """Raise the error for parameters that became trainable when they cannot join.
 
     Raises:
         RuntimeError: always.
@@ -123,13 +114,13 @@ def refuse_late(late: Sequence[str], replica_size: int) -> None:
     why, advice = (
         (
             f"with `replica_size={replica_size}` their gradients are not averaged in a replica",
-            "or end the fit and begin another one",
+            "or end the fit and start another one",
         )
         if replica_size > 1
         else (
-            "belong to no fragment: every replica would train its own",
-            "or between two steps, as `BackboneFinetuning` does when an epoch begins: in the"
-            " middle of one it is not seen in time",
+            "belong to no fragment, so every replica would train its own",
+            "or between two steps, as `BackboneFinetuning` does when an epoch begins; a change in"
+            " the middle of a step is noticed too late",
         )
     )
     raise RuntimeError(

@@ -1,4 +1,4 @@
-"""User messages about the exchange schedule: too few exchanges, one fragment, one replica."""
+"""Messages to the user about the exchange schedule."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_commfree.diloco.schedule import Schedule
-from lightning_commfree.diloco.settings import DiLoCoSettings, cuts_whole
+from lightning_commfree.diloco.settings import DiLoCoSettings, is_single_fragment
 
 _ONE_FRAGMENT = (
-    "No list of equal modules (transformer blocks) was found, so the whole model is one"
-    " fragment, which leaves at once every `sync_every` steps."
-    " `fragment_pattern='balanced'` cuts it into several of equal bytes, which leave one"
-    " after the other."
+    "No list of equal modules (transformer blocks) was found, so the whole model is one fragment,"
+    " which is sent in one piece every `sync_every` steps. `fragment_pattern='balanced'` splits it"
+    " into several fragments of about equal size, which are sent one after the other."
 )
 _ALONE = (
-    "There is one replica, so nothing is exchanged: the outer optimizer makes of the inner one a"
-    " look-ahead optimizer. If more replicas were meant, ask the Trainer for more ranks"
-    " (`devices=`, `num_nodes=`) than `replica_size` has."
+    "There is only one replica, so nothing is exchanged: the outer optimizer turns the inner one"
+    " into a look-ahead optimizer. For more replicas, give the Trainer more ranks (`devices=`,"
+    " `num_nodes=`) than `replica_size`."
 )
-_ENOUGH = 5  # exchanges of a fragment in a fit
+_ENOUGH = 5  # exchanges of a fragment in a fit; fewer give a warning
 
 
 class Message(NamedTuple):
-    """A message, and whether it is a warning."""
+    """Text for the user, and whether it is a warning."""
 
     text: str
     warns: bool
@@ -37,19 +36,14 @@ def startup_messages(
     num_replicas: int,
     last_step: int | None,
 ) -> list[Message]:
-    """Return what to tell the user when a fit begins.
+    """Return the messages to show when a fit begins.
 
-    Args:
-        module: the model.
-        settings: of the fit.
-        schedule: of its fragments.
-        num_replicas: M.
-        last_step: inner step after which the fit ends, counted from its first start; None: unknown.
+    `last_step` is the inner step after which the fit ends, counted over all resumes; None: unknown.
     """
     if num_replicas == 1:
         return [Message(_ALONE, warns=False)]
     messages = []
-    if cuts_whole(module, settings):
+    if is_single_fragment(module, settings):
         messages.append(Message(_ONE_FRAGMENT, warns=False))
     if last_step is not None:
         messages.append(_exchange_count(settings, schedule, last_step))
@@ -57,26 +51,26 @@ def startup_messages(
 
 
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
-    """Say how often a fragment is exchanged, and advise a smaller `sync_every` if that is rare."""
+    """Report the number of exchanges, and advise a smaller `sync_every` if it is too small."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
-    said = (
-        f"Within {last_step} optimizer steps each of the {len(counts)} fragments is exchanged"
+    report = (
+        f"Within {last_step} steps each of the {len(counts)} fragments is exchanged"
         f" {often} times (`sync_every={settings.sync_every}`), and all of them once more when the"
         " fit ends"
     )
     if min(counts) >= _ENOUGH:
-        return Message(f"{said}.", warns=False)
+        return Message(f"{report}.", warns=False)
 
     advised = last_step // (_ENOUGH + 1)
     advice = (
-        f"Take `sync_every={advised}`."
+        f"Try `sync_every={advised}`."
         if advised > settings.overlap_steps
-        else "The fit is too short for more."
+        else "The fit is too short for more exchanges."
     )
     text = (
-        f"{said}: the replicas train apart for most of the fit, and until its first landing a"
-        f" validation sees a fragment as it was at the start, unless `evaluate='mean'`. {advice}"
+        f"{report}: the replicas train apart for most of the fit, and until a fragment first lands,"
+        f" validations use its initial weights, unless `evaluate='mean'`. {advice}"
     )
     return Message(text, warns=True)
 
@@ -84,20 +78,14 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 def initial_weights_warning(
     what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
 ) -> str:
-    """Return a warning that outer weights are still the initial ones.
+    """Return a warning that `what`, a validation or checkpoint, uses initial weights.
 
-    Args:
-        what: uses them: a validation or a checkpoint.
-        settings: of the fit.
-        schedule: of its fragments.
-        step: inner steps done.
-        count: how many fragments have not landed yet.
+    `count` fragments have not landed after inner step `step`.
     """
     return (
-        f"This {what} uses the outer weights, and after {step} inner steps those of"
-        f" {count} of {schedule.total} fragments are still those with which the fit began."
-        f" With `sync_every={settings.sync_every}` and"
-        f" `overlap_steps={settings.overlap_steps}` every fragment has landed once after"
-        f" step {schedule.complete_after}. `evaluate='mean'` takes the mean of the"
-        " replicas' local weights."
+        f"This {what} uses the outer weights, but after {step} inner steps {count} of"
+        f" {schedule.total} fragments still have the weights with which the fit began. With"
+        f" `sync_every={settings.sync_every}` and `overlap_steps={settings.overlap_steps}` every"
+        f" fragment has landed once after step {schedule.complete_after}. `evaluate='mean'` uses"
+        " the mean of the replicas' local weights instead."
     )

@@ -1,19 +1,19 @@
-"""Replicas with NaN or Inf: detected when a fragment leaves, kept from the others, and repaired.
+"""Handle replicas with NaN or Inf: detect them at launch, exclude their values, repair them.
 
-A replica that trains on after a NaN stays NaN, and its outer gradient would make all the others so.
-Every launch therefore says whether its values are finite (`is_nonfinite`); at the landing all ranks
-know which replicas' values are not. With `nonfinite="raise"` all ranks stop (`refuse_landing`).
-With "abstain":
+A replica that continues after a NaN stays NaN, and its outer gradient would spread it to all
+others. So every message tells whether its values are finite (`is_nonfinite`), and at the landing
+all ranks know the replicas whose values are not. With `nonfinite="raise"` all ranks stop
+(`refuse_landing`). With "abstain":
 
-1. The mean is over the other replicas; if no other is left, all stop.
-2. The replica that abstained takes the global copy of that fragment, whatever `mix` is. It also
-   takes the global copy of every other fragment whose local copy is not finite: otherwise its next
-   step would make all of them NaN again. Averaged buffers of a fragment are included.
-3. Its inner optimizer resets the state of the parameters in them for which it is not finite
+1. The mean is taken over the other replicas; if there are none, all ranks stop.
+2. The abstaining replica replaces its local copy of the fragment by the global copy, whatever `mix`
+   is. It does so for every other fragment whose local copy is not finite too: otherwise its next
+   step would make all of them NaN again. This includes the fragments' averaged buffers.
+3. It resets the inner optimizer's state of these parameters where that is not finite
    (`reset_nonfinite_state`).
-4. In the last round of a fit the mean of the local weights is over the others, and it takes it.
+4. In the last round of a fit, the others' mean of the local weights replaces its local weights.
 
-Buffers that are not in a checkpoint are never exchanged and stay as they are.
+Non-persistent buffers are never exchanged and stay as they are.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.diloco.exchange import Arrival
 from lightning_commfree.diloco.outer import WITHIN_TAG, OuterFragment
 from lightning_commfree.diloco.settings import DiLoCoSettings
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
-LARGEST = 2.0**119  # the narrowest wire formats carry no more
+LARGEST = 2.0**119  # the limit of the narrowest wire formats
 NONFINITE_VALUES = f"NaN, Inf or more than {LARGEST:.1g}"
 
 
@@ -45,38 +45,32 @@ def refuse_landing(
     members: Sequence[int],
     settings: DiLoCoSettings,
 ) -> None:
-    """Check that a received fragment may land; all replicas come to the same result.
+    """Check that fragment `p` may land after inner step `step`; same result on all replicas.
 
-    Args:
-        arrival: what all replicas sent.
-        p: the fragment.
-        names: of its parameters.
-        step: the inner step after which it lands.
-        members: ids of the replicas that exchanged it.
-        settings: of the fit.
+    `names` are its parameters, and `members` the ids of the replicas that exchanged it.
 
     Raises:
-        RuntimeError: it was launched after different steps, the global copies differ, different
-            parameters were thawed, or a replica's values are not finite.
+        RuntimeError: the replicas launched it after different steps, their global copies differ,
+            they thawed different parameters, or a replica's values are not finite.
     """
     if arrival.steps_differ:
         raise RuntimeError(
-            f"The replicas are at different inner steps: the messages of fragment {p} that"
-            f" landed after step {step} left after different ones. Every replica must see"
-            " as many batches, and resume from the same checkpoint."
+            f"The replicas are at different inner steps: they launched the messages of fragment {p}"
+            f" that landed after step {step} at different steps. Give every replica the same number"
+            " of batches, and resume all of them from the same checkpoint."
         )
     if arrival.joined_differ:
         raise RuntimeError(
-            f"The replicas have thawed different parameters, or the same ones at different steps:"
-            f" found when fragment {p} landed after inner step {step}. Set `requires_grad` on the"
-            " same parameters at the same step of all ranks."
+            "The replicas have thawed different parameters, or the same ones at different steps;"
+            f" this was detected when fragment {p} landed after inner step {step}. Set"
+            " `requires_grad` on the same parameters at the same step on all ranks."
         )
     if arrival.drifted:
         raise RuntimeError(
-            f"The replicas' global copies of fragment {p} differ, which landed after inner step"
-            f" {step}: {', '.join(names)}. They were equal when the fit began, so"
-            " something but the strategy has changed them, or a replica computes wrongly."
-            " Resume from a checkpoint before it."
+            f"The replicas' global copies of fragment {p} differ, as found when it landed after"
+            f" inner step {step}: {', '.join(names)}. They were equal when the fit began, so"
+            " something other than the strategy has changed them, or a replica computes wrong"
+            " values. Resume from an earlier checkpoint."
         )
     if arrival.nonfinite:
         _refuse_nonfinite(arrival.nonfinite, p, step, members, settings)
@@ -85,7 +79,7 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Stop if a replica's values are not finite; with "abstain", if no replica's are."""
+    """Raise if a replica's values are not finite; with "abstain", if no replica's are."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return
@@ -94,14 +88,14 @@ def _refuse_nonfinite(
     sick = [members[m] for m in nonfinite]
     named = ", ".join(f"replica {m} ({_ranks_of(m, size)})" for m in sick)
     hint = (
-        "No replica is left whose weights are finite: resume from a checkpoint before it."
+        "No replica with finite weights is left: resume from an earlier checkpoint."
         if abstains
-        else "Lower the learning rate or look at that replica's batches; `nonfinite='abstain'`"
-        " would leave it out and let it go on from the global copy."
+        else "Lower the learning rate or check that replica's batches; with `nonfinite='abstain'`"
+        " it would be left out of the mean and continue from the global copy."
     )
     raise AgreedError(
-        f"What {named} sent of fragment {p} is not finite ({NONFINITE_VALUES}); it was to land"
-        f" after inner step {step}. All ranks stop; it has landed nowhere. {hint}"
+        f"The outer gradient of fragment {p} from {named} is not finite ({NONFINITE_VALUES}); it"
+        f" was to land after inner step {step}. All ranks stop before it lands. {hint}"
     )
 
 
@@ -120,20 +114,14 @@ def refuse_to_save(
     step: int,
     world: Channel,
 ) -> None:
-    """Check, before anything is written, that the weights of a checkpoint are finite.
+    """Check that the weights of a checkpoint are finite, before anything is written.
 
-    Collective over the world; nothing is in flight. With "abstain" only the global copies must be:
-    the replica will continue from them, in a resumed fit too.
-
-    Args:
-        fragments: all of the model.
-        local: the local copy, as `WeightSwap.local` returns it.
-        rule: the setting, "raise" or "abstain".
-        step: inner steps done.
-        world: channel over all ranks.
+    Collective over `world`; nothing may be in flight. `local` is the local copy, as
+    `WeightSwap.local` returns it. With the rule "abstain" only the global copies are checked: a
+    replica continues from them, in a resumed fit too.
 
     Raises:
-        RuntimeError: some rank's weights are not; on all ranks.
+        RuntimeError: some rank's weights are not finite; raised on all ranks.
     """
     tensors, found = iter(local), []
     for fragment in fragments:
@@ -147,19 +135,18 @@ def refuse_to_save(
     if faults:
         raise AgreedError(
             f"The weights are not finite ({NONFINITE_VALUES}) after inner step {step} on"
-            f" {', '.join(faults)}."
-            " All ranks stop, and no checkpoint is written: one before it is the last good one."
-            " Lower the learning rate or look at that rank's batches."
+            f" {', '.join(faults)}. All ranks stop, and no checkpoint is written: the previous one"
+            " is the last good one. Lower the learning rate or check that rank's batches."
         )
 
 
 def take_global(fragments: Sequence[OuterFragment], p: int, within: Channel | None) -> list[int]:
-    """Replace the local copies of fragment `p` and of all that are not finite by the global ones.
+    """Replace the local copies of fragment `p` and of all nonfinite ones by the global copies.
 
     Collective within the replica.
 
     Returns:
-        The numbers of these fragments.
+        The indices of these fragments.
     """
     found = [is_nonfinite(fragment, fragment.outer_gradient(), within) for fragment in fragments]
     taken = [q for q, flag in enumerate(found) if flag or q == p]
@@ -177,19 +164,15 @@ def restart_from_global(
 ) -> None:
     """Reset the inner optimizers of a replica that has abstained, and warn on its ranks.
 
-    Args:
-        optimizers: the inner ones.
-        parameters: of the fragments in `taken`.
-        p: the fragment that has landed.
-        step: the inner step after which it has.
-        taken: fragments whose global copies the replica has taken.
+    Fragment `p` has landed after inner step `step`. The fragments in `taken`, with these
+    `parameters`, were reset to their global copies.
     """
     reset_nonfinite_state(optimizers, parameters)
     warnings.warn(
-        f"This replica's values of fragment {p} were not finite ({NONFINITE_VALUES}) and did not"
-        f" count when it landed, after inner step {step}. It goes on from the global copy of"
-        f" fragments {', '.join(map(str, taken))}; where the inner optimizer's state of them was"
-        " not finite, it begins anew.",
+        f"This replica was left out of the mean of fragment {p}, which landed after inner step"
+        f" {step}, because its values were not finite ({NONFINITE_VALUES}). It continues from the"
+        f" global copy of fragments {', '.join(map(str, taken))}; the inner optimizer's state of"
+        " their parameters was reset where it was not finite.",
         stacklevel=2,
     )
 
@@ -197,16 +180,16 @@ def restart_from_global(
 def reset_nonfinite_state(
     optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]
 ) -> None:
-    """Reset the inner optimizers' state of those parameters for which it is not finite.
+    """Reset the inner optimizers' state of some parameters where it is not finite.
 
-    It is dropped, so the next step is like a parameter's first. Adagrad makes its state in the
-    constructor only: there the tensors become zero.
+    The state is deleted, so the next step is like a parameter's first one. Adagrad creates its
+    state only in the constructor, so there its tensors are set to zero.
     """
     wanted = list(parameters)
     for optimizer in optimizers:
         for parameter in wanted:
             state = optimizer.state.get(parameter, {})
-            tensors = [own(t) for t in state.values() if isinstance(t, Tensor)]
+            tensors = [local_tensor(t) for t in state.values() if isinstance(t, Tensor)]
             tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
             if all(bool(tensor.isfinite().all()) for tensor in tensors):
                 continue
@@ -219,23 +202,25 @@ def reset_nonfinite_state(
 
 
 def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None = None) -> Tensor:
-    """Return whether values of a fragment hold NaN, Inf or more than any wire format carries.
+    """Return whether values of a fragment contain NaN, Inf or more than a wire format can carry.
 
-    A buffer's constants count only where the global copy is finite: a mask may hold -inf.
+    In a buffer, values count only where the global copy is finite: a mask may contain -inf.
 
     Args:
         fragment: the fragment.
         values: as `OuterFragment.outer_gradient` returns them.
-        within: channel to the ranks that hold the other shards: the result is of all shards.
+        within: channel to the ranks with the other shards: the result then covers all shards.
             Collective.
 
     Returns:
-        bool, no dimension, on the device of `values`; the host does not wait for it.
+        bool, 0-d, on the device of `values`; the host does not wait for it.
     """
     parameters, buffers = values[: fragment.parameter_numel], values[fragment.parameter_numel :]
     found = torch.zeros((), dtype=torch.bool, device=values.device)
     if parameters.numel():
-        low, high = torch.aminmax(parameters)  # a NaN is both, and no comparison holds for it
+        low, high = torch.aminmax(
+            parameters
+        )  # with a NaN both are NaN, and every comparison is False
         found = ~((low > -LARGEST) & (high < LARGEST))
     if buffers.numel():
         outer = fragment.global_copy[fragment.parameter_numel :]

@@ -1,8 +1,8 @@
-"""One fragment's global copy and what a replica does with it (arXiv:2501.18512, Algorithm 2).
+"""A fragment's global copy and outer optimizer (arXiv:2501.18512, Algorithm 2).
 
-Nothing is sent to other replicas here. The global copy is fp32 whatever the parameters are, a
-tensor of its own beside them, and changes in `outer_step` only. The mixed local value never becomes
-the reference of the next outer gradient: replicas would drift apart.
+Nothing here communicates with other replicas. The global copy is a separate fp32 tensor, whatever
+the parameters' dtype, and only `outer_step` changes it. The mixed local value is never the
+reference of the next outer gradient, or replicas would drift apart.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.settings import OuterOptimizerFactory, make_outer_optimizer
-from lightning_commfree.model.shards import is_part, own
+from lightning_commfree.model.shards import is_shard, local_tensor
 
 WITHIN_TAG = "replica"
 
 
 class Slice(NamedTuple):
-    """Consecutive values of one tensor."""
+    """Range of consecutive values in one of a fragment's tensors."""
 
-    tensor: int  # its index
+    tensor: int  # index of the tensor
     start: int
     stop: int
 
@@ -37,21 +37,21 @@ class Slice(NamedTuple):
 
 
 class ShardLayout:
-    """Which slices of a fragment's tensors this rank exchanges, and their order in a flat tensor.
+    """Slices of a fragment's tensors that this rank exchanges, and their order in a flat tensor.
 
-    The k ranks of a replica hold equal *copies* of a tensor, or a *shard* of it each. A rank
-    exchanges its own shards, and of all copies together one k-th: ceil(C / k) of their C values.
+    The k ranks of a replica hold either equal *copies* of a tensor or a *shard* of it each. A rank
+    exchanges its own shards, and 1/k of all copies together: ceil(C / k) of their C values.
     Parameters come before buffers, and slices of copies before shards.
 
     Args:
         local: the tensors as this rank holds them, parameters before buffers.
-        are_shards: which of them are shards.
-        num_parameters: how many of them are parameters.
+        are_shards: whether each of them is a shard.
+        num_parameters: number of parameters among them.
         within: channel between the ranks of the replica.
 
     Attributes:
-        numel: S, the values that this rank exchanges.
-        parameter_numel: how many of them come first and are of parameters.
+        numel: S, the number of values that this rank exchanges.
+        parameter_numel: the number of parameter values among them, which come first.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardLayout:
 
         share = -(-self._copied // within.size)
         mine = self._slices_of_copies(within.rank * share, share)
-        # the last rank's share may be shorter than the others': zeros fill it up
+        # the last rank's share may be shorter than the others' and is padded with zeros
         self._fill = share - sum(one.numel for one in mine)
 
         # stable: among parameters, and among buffers, the slices of copies stay first
@@ -82,25 +82,26 @@ class ShardLayout:
             self.parameter_numel = sum(trained)
 
     def _slices_of_copies(self, start: int, numel: int) -> list[Slice]:
-        """Return the slices that hold values `start` to `start` + `numel` of all copies."""
+        """Return the slices that contain values `start` to `start` + `numel` of all copies."""
         slices, begin = [], 0
         for i in self._copies:
             low, high = max(begin, start), min(begin + self._sizes[i], start + numel)
-            # a rank that has all copies keeps the empty ones too: the optimizer gets a tensor each
+            # a single rank keeps empty tensors too: the optimizer then gets every parameter
             if low < high or self._within.size == 1:
                 slices.append(Slice(i, low - begin, high - begin))
             begin += self._sizes[i]
         return slices
 
     def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return what this rank exchanges of such tensors: fp32, shape (S,), new."""
+        """Return this rank's values of `tensors`: fp32, shape (S,), a new tensor."""
         pieces = [tensors[i].reshape(-1)[low:high].float() for i, low, high in self._slices]
         return torch.cat([*pieces, torch.zeros(self._fill, device=tensors[0].device)])
 
     def split(self, values: Tensor) -> list[tuple[int, Tensor]]:
-        """Split a flat tensor at the borders of the slices: the index of the tensor, and a view.
+        """Split a flat tensor into (tensor index, view) pairs, one per slice.
 
-        A replica of one rank gets whole tensors in their shapes; otherwise slices are flat.
+        The views are flat slices, except in a replica of one rank: there they are full tensors in
+        their original shapes.
         """
         if not self._lengths:
             return []
@@ -111,13 +112,13 @@ class ShardLayout:
         return [(i, piece.view(self._shapes[i])) for i, piece in slices]
 
     def unflatten(self, values: Tensor, device: torch.device | None = None) -> list[Tensor]:
-        """Return the tensors as a rank holds them: the inverse of `flatten` on all ranks together.
+        """Return the tensors as a rank holds them, from all ranks' flat values.
 
-        Collective within the replica where there are copies. Views where possible.
+        The inverse of `flatten`; collective within the replica. Views where possible.
 
         Args:
             values: fp32, shape (S,).
-            device: of the result; None: where `values` are.
+            device: device of the result; None: that of `values`.
         """
         device = device or values.device
         flat: list[Tensor] = [values[:0]] * len(self._sizes)
@@ -126,6 +127,7 @@ class ShardLayout:
             flat[i] = piece
 
         if self._within.size > 1 and self._copied:
+            # every rank has 1/k of the copies; the padding is at the end of the last share
             copies, zeros = set(self._copies), values.new_zeros(self._fill)
             share = torch.cat([piece for i, piece in slices if i in copies] + [zeros])
             shares = self._within.all_gather(share.to(self._within.device), WITHIN_TAG).wait()
@@ -139,30 +141,31 @@ class ShardLayout:
 
 
 class OuterFragment:
-    """The two copies of a fragment: the module's own tensors and the global copy.
+    """A fragment's two copies: the module's own tensors (local) and the global copy.
 
     Args:
         module: the model; its tensors named in `fragment` are the local copy, changed in place.
-        fragment: which of them.
-        outer_optimizer: makes the outer optimizer from the fragment's global copies: fp32, in the
-            parameters' shapes. In a replica of several ranks they are flat slices of them, so that
-            an optimizer must treat every element by itself, as SGD and Adam do.
-        within: channel between the ranks of the same replica. Each holds one shard of the global
-            copy and of the outer optimizer's state; they act together wherever the whole is needed.
-        device: where the global copy and the outer optimizer's state live; host memory is pinned
-            where there is a CUDA device. None: where the parameters are.
-        error_feedback: whether the codec's loss is kept for the next outer gradient.
+        fragment: names of the fragment's tensors.
+        outer_optimizer: creates the outer optimizer from the fragment's global copies: fp32, in the
+            parameters' shapes. In a replica of several ranks they are flat slices, so the optimizer
+            must be elementwise, as SGD and Adam are.
+        within: channel between the ranks of this replica. Each holds one shard of the global copy
+            and of the outer optimizer's state.
+        device: device of the global copy and the outer optimizer's state; host memory is pinned if
+            the parameters are on a CUDA device. None: the device of the parameters.
+        error_feedback: whether to keep the codec's rounding error for the next outer gradient.
 
     Attributes:
-        fragment, within: as above.
-        global_copy: fp32, shape (S,): this rank's shard of all tensors one after the other,
-            parameters before buffers; see `ShardLayout`. `shard_numel` is S.
-        parameter_numel: how many of the S values come first and travel in the wire format; those
-            behind are buffers, which travel as they are. S in a fragment without buffers.
-        optimizer: the outer optimizer; `scheduler` sets its learning rate, if there is one.
-        residual: fp32, shape (parameter_numel,): what the codec has lost of the latest outer
+        global_copy: fp32, shape (S,): this rank's shard of all tensors, flat, parameters before
+            buffers; see `ShardLayout`.
+        shard_numel: S.
+        parameter_numel: number of leading values that are sent in the wire format; the rest are
+            buffers, sent in fp32.
+        optimizer: the outer optimizer.
+        scheduler: its learning rate scheduler, or None.
+        residual: fp32, shape (parameter_numel,): the codec's rounding error of the latest outer
             gradient; None without error feedback.
-        landings: how often the global copy has changed: by outer steps, and to the mean at an end.
+        landings: number of changes of the global copy, including the mean at the end of a fit.
 
     Raises:
         TypeError: `outer_optimizer` did not return a torch optimizer.
@@ -180,8 +183,8 @@ class OuterFragment:
         self._module, self.fragment = module, fragment
         self.within = within or Channel([0], 0, Ledger())
         named = [_tensor(module, name) for name in (*fragment.parameters, *fragment.buffers)]
-        are_shards, split = [is_part(tensor) for tensor in named], len(fragment.parameters)
-        self._own = own if any(are_shards) else Tensor.detach
+        are_shards, split = [is_shard(tensor) for tensor in named], len(fragment.parameters)
+        self._own = local_tensor if any(are_shards) else Tensor.detach
         self._layout = ShardLayout(self.local, are_shards, split, self.within)
         self.shard_numel, self.parameter_numel = self._layout.numel, self._layout.parameter_numel
         start = self.local_values()
@@ -192,7 +195,7 @@ class OuterFragment:
         self._outer_parameters = [nn.Parameter(part) for i, part in slices if i < split]
         self._outer_buffers = [part for i, part in slices if i >= split]
 
-        # a shard may hold buffers alone, or nothing: optimizers refuse an empty list
+        # a shard may contain only buffers, or nothing, but optimizers refuse an empty list
         nothing = [nn.Parameter(self.global_copy[:0])]
         self.optimizer, self.scheduler = make_outer_optimizer(
             outer_optimizer, self._outer_parameters or nothing
@@ -201,14 +204,14 @@ class OuterFragment:
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """Of the parameters, and of the buffers."""
+        """Names of the parameters, and of the buffers."""
         return self.fragment.parameters, self.fragment.buffers
 
     @property
     def local(self) -> list[Tensor]:
-        """The module's own tensors, parameters before buffers; looked up at every use.
+        """The module's own tensors, parameters before buffers.
 
-        A module may put another tensor in a buffer's place, and `.data` of a parameter may change.
+        Looked up at every use: a module may replace a buffer, and a parameter's `.data` may change.
         """
         names = [*self.fragment.parameters, *self.fragment.buffers]
         return [self._own(_tensor(self._module, name)) for name in names]
@@ -220,11 +223,11 @@ class OuterFragment:
         return self._layout.flatten(self.local if local is None else local)
 
     def outer_gradient(self, local: Sequence[Tensor] | None = None) -> Tensor:
-        """Return what is sent to the other replicas: fp32, shape (S,), a new tensor.
+        """Return the values to send to the other replicas: fp32, shape (S,), a new tensor.
 
         For parameters, global copy minus local copy: old minus new. For buffers, the local values
         themselves: they are averaged and not stepped, and a rounded difference could make a
-        variance negative. `local` is the local copy where the module holds another one now.
+        variance negative. Pass `local` if the module does not contain the local copy now.
         """
         gradient = self.local_values(local)
         parameters = gradient[: self.parameter_numel]
@@ -232,8 +235,8 @@ class OuterFragment:
         torch.sub(outer, parameters, out=parameters)
         return gradient
 
-    def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the local copy equals the global one in its own dtype."""
+    def local_equals_shared(self, buffers: bool = True) -> bool:
+        """Return whether the local copy equals the global one, in the local dtype."""
         local = self.local[: None if buffers else len(self.fragment.parameters)]
         here = self._layout.split(self.local_values().to(self.global_copy.device))
         for (i, outer), (_, mine) in zip(self._layout.split(self.global_copy), here, strict=True):
@@ -247,14 +250,14 @@ class OuterFragment:
     def merge(self, mix: float, buffers: bool = True, shown: Tensor | None = None) -> None:
         """Set local <- mix local + (1 - mix) global, in fp32, rounded once to the local dtype.
 
-        With `mix` 0 the global copy is taken and with 1 the local one, whatever the other holds,
-        NaN included. A buffer's value that equals the global one in fp32 stays as it is, so that
-        constants keep their infinities and their precision; without `buffers` all of them do.
+        With `mix` 0 the result is the global copy, and with 1 the local one, even if the other
+        contains NaN. Values of buffers that equal the global ones in fp32 are not written, so that
+        constants keep their infinities and their precision.
 
         Args:
             mix: weight of the local copy.
-            buffers: whether these are merged too.
-            shown: values that take the global copy's place, fp32, shape (S,).
+            buffers: whether to merge buffers too.
+            shown: values to use instead of the global copy, fp32, shape (S,).
         """
         if mix == 1.0:
             return
@@ -273,13 +276,13 @@ class OuterFragment:
             local.copy_(merged)
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Set the local copy to the global one, or to `shown`, as `merge` takes it."""
+        """Set the local copy to the global one, or to `shown` instead."""
         self.merge(mix=0.0, shown=shown)
 
     # -- the global copy
 
     def outer(self) -> list[Tensor]:
-        """Return the global copy as tensors like `local`, in their order; views where possible.
+        """Return the global copy as tensors like `local`, as views where possible.
 
         Collective within a replica.
         """
@@ -287,14 +290,13 @@ class OuterFragment:
         return [outer.to(local.dtype) for outer, local in zip(outers, self.local, strict=True)]
 
     def digest(self) -> Tensor:
-        """Return a hash of the global copy's bits: int64, no dimension, never 0 but by chance."""
+        """Return a hash of the global copy's bits: int64, 0-d, 0 only by chance."""
         return digest(self.global_copy)
 
     def outer_step(self, mean: Tensor) -> None:
         """Step the outer optimizer on the global copy of the parameters.
 
-        Args:
-            mean: the replicas' mean outer gradient, fp32, shape (S,).
+        `mean` is the replicas' mean outer gradient, fp32, shape (S,).
         """
         means = [part for _, part in self._layout.split(mean)]
         for outer, gradient in zip(self._outer_parameters, means, strict=False):
@@ -307,13 +309,13 @@ class OuterFragment:
         self.landings += 1
 
     def average_buffers(self, mean: Tensor) -> None:
-        """Put the replicas' mean of the buffers into the global copy; `mean` as in `outer_step`."""
+        """Set the global copy of the buffers to the replicas' mean; `mean` as in `outer_step`."""
         means = [part for _, part in self._layout.split(mean)][len(self._outer_parameters) :]
         for buffer, value in zip(self._outer_buffers, means, strict=True):
             buffer.copy_(value)
 
     def take_local(self) -> None:
-        """Make the local copy the global one, before anything has been exchanged."""
+        """Set the global copy to the local one, before anything has been exchanged."""
         self.global_copy.copy_(self.local_values())
 
     # -- the mean of the local copies
@@ -321,34 +323,33 @@ class OuterFragment:
     def mean_local(self, mean: Tensor) -> Tensor:
         """Return the mean of the replicas' local copies: fp32, shape (S,), new.
 
-        Args:
-            mean: of their outer gradients, which are differences to the same global copy.
+        `mean` is that of their outer gradients, which refer to the same global copy.
         """
         values, numel = mean.clone(), self.parameter_numel
         torch.sub(self.global_copy[:numel], values[:numel], out=values[:numel])
         return values
 
     def take_mean(self, mean: Tensor | None) -> None:
-        """Make the mean of the local copies both copies; the outer optimizer has no part in it.
+        """Set both copies to the mean of the local copies, without an outer step.
 
-        The global copy then holds what the local one does, rounded to bf16 if that is: a second
-        time changes nothing.
+        Both are rounded to the local dtype, so a second call changes nothing.
 
         Args:
-            mean: of the replicas' outer gradients. None: one replica alone keeps its local copy.
+            mean: the mean of the replicas' outer gradients. None: the only replica keeps its local
+                copy.
         """
         if mean is not None:
             self.global_copy.copy_(self.mean_local(mean))
             self.merge(mix=0.0)
-        self.take_local()
+        self.take_local()  # what rounding to the local dtype has left of the mean
 
-        if mean is None and self.within.size > 1:  # its ranks have buffers of their own
+        if mean is None and self.within.size > 1:  # the ranks' buffers may differ
             self.merge(mix=0.0)
         self.forget_loss()
         self.landings += 1
 
     def forget_loss(self) -> None:
-        """Drop what the codec has lost: it belongs to weights that are replaced."""
+        """Clear the codec's rounding error: it belongs to weights that are being replaced."""
         if self.residual is not None:
             self.residual.zero_()
 
@@ -357,8 +358,7 @@ class OuterFragment:
     def state_dict(self) -> dict[str, Any]:
         """Return the global copy, the outer optimizer's state and the number of landings.
 
-        The tensors are not copies. Those of the global copy have the parameters' shapes where a
-        rank holds them whole.
+        The tensors are not copies. In a replica of one rank they have the parameters' shapes.
         """
         return {
             "global_copy": [part for _, part in self._layout.split(self.global_copy)],
@@ -368,7 +368,7 @@ class OuterFragment:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         parts = [part for _, part in self._layout.split(self.global_copy)]
         for part, saved in zip(parts, state["global_copy"], strict=True):
             part.copy_(saved)
@@ -380,13 +380,13 @@ class OuterFragment:
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer; a frozen parameter may be averaged as buffers are."""
+    """Return a parameter or buffer by name."""
     owner, _, own_name = name.rpartition(".")
     tensor: Tensor = getattr(module.get_submodule(owner), own_name)
     return tensor
 
 
 def _moved(copy: Tensor, device: str) -> Tensor:
-    """Return the copy on `device`, in pinned memory if that helps the way back."""
+    """Return the copy on `device`, in pinned memory if its source is on a CUDA device."""
     on_host = copy.to(device)
     return on_host.pin_memory() if copy.is_cuda and on_host.device.type == "cpu" else on_host

@@ -1,18 +1,18 @@
-"""Fp4 and int8 on a CPU in loops that numba compiles: to the bit what `quantize` does.
+"""Compiled CPU loops for fp4 and int8, bit-identical to `quantize`.
 
-`quantize` takes a torch operation for every step of the arithmetic, and each of them is a pass over
-the values. A loop holds a block in registers and the innermost cache, so that encoding and decoding
-run at the speed of memory. Payloads are the same, but for the codes of a block that becomes NaN:
-they mean nothing. Replicas with numba and without it may train together.
+`quantize` needs a torch operation, and so a pass over the values, for every step of the arithmetic.
+A loop keeps a block in registers and the innermost cache, so encoding and decoding run at memory
+speed. Payloads are the same, except for the codes of NaN blocks, which are garbage. Replicas with
+and without numba can train together.
 
-Importing this needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second, and the
-first call of a loop another one, unless numba finds it in its cache: beside this file if that can
-be written to, else in the user's cache folder. `wire` imports it where it is of use. The cache
-knows when this file changes, but not when others do: what `wire` and `workspace` decide comes to
-the loops as arguments, and only what IEEE 754 decides is compiled into them.
+Importing this module needs numba (`pip install 'lightning-commfree[numba]'`) and takes a second.
+The first call of a loop takes another second, unless numba finds it in its cache: next to this file
+if that is writable, else in the user's cache folder. The cache is invalidated when this file
+changes, but not when others do. So the loops take constants of `quantize` and `codec` as arguments;
+only constants of IEEE 754 are compiled in.
 
-The loops let go of the GIL, take one thread and have fixed types: every operation is wrapped in
-`i32`, because numba would widen it to 64 bits, and half as many of these fit into a register.
+The loops release the GIL, use one thread and have fixed types: every operation is wrapped in `i32`,
+because numba would widen it to 64 bits, and only half as many of these fit into a register.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ _LIMIT = f32(127.0)
 
 
 def encode_e3m0(values: Tensor, packed: Tensor, scales: Tensor, block: int) -> None:
-    """Encode as `quantize.encode_e3m0` does, and pack as `bits.pack_nibbles` does.
+    """Encode as `quantize.encode_e3m0` does, and pack as `bits.pack_nibbles_part` does.
 
     Args:
         values: fp32, shape (N,), contiguous.
-        packed: filled: uint8, shape (packed_nibbles_size(N),).
-        scales: filled: uint8, shape (num_blocks(N),).
-        block: values of a block.
+        packed: uint8, shape (packed_nibbles_size(N),), filled.
+        scales: uint8, shape (num_blocks(N),), filled.
+        block: number of values per block.
     """
     bits = values.view(torch.int32).numpy()
     _encode_e3m0(bits, packed.numpy(), scales.numpy(), block, LOWEST_TOP, HIGHEST_TOP)
 
 
 def decode_e3m0(packed: Tensor, start: int, scales: Tensor, out: Tensor, block: int) -> None:
-    """Decode one chunk of what `encode_e3m0` has made.
+    """Decode one chunk that `encode_e3m0` encoded.
 
     Args:
-        packed: of all values.
+        packed: codes of all values.
         start: index of the chunk's first value.
-        scales: of the chunk's blocks.
-        out: filled: fp32, shape (n,).
-        block: values of a block.
+        scales: scales of the chunk's blocks.
+        out: fp32, shape (n,), filled.
+        block: number of values per block.
     """
     tops, bits = scales.numpy(), out.view(torch.int32).numpy()
     _decode_e3m0(packed.numpy(), start, tops, bits, block, LOWEST_TOP, HIGHEST_TOP)
 
 
 def encode_int8(values: Tensor, codes: Tensor, scales: Tensor, block: int) -> None:
-    """Encode as `quantize.encode_int8` does; a block that becomes NaN gets codes of 0."""
+    """Encode as `quantize.encode_int8` does; the codes of a NaN block are 0."""
     bits, least = values.view(torch.int32).numpy(), f32(SMALLEST_LARGEST)
     _encode_int8(bits, values.numpy(), codes.numpy(), scales.numpy(), block, least)
 
@@ -74,8 +74,8 @@ def try_out() -> None:
     """Compile the loops, or load them from the cache.
 
     Raises:
-        RuntimeError: numba is told to compile nothing; the interpreter would take minutes.
-        Exception: whatever else keeps numba from its work, such as a damaged cache.
+        RuntimeError: numba's compiler is disabled; interpreted loops would take minutes.
+        Exception: any other failure of numba, such as a damaged cache.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         raise RuntimeError("NUMBA_DISABLE_JIT is set")
@@ -86,18 +86,18 @@ def try_out() -> None:
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile at the first call; keep the result in numba's cache if that has a place."""
+    """Compile at the first call; keep the result in numba's cache if that is writable."""
     compiled: Callable[..., Any]
     try:
         compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(loop)
-    except RuntimeError:  # neither this folder nor the user's can be written to
+    except RuntimeError:  # no writable folder for the cache
         compiled = numba.njit(nogil=True, error_model="numpy")(loop)
     return compiled
 
 
 @_compiled
 def _largest(bits: Any) -> Any:
-    """Return the largest magnitude, as fp32 writes it; NaN above Inf."""
+    """Return the bits of the largest magnitude; NaN is above Inf."""
     top = i32(0)
     for i in range(bits.size):
         magnitude = i32(bits[i] & _MAGNITUDE)
@@ -107,10 +107,10 @@ def _largest(bits: Any) -> Any:
 
 @_compiled
 def _codes(bits: Any, floor: Any, codes: Any) -> None:
-    """Write the codes of a block; `floor` is 2^(E-7) as fp32 writes it.
+    """Write the codes of a block; `floor` is 2^(E-7) as fp32 bits.
 
-    With `above` = magnitude - floor, half of a mantissa added carries into the exponent at
-    1.5 * 2^k, which makes m. Below 2^(E-6) the codes are 0 and 1, and m is 1 from the floor on.
+    With `above` = magnitude - floor, adding half of a mantissa carries into the exponent at
+    1.5 * 2^k, which gives m. Below 2^(E-6) the codes are 0 and 1: 1 from the floor on.
     """
     for i in range(bits.size):
         value = i32(bits[i])
@@ -136,8 +136,8 @@ def _write_high(codes: Any, packed: Any) -> None:
 
 @_compiled
 def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, highest: Any) -> None:
-    row = packed.size  # bytes; code i lies in the low half of byte i, code row + i in the high one
-    packed[bits.size :] = u8(0)  # of the last word, where fewer values come than a row holds
+    row = packed.size  # bytes; byte i contains code i (low half) and code row + i (high half)
+    packed[bits.size :] = u8(0)  # only if there are fewer values than a row has bytes
     codes_of_block = np.empty(size, u8)
 
     for b in range(scales.size):
@@ -163,7 +163,7 @@ def _encode_e3m0(bits: Any, packed: Any, scales: Any, size: Any, lowest: Any, hi
 
 @_compiled
 def _lift(packed: Any, shift: Any, base: Any, kept: Any, bits: Any) -> None:
-    """Write 2^(E-7+m), with `base` = E - 7, as fp32 writes it; 0 for m = 0 or where `kept` is 0."""
+    """Write 2^(E-7+m) as fp32 bits, with `base` = E - 7; 0 if m or `kept` is 0."""
     for i in range(packed.size):
         code = i32(i32(packed[i]) >> shift)
         m = i32(code & i32(7))
@@ -221,5 +221,5 @@ def _encode_int8(bits: Any, values: Any, codes: Any, scales: Any, size: Any, lea
             codes[block] = np.int8(0)
         else:
             scales[b] = f32(largest / _LIMIT)
-            # two roundings, as torch makes of 127 / largest
+            # two roundings, as in torch's 127 / largest
             _scaled(values[block], f32(f32(f32(1) / largest) * _LIMIT), codes[block])

@@ -1,9 +1,10 @@
-"""When fragments launch and land (arXiv:2501.18512, Algorithm 2): integers only.
+"""Schedule of fragment launches and landings (arXiv:2501.18512, Algorithm 2).
 
-Inner steps are counted from 1. With H = `sync_every`, P = `num_fragments` and tau =
-`overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P). It launches after inner
-step t when t >= H + t_p and (t - t_p) mod H = 0, so that every fragment trains for a whole cycle
-before its first launch, and it lands after inner step t + tau. For H = 4, P = 2, tau = 1:
+All values are integers, and inner steps are counted from 1. With H = `sync_every`, P =
+`num_fragments` and tau = `overlap_steps`, fragment p (from 0) has the offset t_p = floor(p H / P).
+It launches after inner step t when t >= H + t_p and (t - t_p) mod H = 0, so that every fragment
+trains for a full cycle before its first launch, and lands after inner step t + tau. For H = 4,
+P = 2, tau = 1:
 
 ========  ==============  ==============
 fragment  launches        lands
@@ -20,15 +21,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """The launches and landings of all fragments.
+    """Launch and landing steps of all fragments.
 
     Args:
         sync_every: H, inner steps between two launches of one fragment; at least 1.
-        num_fragments: P; at least 1. Above H, several fragments leave after one step.
-        overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. At 0 a launch lands at
-            once.
-        joined: offsets of fragments that joined during the fit; they come after the P others. An
-            offset is an inner step here, and the first launch a cycle later.
+        num_fragments: P, at least 1. Above H, several fragments launch after the same step.
+        overlap_steps: tau, inner steps from launch to landing; 0 <= tau < H. With 0 a fragment
+            lands at once.
+        joined: offsets of fragments that joined during the fit, numbered from P. Such an offset is
+            an inner step; the first launch is H steps after it.
     """
 
     sync_every: int
@@ -38,39 +39,39 @@ class Schedule:
 
     @property
     def total(self) -> int:
-        """Number of fragments, including those that joined."""
+        """Number of fragments, including those that joined during the fit."""
         return self.num_fragments + len(self.joined)
 
     def offset(self, fragment: int) -> int:
-        """Return t_p, the fragment's position in the cycle, in inner steps."""
+        """Return t_p: the offset of a fragment in the cycle, in inner steps."""
         if fragment >= self.num_fragments:
             return self.joined[fragment - self.num_fragments]
         return fragment * self.sync_every // self.num_fragments
 
     def launched_at(self, step: int) -> list[int]:
-        """Return the fragments that launch after inner step `step`, in ascending order."""
+        """Return the fragments to launch after inner step `step`, in ascending order."""
         return [p for p in range(self.total) if self._launches(p, step)]
 
     def landed_at(self, step: int) -> list[int]:
-        """Return the fragments that land after inner step `step`, in ascending order."""
+        """Return the fragments to land after inner step `step`, in ascending order."""
         return self.launched_at(step - self.overlap_steps)
 
     def latest_launch(self, fragment: int, step: int) -> int:
-        """Return the step of the fragment's latest launch, at inner step `step` or before."""
+        """Return the step of a fragment's latest launch up to and including `step`."""
         offset = self.offset(fragment)
         return offset + (step - offset) // self.sync_every * self.sync_every
 
     def launches_until(self, fragment: int, step: int) -> int:
-        """Return how often the fragment has launched up to inner step `step`."""
+        """Return the number of launches of a fragment up to and including `step`."""
         return max((step - self.offset(fragment)) // self.sync_every, 0)
 
     @property
     def complete_after(self) -> int:
-        """The step after which every fragment has landed once."""
+        """The step after which every fragment has landed at least once."""
         return self.sync_every + max(map(self.offset, range(self.total))) + self.overlap_steps
 
     def next_launch(self, step: int) -> int:
-        """Return the first inner step after `step` at which a fragment launches."""
+        """Return the first step after `step` at which any fragment launches."""
         firsts = (self.offset(p) + self.sync_every for p in range(self.total))
         nexts = (self.latest_launch(p, step) + self.sync_every for p in range(self.total))
         return min(map(max, firsts, nexts))

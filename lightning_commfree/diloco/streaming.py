@@ -1,19 +1,20 @@
-"""Streaming DiLoCo (arXiv:2501.18512, Algorithm 2), from one inner step to the next.
+"""The Streaming DiLoCo algorithm, one inner step at a time (arXiv:2501.18512, Algorithm 2).
 
-A replica trains on its own. For every fragment it also keeps the *global copy*: the parameters on
-which all replicas last agreed. After an inner step, in this order:
+A replica trains its local copy. For every fragment it also keeps the *global copy*: the parameters
+on which all replicas last agreed. After an inner step, in this order:
 
-1. *Launch* the fragments that are due: global copy minus local copy, in fp32, encoded once, on its
-   way to every replica; training continues.
-2. *Land* the fragments that were launched `overlap_steps` ago: decode what all replicas sent,
-   average in fp32, step the outer optimizer on the global copy, merge it into the local copy.
+1. *Launch* fragments according to the schedule: encode global copy minus local copy (fp32) once and
+   send it to every replica, while training continues.
+2. *Land* the fragments that were launched `overlap_steps` ago: decode the messages of all replicas,
+   average them in fp32, step the outer optimizer on the global copy, and merge that into the local
+   copy.
 
-At the end of training, *finish*: land in-flight fragments, then one blocking round over every
-fragment. It makes the plain mean of the replicas' local copies both copies on all replicas.
+At the end of training, *finish*: land in-flight fragments, then exchange every fragment once more,
+blocking, and set both copies to the plain mean of the replicas' local copies.
 
-With `evaluate="mean"` a validation sees that mean in place of the outer weights, which in a short
-run are the initial ones, or up to H steps old. Nothing is trained on it: copies, outer optimizers
-and in-flight fragments stay as they are.
+With `evaluate="mean"` validations use that mean instead of the outer weights, which are up to H
+steps old, and in a short run still the initial ones. Training is not affected: copies, outer
+optimizers and in-flight fragments stay as they are.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ EVALUATION_TAG = "evaluation"
 
 
 class Landing(NamedTuple):
-    """Figures of a fragment's latest landing."""
+    """Metrics of a fragment's latest landing."""
 
     gradient_norm: float  # of the mean outer gradient
-    cosine: float  # similarity of the replicas' outer gradients, mean over the pairs
-    outer_lr: float  # of the outer step; 1 for the mean at the end of a fit
+    cosine: float  # similarity of the replicas' outer gradients, averaged over pairs
+    outer_lr: float  # learning rate of the outer step; 1 for the mean at the end of a fit
     flight_s: float  # seconds from launch to landing
-    waited_s: float  # seconds of it in which the training stood still
+    waited_s: float  # seconds of these in which training was blocked
     num_bytes: int  # sent by this replica
-    abstentions: int  # how often a replica has been left out of this fragment's mean, so far
+    abstentions: int  # times so far that a replica was left out of this fragment's mean
 
     def figures(self) -> dict[str, float]:
-        """Return them for a log, by name; times in ms."""
+        """Return the metrics by name, for logging; times in ms."""
         return {
             "gradient_norm": self.gradient_norm,
             "cosine": self.cosine,
@@ -84,30 +85,32 @@ class Landing(NamedTuple):
 
 
 class StreamingDiLoCo:
-    """One replica's part of the algorithm.
+    """Streaming DiLoCo as run by one replica.
 
     Args:
-        module: the model; all replicas hold the same weights now.
+        module: the model; all replicas must hold the same weights now.
         fragments: a partition of its trainable parameters.
-        settings: of the fit.
-        membership: who the replicas are. One alone sends nothing: a Nesterov look-ahead optimizer.
-        within: channel between the ranks of this replica, which have the same gradients; None where
-            a rank is a replica. Each of its k ranks holds 1/k of the outer state and exchanges it
-            with the same rank of the other replicas; all of them call the methods.
+        settings: settings of the fit.
+        membership: provides the replicas. A single one sends nothing and is a Nesterov look-ahead
+            optimizer.
+        within: channel between the ranks of this replica, which have the same gradients; None if
+            every rank is a replica. Each of its k ranks holds 1/k of the outer state and exchanges
+            it with the same rank of the other replicas; all of them must call every method.
 
     Attributes:
-        step: inner steps done, counted as attempts: one that a gradient scaler skips counts too.
-        fragments: one `OuterFragment` per fragment; those that join come behind the others.
-        schedule: when they launch and land.
-        view: the replicas of the latest exchange.
-        flights: in-flight fragments, by number, in the order of launch.
+        step: number of inner steps done, including those that a gradient scaler skipped.
+        fragments: one `OuterFragment` per fragment; those that joined later come last.
+        schedule: launch and landing steps.
+        view: the current replicas.
+        flights: in-flight fragments, by index, in order of launch.
         landings: the latest `Landing` by fragment.
-        optimizers: the inner ones; a replica that abstains resets their state.
-        weight_swap: puts the outer weights into the module for a while.
+        optimizers: the inner optimizers; a replica that abstains resets their state.
+        weight_swap: swaps the outer weights into the module.
     """
 
     name, replicas = "Streaming DiLoCo", True
-    # two of them only check, and the third may be what helps a run that has stopped
+    # These do not change the training, except for `nonfinite`: changing it to "abstain" may be the
+    # only way to continue a run that has stopped.
     free_at_resume = frozenset({"check_drift_every", "nonfinite", "evaluate"})
 
     def __init__(
@@ -129,10 +132,10 @@ class StreamingDiLoCo:
         self.flights: dict[int, Flight] = {}
         self.landings: dict[int, Landing] = {}
         self._frozen = FrozenParameters(module, fragments)
-        self._mean: list[Tensor] | None = None  # of the local copies, after the latest step
+        self._mean: list[Tensor] | None = None  # of the local copies; cached until the next step
         self._enter(membership.view())
 
-        # here, so that the first launch and landing are not slower than the others
+        # now, so that the first launch and landing are as fast as the others
         tensors = [tensor for f in self.fragments for tensor in (f.global_copy, *f.local)]
         for device in {self.view.channel.device, *(tensor.device for tensor in tensors)}:
             warm_up(self.codec, device)
@@ -141,10 +144,10 @@ class StreamingDiLoCo:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Take an inner step in the body; then call `after_step`.
+        """Run an inner step in the body; then call `after_step`.
 
-        Parameters that were thawed since the last step join now, because nobody has trained them
-        yet. A thaw in the middle of a step is noticed too late, and refused after it.
+        Parameters that were thawed since the last step join now, before any replica has trained
+        them. A thaw in the middle of a step is noticed too late and raises after it.
         """
         if thawed := self._frozen.thawed():
             if self.settings.replica_size > 1:
@@ -155,15 +158,16 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def after_step(self, stop: bool = False) -> bool:
-        """Count an inner step; launch and land the fragments that are due.
+        """Count an inner step; launch and land fragments according to the schedule.
 
         Args:
-            stop: whether this replica wants the training to stop; travels with what leaves now.
+            stop: whether this replica wants to stop training; sent with the fragments launched now.
 
         Returns:
-            Whether any replica wanted to when it launched what landed now: the same on all.
+            Whether any replica wanted to stop, as of the fragments that landed now. The same on all
+            replicas.
         """
-        assert not self.weight_swap.is_in, "an inner step has trained the outer weights"
+        assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
         self.step += 1
         self._mean = None
 
@@ -173,22 +177,22 @@ class StreamingDiLoCo:
         for p in launches:
             self.launch(p, stop)
 
-        # `finish` may have landed some ahead of their step
+        # not in flight: `finish` has landed them early
         landings = [p for p in self.schedule.landed_at(self.step) if p in self.flights]
         stops = [self.land(p) for p in landings]
         return any(stops)
 
     def launch(self, p: int, stop: bool) -> None:
-        """Launch a fragment: its outer gradient is on its way to all replicas."""
+        """Launch a fragment: send its outer gradient to all replicas."""
         with record_function(f"launch fragment #{p}"):
             fragment = self.fragments[p]
             gradient = fragment.outer_gradient()
-            if fragment.residual is not None:  # what the codec lost of the previous one
+            if fragment.residual is not None:  # the codec's error in the previous one
                 gradient[: fragment.parameter_numel] += fragment.residual
             self.flights[p] = self._send(p, gradient, stop, residual=fragment.residual)
 
     def land(self, p: int) -> bool:
-        """Land a fragment: outer step and merge; return whether a replica wanted to stop."""
+        """Land a fragment: outer step and merge; return whether any replica wants to stop."""
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
             self.fragments[p].outer_step(arrival.mean)
@@ -206,28 +210,28 @@ class StreamingDiLoCo:
     def finish(self, stop: bool = False) -> bool:
         """Land in-flight fragments, then take the plain mean of the replicas' local weights.
 
-        All replicas call it after the same step. Global and local copies are that mean then, to the
-        bit and on all replicas, averaged buffers too; a second call moves nothing. One replica
-        alone keeps its local weights. The differences travel in the run's wire format: N/2 bytes in
+        All replicas call it after the same step. Global and local copies then equal that mean bit
+        for bit on all replicas, averaged buffers too; a second call changes nothing. A single
+        replica keeps its local weights. Differences are sent in the run's wire format: N/2 bytes in
         fp4. The outer momentum stays.
 
         Args:
-            stop: as `after_step` takes it.
+            stop: as in `after_step`.
 
         Returns:
-            Whether any replica wants to stop, as `after_step` does.
+            Whether any replica wants to stop, as in `after_step`.
         """
         self._refuse_late()
         with self.weight_swap.local_weights():
             stops = [self.land(p) for p in list(self.flights)]
-            stops += [self._settle(p, stop) for p in range(len(self.fragments))]
+            stops += [self._finish_fragment(p, stop) for p in range(len(self.fragments))]
             self.average_moved()
             return any(stops)
 
-    def _settle(self, p: int, stop: bool) -> bool:
-        """Exchange a fragment and take the mean of its local copies; return as `land` does."""
+    def _finish_fragment(self, p: int, stop: bool) -> bool:
+        """Set a fragment to the mean of its local copies; return as `land` does."""
         with record_function(f"launch fragment #{p}"):
-            # without the codec's earlier loss: it is not a part of the local weights
+            # without the codec's earlier error, which is not part of the local weights
             self.flights[p] = self._send(p, self.fragments[p].outer_gradient(), stop)
         with record_function(f"land fragment #{p}"):
             arrival = self._receive(p)
@@ -239,7 +243,7 @@ class StreamingDiLoCo:
 
     @property
     def stops_after(self) -> int:
-        """The step after which all replicas know of a wish to stop that comes now."""
+        """The step after which all replicas know of a request to stop that is made now."""
         return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
 
     # -- messages
@@ -252,8 +256,8 @@ class StreamingDiLoCo:
         residual: Tensor | None = None,
         tag: str = TAG,
     ) -> Flight:
-        """Launch values of a fragment, fp32, shape (S,)."""
-        assert tag != TAG or p not in self.flights, f"fragment {p} is launched in flight"
+        """Launch a fragment's values (fp32, shape (S,))."""
+        assert tag != TAG or p not in self.flights, f"fragment {p} is launched while in flight"
         nonfinite = is_nonfinite(self.fragments[p], values, self._within)
         digest = self._digest(p) if tag == TAG else 0
         header = Header(stop, self.step, digest, nonfinite, self._joined_hash)
@@ -261,7 +265,7 @@ class StreamingDiLoCo:
         return Flight.launch(self._exchanges[p], values, header, residual, tag, keep)
 
     def _receive(self, p: int) -> Arrival:
-        """Wait for a fragment, decode it, and check that it may land; note its `Landing`."""
+        """Wait for a fragment, decode and check it; record its `Landing`."""
         ledger, fragment = self.view.channel.ledger, self.fragments[p]
         before_s = ledger.seconds_waited
         flight = self._wait(p)
@@ -283,16 +287,16 @@ class StreamingDiLoCo:
         return arrival
 
     def _wait(self, p: int) -> Flight:
-        """Wait until a fragment has arrived; where a member is lost, send it in the next view."""
+        """Wait until a fragment has arrived; if a member is lost, relaunch it in the next view."""
         while True:
             flight = self.flights[p]
             try:
                 flight.pending.wait()
                 return flight
             except RuntimeError as error:
-                # in a job of fixed size this raises the error
+                # with a fixed membership this raises `error`
                 view = self._membership.after_failure(flight.exchange.route.view, error)
-                self._background.close()  # after a failed exchange its thread runs no other
+                self._background.close()  # it refuses further tasks after a failed one
                 self._enter(view)
                 self.flights[p] = flight.relaunch(self._exchanges[p])
 
@@ -301,17 +305,17 @@ class StreamingDiLoCo:
         refuse_landing(arrival, p, names, self.step, self.view.members, self.settings)
 
     def _enter(self, view: View) -> None:
-        """Exchange in `view` from now on."""
+        """Use `view` for all exchanges from now on."""
         self.view, self._background = view, Background(view.channel.ledger)
         self._open_exchanges()
 
     def _open_exchanges(self) -> None:
-        """Choose the cheaper route of every fragment in the current view."""
+        """Choose the cheaper route for every fragment in the current view."""
         sizes = [(f.parameter_numel, f.shard_numel - f.parameter_numel) for f in self.fragments]
         self._exchanges = fragment_exchanges(self.view, self.codec, sizes, self._background)
 
     def _digest(self, p: int) -> Tensor | int:
-        """Return the global copy's hash if it is due to be compared at this launch, else 0."""
+        """Return the global copy's hash if this launch is to compare it, else 0."""
         every = self.settings.check_drift_every
         cycle = (self.step - self.schedule.offset(p)) // self.settings.sync_every
         if not every or cycle % every:
@@ -319,17 +323,17 @@ class StreamingDiLoCo:
         return self.fragments[p].digest()
 
     def _restart_from_global(self, p: int, taken: Sequence[int]) -> None:
-        """Continue after abstaining: the fragments in `taken` hold the global copies now."""
+        """Continue after abstaining: the fragments in `taken` now equal the global copies."""
         names = [name for q in taken for name in self.fragments[q].fragment.parameters]
         for q in taken:
-            self.fragments[q].forget_loss()  # NaN, and it would stay
+            self.fragments[q].forget_loss()  # NaN, which would never go away
         parameters = map(self._module.get_parameter, names)
         restart_from_global(self.optimizers, parameters, p, self.step, taken)
 
     # -- frozen parameters
 
     def _join(self, names: Sequence[str], offset: int) -> None:
-        """Make thawed parameters one more fragment."""
+        """Add a fragment of thawed parameters."""
         self.fragments.append(self._outer_fragment(Fragment(tuple(names))))
         self.schedule = replace(self.schedule, joined=(*self.schedule.joined, offset))
         self._frozen.remove(names)
@@ -337,7 +341,7 @@ class StreamingDiLoCo:
 
     @property
     def _joined(self) -> list[tuple[list[str], int]]:
-        """The fragments that joined during the fit: names of their parameters, and offsets."""
+        """Parameter names and offsets of the fragments that joined during the fit."""
         later = self.fragments[self.schedule.num_fragments :]
         names = [list(one.fragment.parameters) for one in later]
         return list(zip(names, self.schedule.joined, strict=True))
@@ -365,16 +369,17 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def average_moved(self) -> None:
-        """Average frozen parameters that hooks have moved apart (`frozen`); collective."""
+        """Average frozen parameters that hooks have changed differently (`frozen`); collective."""
         fingerprint = {"fragments that joined": repr(self._joined)}
         self._frozen.average_moved(self.view, self._background, fingerprint)
 
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return what a validation sees instead of the outer weights, or None; collective.
+        """Return other weights for validations to use than the outer ones, or None; collective.
 
-        The mean of the local copies with `evaluate="mean"`, as `WeightSwap.put_in` takes it.
+        With `evaluate="mean"` this is the mean of the local copies, in the form that
+        `WeightSwap.swap_in` takes.
         """
         return self.mean_weights() if self.settings.evaluate == "mean" else None
 
@@ -382,8 +387,8 @@ class StreamingDiLoCo:
     def mean_weights(self) -> list[Tensor]:
         """Return the mean of the local copies of every fragment, fp32, shape (S,).
 
-        Collective over all ranks, whose modules hold their local copies now. It is exchanged once
-        after a step, however often it is asked for.
+        Collective over all ranks, whose modules must contain their local copies. Exchanged at most
+        once per step; later calls return the same tensors.
 
         Raises:
             RuntimeError: a replica's values are not finite, or the replicas are at different steps.
@@ -392,6 +397,7 @@ class StreamingDiLoCo:
             if self.num_replicas == 1:
                 self._mean = [fragment.local_values() for fragment in self.fragments]
                 return self._mean
+            # launched all at once, so that transfers overlap with decoding
             gradients = enumerate(fragment.outer_gradient() for fragment in self.fragments)
             flights = [self._send(p, g, stop=False, tag=EVALUATION_TAG) for p, g in gradients]
             self._mean = []
@@ -402,11 +408,7 @@ class StreamingDiLoCo:
         return self._mean
 
     def unready(self, what: str) -> str | None:
-        """Return a warning if some outer weights are still the initial ones, else None.
-
-        Args:
-            what: uses them: "validation" or "checkpoint".
-        """
+        """Return a warning if `what`, a validation or checkpoint, would use initial weights."""
         count = sum(not fragment.landings for fragment in self.fragments)
         if not count or self.settings.evaluate == "mean":
             return None
@@ -421,21 +423,21 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def refuse_to_save(self, world: Channel) -> None:
-        """Check that a checkpoint would hold finite weights (`nonfinite`)."""
+        """Check that a checkpoint would contain finite weights only (`nonfinite`)."""
         self.wait_in_flight()
         rule = self.settings.nonfinite
         refuse_to_save(self.fragments, self.weight_swap.local, rule, self.step, world)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state that all replicas have equally, and this replica's own.
+        """Return the state that is equal on all replicas, and this replica's own state.
 
-        Shared are the step, the global copies and the outer optimizers; in a replica of several
-        ranks, of this rank's shards. Own are the local weights, what the codec has lost, and the
-        messages of in-flight fragments, which are waited for; they land at their step.
+        The shared state is the step, the global copies and the outer optimizers; in a replica of
+        several ranks, this rank's shards of them. The own state is the local weights, the codec's
+        rounding errors, and the messages of in-flight fragments, which this waits for.
 
-        The tensors are not copies: write them before the next step, or copy them.
+        The tensors are not copies: save or copy them before the next step.
         """
-        self.wait_in_flight()  # also completes the codec's losses
+        self.wait_in_flight()  # also completes the codec's residuals
         shared = {
             "step": self.step,
             "joined": self._joined,
@@ -450,15 +452,15 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Continue where `state_dict` was called, with the same fragments and settings.
+        """Continue from a saved state, with the same fragments and settings.
 
         Args:
             shared: the state of all replicas.
-            own: this replica's. None: it joins, with nothing in flight and nothing lost by the
-                codec, and its local weights are the global ones.
+            own: this replica's own state. None: the replica is new. It starts from the global
+                weights, with no fragments in flight and no rounding errors.
         """
-        assert not self.weight_swap.is_in, "a state is loaded into the local copy"
-        assert not self.flights, "a state is loaded before the first step"
+        assert not self.weight_swap.swapped_in, "states are loaded into the local weights"
+        assert not self.flights, "load a state before the first step"
         self.step = shared["step"]
 
         for names, offset in shared["joined"]:
@@ -477,22 +479,23 @@ class StreamingDiLoCo:
             if fragment.residual is not None:
                 fragment.residual.copy_(residual)
         for p, arrived in own["in_flight"].items():
+            # a header only serves a relaunch; the saved messages contain the original one
             header = Header(stop=False, step=self.schedule.latest_launch(p, self.step), digest=0)
             self.flights[p] = Flight.here(self._exchanges[p], header, Pending.here(arrived))
 
     def adopt(self, was: object, ranks: int, load: object) -> None:
-        """Use nothing of a save by other ranks: the checkpoint itself holds its outer weights."""
+        """Ignore states saved by another number of ranks; the checkpoint has the outer weights."""
         del was, ranks, load
 
     def close(self) -> None:
-        """End the thread of the exchanges; in-flight fragments are given up."""
+        """Stop the background thread; in-flight fragments are dropped."""
         self._background.close()
         self._membership.leave()
 
-    # -- what users, logs and other ranks see
+    # -- messages, metrics and settings
 
     def startup_messages(self, steps: int | None) -> list[Message]:
-        """Return what to tell the user when a fit begins; `steps` to come, None: unknown."""
+        """Return the messages to show when a fit of `steps` steps begins; None: unknown length."""
         last_step = None if steps is None else self.step + steps
         return startup_messages(
             self._module, self.settings, self.schedule, self.num_replicas, last_step
@@ -500,25 +503,25 @@ class StreamingDiLoCo:
 
     @property
     def num_replicas(self) -> int:
-        """M, this one included."""
+        """M: the number of replicas, including this one."""
         return self.view.size
 
     @property
     def in_flight(self) -> list[int]:
-        """The fragments that have been launched and not landed, in the order of launch."""
+        """Indices of the fragments in flight, in order of launch."""
         return list(self.flights)
 
     @property
     def bytes_per_cycle(self) -> int:
-        """Bytes that this replica sends in `sync_every` steps, in which every fragment leaves."""
+        """Bytes that this replica sends in a cycle of `sync_every` steps."""
         return sum(exchange.num_bytes for exchange in self._exchanges)
 
     def cycle(self) -> tuple[dict[str, int], int]:
-        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle."""
         return {TAG: self.bytes_per_cycle}, self.settings.sync_every
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the fragments' latest landings; the same until the next one."""
+        """Return the metrics of the fragments' latest landings, by name."""
         return {
             f"outer/{name}_{p}": figure
             for p, landing in self.landings.items()
@@ -526,7 +529,7 @@ class StreamingDiLoCo:
         }
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all replicas: settings, fragments, outer optimizer."""
+        """Return settings, fragments and outer optimizer as text, to compare between replicas."""
         optimizer, scheduler = self.fragments[0].optimizer, self.fragments[0].scheduler
         plain = (int, float, str, tuple, type(None))  # others show an address when printed
         defaults = {k: v for k, v in optimizer.defaults.items() if isinstance(v, plain)}

@@ -1,7 +1,7 @@
 """Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping.
 
-Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism whose all-reduces are
-in flight while another part of the batch computes.
+Wang, Zhang, Shen, Li and Ruwase, 2024, arXiv:2409.15241. Tensor parallelism whose all-reduces
+overlap with the computation of another part of the batch.
 
 =========  ============================  ==================  ===========  ==========================
 symbol     name here                     unit                default      source
@@ -20,22 +20,23 @@ A, M       `Sublayer`                    sublayers           2 a layer    attent
 =========  ============================  ==================  ===========  ==========================
 
 Read the algorithm first: `layers` (the sharded modules), `sublayers` (the computation between two
-all-reduces), `splits` (how a batch is split), `schedule` (which micro-batch computes while whose
-all-reduce is in flight), `auto_split` (which split is the fastest).
+all-reduces), `splits` (how a batch is split), `schedule` (order of computation and all-reduces),
+`auto_split` (choosing the fastest split).
 
-Then how a model gets there: `sharding` (one layer, one tensor, LoRA), `families` (the scheduled
+Then how a model is prepared: `sharding` (one layer, one tensor, LoRA), `families` (the scheduled
 architectures), `plan` (other models, by the plan in their config), `loss` (cross entropy without
-full logits), `parallel` (all of it put into a model).
+full logits), `parallel` (all of these applied to one model).
 
-Then the view from outside: `sharded_module` (states, batches, clipping), `gradients` (mean, norm,
-NaN), `data_parallel` (groups as replicas), `forecast` (bytes of a step), `settings`.
+Then the interface for strategies: `sharded_module` (states, batches, clipping), `gradients` (mean,
+norm, NaN), `data_parallel` (data parallelism between tensor groups), `forecast` (bytes per step),
+`settings`.
 
 Departures from the paper:
 
-- Forward has wider windows: a sum is awaited right before its consumer, so its all-reduce overlaps
-  with a whole sublayer of the other micro-batch. The released code waits earlier.
-- Backward is not autograd's mirror of forward. Each sublayer of each micro-batch has graphs of its
-  own, which run in the order that leaves all-reduces the most time, without private hooks of torch.
+- Forward overlaps more: it waits for a sum only right before using it, so the all-reduce overlaps
+  with an entire sublayer of the other micro-batch. The released code waits earlier.
+- Backward does not run in autograd's order. Each sublayer of each micro-batch has its own graphs,
+  run in the order that gives all-reduces the most time, without private hooks of torch.
 - Query, key and value share one all-reduce in backward, and so do gate and up.
 """
 
@@ -52,11 +53,10 @@ from lightning_commfree.domino.gradients import (
     sum_shared,
 )
 from lightning_commfree.domino.layers import TensorGroup
-from lightning_commfree.domino.parallel import ParallelModel, check_divisible
+from lightning_commfree.domino.parallel import ParallelModel
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import (
-    HeldTensor,
-    OptimizerParts,
+    OptimizerShards,
     ShardedModule,
     check_batch,
     check_module,
@@ -64,31 +64,27 @@ from lightning_commfree.domino.sharded_module import (
     find_models,
     refuse_meta,
 )
-from lightning_commfree.domino.sharding import ShardSpec, whole_tensor
-from lightning_commfree.model.meta_init import on_meta
+from lightning_commfree.domino.sharding import ShardSpec, gather_full_tensor
 
 __all__ = [
     "FAMILIES",
     "DominoSettings",
     "GradientAverage",
     "GradientMean",
-    "HeldTensor",
-    "OptimizerParts",
+    "OptimizerShards",
     "ParallelModel",
     "ShardSpec",
     "ShardedModule",
     "TensorGroup",
-    "check_divisible",
     "check_batch",
     "check_module",
     "check_states",
     "find_models",
     "gradient_norm",
     "looks_finite",
-    "on_meta",
     "refuse_meta",
     "refuse_nonfinite",
     "refuse_nonfinite_weights",
     "sum_shared",
-    "whole_tensor",
+    "gather_full_tensor",
 ]

@@ -1,18 +1,19 @@
-"""Choose the fastest split for each size of batch by timing: `split="auto"`.
+"""Choose the fastest split for each batch size by timing: `split="auto"`.
 
-Whether a split pays depends on the batch, the model, the processor and the link: half a batch takes
-more than half the time to compute, and the communication it hides may be cheaper than that. So the
-first batches of each size are trained with every legal split in turn, `PASSES` timed passes each,
+Whether a split pays off depends on the batch, the model, the processor and the link: computing half
+a batch takes more than half the time, which may cost more than the hidden communication. So the
+first batches of each size are trained with each legal split in turn, `PASSES` timed passes each,
 and the split with the smallest median is kept. Every pass trains; none is wasted.
 
-A pass is timed from the start of the first block's forward to the end of its backward. The loss in
-between counts, because ranks that finish their blocks at different times wait for each other there.
+A pass is timed from the start of the first block's forward to the end of its backward. That
+includes the loss, because ranks that finish their blocks at different times wait for each other
+there.
 
-The ranks of a tensor group agree on the maximum over ranks of each median, so they choose the same
-split. Other tensor groups may choose another one: a split changes the order in which gradients are
-added, nothing else.
+The ranks of a tensor group compare the slowest rank's medians, so they all choose the same split.
+Other tensor groups may choose another one: a split changes only the order in which gradients are
+added.
 
-The choices and the timings so far are part of a checkpoint; a resumed fit continues with them.
+Choices and timings are saved in checkpoints; a resumed fit continues with them.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from lightning_commfree.domino.schedule import ScheduleRun
 from lightning_commfree.domino.sublayers import Arguments
 
 WARM_UP = 1  # the first pass of a split allocates memory, and is not timed
-# Passes vary by 10 to 20 %. By simulation at 14 %, nine passes choose the slower of two splits in
-# 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: a loss of 1.4 % on
-# average at most. More passes would delay the choice for less than that.
+# Passes vary by 10 to 20 %. In a simulation at 14 %, nine passes choose the slower of two splits in
+# 27 % of the cases if they differ by 5 %, in 12 % at 10 %, and in 2 % at 20 %: an average loss of
+# 1.4 % at most. More passes would delay the choice and gain less than that.
 PASSES = 9
-MAX_SIZES = 8  # that are timed; a batch of any other size takes the choice of the nearest one
+MAX_SIZES = 8  # sizes that are timed; a batch of another size uses the nearest size's choice
 
 
 class Size(NamedTuple):
-    """Size of a batch: its rows, and its tokens per row rounded up to a power of two.
+    """A batch size: rows, and tokens per row rounded up to a power of two.
 
-    Rounded, because batches may be padded to any length. Timings are therefore kept per token.
+    Tokens are rounded because batches may be padded to any length, so timings are kept per token.
     """
 
     rows: int
@@ -55,14 +56,14 @@ class Size(NamedTuple):
 
 
 class SplitTrial:
-    """Timings of splits and the choices made from them, by size of batch.
+    """Timings of splits and the choices made from them, by batch size.
 
     Args:
         channel: the tensor group.
 
     Attributes:
         now: the clock, in seconds.
-        on_choice: called with a sentence about each choice.
+        on_choice: called with a message about each choice.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -73,12 +74,14 @@ class SplitTrial:
         self.on_choice: Callable[[str], None] = lambda _: None
 
     def choose(self, size: Size, legal: Callable[[], Sequence[str]]) -> tuple[str, bool]:
-        """Return the split of a batch, and whether to time its pass; now and then collective.
+        """Return a batch's split, and whether to time its pass.
+
+        Collective in the pass that makes the choice for a size.
 
         Args:
-            size: of the batch.
-            legal: returns the splits that the batch allows, "none" first. It may read a mask, so
-                it is called only when needed.
+            size: the batch size.
+            legal: returns the splits that are possible for the batch, "none" first. It may read a
+                mask, which waits for the device, so it is called only when needed.
         """
         if self._channel.size == 1:  # no communication to hide
             return "none", False
@@ -95,17 +98,17 @@ class SplitTrial:
             seconds = self._seconds.setdefault(size, {name: [] for name in names})
             turn = min(seconds, key=lambda name: len(seconds[name]))
             if len(seconds[turn]) < WARM_UP + PASSES:
-                # a batch with another mask than the first one may not allow it
+                # a batch with another mask than the first may not allow this split
                 return (turn, True) if turn in names else ("none", False)
             best = self._decide(size, seconds)
         return (best if best in names else names[-1]), False
 
     def timed(self, run: ScheduleRun, name: str, hidden: Tensor) -> TimedRun:
-        """Wrap the run of a batch of shape (B, T, H) to record its time as a pass of `name`."""
+        """Wrap a run to record its time as a pass of the split `name`; `hidden` is the batch."""
         seconds, tokens = self._seconds[Size.of(hidden)][name], hidden.shape[0] * hidden.shape[1]
 
         def now() -> float:
-            if hidden.is_cuda:  # else only the launch of its kernels is timed
+            if hidden.is_cuda:  # else only kernel launches would be timed
                 torch.cuda.synchronize(hidden.device)
             return self.now()
 
@@ -127,17 +130,17 @@ class SplitTrial:
         }
 
     def _decide(self, size: Size, seconds: dict[str, list[float]]) -> str:
-        """Choose the split whose median pass is the shortest on the slowest rank; collective."""
+        """Choose the split with the shortest median pass on the slowest rank; collective."""
         medians = torch.tensor([median(passes[WARM_UP:]) for passes in seconds.values()])
-        of_all = self._channel.all_gather(medians.to(self._channel.device), HANDSHAKE_TAG).wait()
-        slowest = dict(zip(seconds, of_all.amax(0).tolist(), strict=True))
+        by_rank = self._channel.all_gather(medians.to(self._channel.device), HANDSHAKE_TAG).wait()
+        slowest = dict(zip(seconds, by_rank.amax(0).tolist(), strict=True))
         best = self._best[size] = min(slowest, key=slowest.__getitem__)
 
         tokens = size.rows * size.tokens
         times = ", ".join(f"{name} {1e3 * tokens * s:.3g} ms" for name, s in slowest.items())
         self.on_choice(
-            f"`split='auto'`: batches of {size.rows} x {size.tokens} tokens are split by"
-            f" {best!r}. Forward, loss and backward took: {times}."
+            f"`split='auto'` chose {best!r} for batches of {size.rows} x {size.tokens} tokens."
+            f" Forward, loss and backward took: {times}."
         )
         return best
 

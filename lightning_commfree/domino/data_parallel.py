@@ -1,19 +1,19 @@
 """Data parallelism between tensor groups: average gradients in every step.
 
-A checkpoint holds the full weights and optimizer state. Each rank's own state is small: its random
-numbers, its position in the data, and in the middle of an accumulation its shards of the gradients.
+A checkpoint contains the full weights and optimizer state. Each rank's own state is small: its
+random numbers, its position in the data, and during gradient accumulation its gradients.
 
-=========================  ==========================  ============================================
-resumed on                 position in the data        random numbers
-=========================  ==========================  ============================================
-the same ranks             as it was                   as they were: every later weight is equal
-other tensor groups, as    as it was                   those that a group shares as they were; a
-many of them                                           rank's own, of attention's dropout, are new
-more or fewer groups       the epoch's first batches   new
-=========================  ==========================  ============================================
+===========================  ===================  ================================================
+resumed on                   position in data     random numbers
+===========================  ===================  ================================================
+the same ranks               restored             restored: the fit continues bit for bit
+the same number of tensor    restored             shared numbers restored, a rank's own numbers
+groups, of another size                           (attention's dropout) new
+another number of groups     start of the epoch   new
+===========================  ===================  ================================================
 
-The second line needs the file of each group's first rank; gradients of a half-accumulated step come
-back in the first line only.
+The second row needs the rank file of each group's first rank. Half-accumulated gradients are
+restored only in the first row.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_commfree.domino.sharded_module import ShardedModule
 
 # entries of a rank's own state that do not depend on which shards it holds
 _POSITION = ("random", "epoch_start", "loaders", "ahead", "lost")
-FLAGS_TAG, FLAGS_BYTES = "flags", 24  # of the three numbers that ranks exchange before a step
+FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 numbers that ranks exchange before a step
 
 
 class GradientMean:
@@ -43,7 +43,8 @@ class GradientMean:
     Args:
         sharded: the module with the sharded models.
         channels: between and within replicas.
-        settings: part of the fingerprint, since they decide the order of random numbers.
+        settings: the user's; part of the fingerprint, because they decide the order in which random
+            numbers are drawn.
 
     Attributes:
         average: launches and lands the all-reduces.
@@ -51,7 +52,7 @@ class GradientMean:
     """
 
     name = "Domino"
-    replicas = False  # a rank holds a part of a model, which checkpoints put together
+    replicas = False  # ranks hold shards of one model, which checkpoints contain in full
     free_at_resume: frozenset[str] = frozenset()
 
     def __init__(
@@ -63,7 +64,7 @@ class GradientMean:
         self._channels, self._settings = channels, settings
         self.models = sharded.models
         self.average = GradientAverage(channels.between)
-        # a sublayer's gradients are launched while backward computes the ones before it
+        # launch a sublayer's gradients while backward computes those of earlier sublayers
         for model in sharded.models:
             model.done = self.average.sublayer_is_done
 
@@ -72,20 +73,20 @@ class GradientMean:
         self.average.land(module.parameters())
 
     def stepping(self) -> AbstractContextManager[None]:
-        """In the body an optimizer step is taken."""
+        """Do nothing around an optimizer step."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Exchange nothing: the ranks have said before the step whether they stop."""
+        """Do nothing: `DominoSession.after_backward` exchanges the stop flags, before the step."""
         del stop
         return False
 
     def figures(self) -> dict[str, float]:
-        """Return none but the ledger's."""
+        """Return no figures besides the ledger's."""
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return the steps of a cycle; what is sent in it depends on the tokens."""
+        """Return a cycle of one step; `bytes_per_step` forecasts bytes, which depend on tokens."""
         return {}, 1
 
     def bytes_per_step(
@@ -94,9 +95,9 @@ class GradientMean:
         """Forecast the bytes that a rank sends in a step, by ledger tag.
 
         Args:
-            module: sharded.
-            tokens: of a tensor group's batches of a step.
-            mixed: dtype of autocast; None without.
+            module: the sharded module.
+            tokens: tokens in a tensor group's batches of one step.
+            mixed: autocast's dtype; None without autocast.
             clips: whether gradients are clipped by their norm.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
@@ -107,17 +108,17 @@ class GradientMean:
         return {tag: float(num_bytes) for tag, num_bytes in sent.items() if num_bytes}
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what decides which numbers a rank draws, and for what."""
+        """Return the settings that decide the order in which random numbers are drawn."""
         chosen, size = self._settings.fingerprint(), self._channels.within.size
         split = {name: chosen[name] for name in ("split", "num_micro_batches")}
         return {"tensor_parallel_size": str(size), **split}
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return nothing: each rank's own state is the sharded model's."""
+        """Return no state: `ShardedModule.own_state` has each rank's."""
         return {}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore nothing, as `state_dict` returns nothing."""
         del shared, own
 
     def adopt(
@@ -126,29 +127,26 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Keep the position in the data, and all random numbers or those that a group shares."""
-        size, world, within = (
-            int(was["tensor_parallel_size"]),
-            self._channels.world,
-            self._channels.within,
-        )
+        """Keep the position in the data, and random numbers where groups have the same size."""
+        size = int(was["tensor_parallel_size"])
+        world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:
             return None
 
         found = load([world.rank]) if size == within.size else []
         if found:
-            said = "with its optimizer state and all random numbers, now drawn in another order"
-            return found[0], said
+            kept = "with its optimizer state and all random numbers, now drawn in another order"
+            return found[0], kept
 
         found = load([world.rank // within.size * size])
         if not found:
             return None
         return (
             {name: found[0][name] for name in _POSITION},
-            "with its optimizer state, at the same place in the data. Random numbers that differ"
-            " from rank to rank and gradients of a half-accumulated step start afresh, and sums are"
-            " rounded in another way where a tensor group has another size",
+            "with its optimizer state, at the same position in the data. Random numbers that differ"
+            " between ranks and gradients of a half-accumulated step start afresh, and with"
+            " another tensor group size sums are rounded differently",
         )
 
     def close(self) -> None:
-        """The model is divided no more."""
+        """Release nothing: `ShardedModule.join` restores the model."""

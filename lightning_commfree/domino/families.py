@@ -6,12 +6,12 @@ class in transformers  what differs from Llama
 `GPT2LMHeadModel`      learned positions, `Conv1D` linears of shape (in, out) with packed query,
                        key and value, dropout after both sums: a class of its own, `GPT2`
 `LlamaForCausalLM`     (rotary positions, RMS norms, SwiGLU, grouped key heads)
-`MistralForCausalLM`   nothing: the sliding window is in the mask, which transformers makes
-`Qwen2ForCausalLM`     biases of query, key and value, which are sharded with their weights
-`Qwen3ForCausalLM`     a norm of queries and one of keys, over one head
+`MistralForCausalLM`   nothing: transformers puts the sliding window into the mask
+`Qwen2ForCausalLM`     biases of query, key and value, sharded with their weights
+`Qwen3ForCausalLM`     per-head norms of queries and keys
 `GemmaForCausalLM`     a scaled embedding
-`Gemma2ForCausalLM`    as Gemma; a second norm after each sum, sliding windows in some blocks
-`Gemma3ForCausalLM`    as Gemma 2, and the norms of Qwen 3
+`Gemma2ForCausalLM`    as Gemma, plus a norm after each sum and sliding windows in some blocks
+`Gemma3ForCausalLM`    as Gemma 2, plus Qwen 3's norms
 =====================  ========================================================================
 
 To add an architecture, add a line to `FAMILIES`, and a subclass of `Family` if its modules are not
@@ -47,12 +47,12 @@ from lightning_commfree.domino.sublayers import Sublayer, attention_body, mlp_bo
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """An architecture: a causal language model of equal blocks, each attention and then an MLP.
+    """A causal language model architecture: identical blocks, each of attention and an MLP.
 
     Attributes:
-        base: name of the model without its head.
-        blocks_name: name of the list of blocks in the base.
-        embedding_name: name of the word embedding in the base.
+        base: attribute name of the model without its head.
+        blocks_name: attribute name of the list of blocks in the base.
+        embedding_name: attribute name of the word embedding in the base.
         raw_embedding: whether the embedding's output enters the first block unchanged. Its
             all-reduce can then overlap with the first block.
     """
@@ -64,10 +64,10 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, model: Any, ranks: int) -> None:
-        """Check that a model can be sharded among so many ranks, without changing it.
+        """Check that a model can be sharded, without changing it.
 
         Raises:
-            ValueError: heads or widths do not fit the ranks.
+            ValueError: heads or widths cannot be divided among the ranks.
         """
 
     @abstractmethod
@@ -76,10 +76,10 @@ class Family(ABC):
 
     @abstractmethod
     def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
-        """Return attention and MLP of a sharded block, for traces called `name`."""
+        """Return the sublayers of a sharded block: attention and MLP. `name` is for traces."""
 
     def can_be_scheduled(self, model: Any) -> bool:
-        """Return whether the blocks compute nothing but their sublayers."""
+        """Return whether the blocks compute nothing besides their sublayers."""
         del model
         return True
 
@@ -89,7 +89,7 @@ class Family(ABC):
         return "tuple" not in str(returned).lower()
 
     def blocks_in(self, model: Any) -> tuple[nn.Module, str]:
-        """Return the owner of the list of blocks, and its name there."""
+        """Return the parent module of the list of blocks, and the list's name in it."""
         return getattr(model, self.base), self.blocks_name
 
     def blocks(self, model: Any) -> Any:
@@ -105,7 +105,7 @@ class Family(ABC):
         model: Any = sharding.model
         base, blocks = getattr(model, self.base), self.blocks(model)
         for block in blocks:
-            # one block at a time, so that a model on `meta` never exists whole on a rank
+            # one block at a time: a model on `meta` may be too large for one rank
             sharding.materializer.materialize(block)
             self.shard_block(sharding, block)
         vocabulary(sharding, (base, self.embedding_name), (model, "lm_head"))
@@ -122,10 +122,10 @@ class Family(ABC):
 
 @dataclass(frozen=True)
 class Llama(Family):
-    """Llama and its relatives.
+    """Llama and architectures with its module names.
 
     Attributes:
-        head_norms: attention norms queries and keys, with one weight for all heads.
+        head_norms: attention normalizes queries and keys, with one weight for all heads.
         post_norms: a second norm follows each sum.
     """
 
@@ -153,9 +153,9 @@ class Llama(Family):
             column(sharding, attention, name, spec)
         row(sharding, attention, "o_proj")
         if self.head_norms:  # a rank's gradient covers only its own heads
-            sharding.share(attention.q_norm)
-            sharding.share(attention.k_norm)
-        # repeats of each key head on this rank, which has one at least
+            sharding.mark_partial_gradients(attention.q_norm)
+            sharding.mark_partial_gradients(attention.k_norm)
+        # how many query heads each key head serves on this rank, which holds at least one key head
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharding.set(attention, "num_key_value_groups", groups)
 
@@ -176,7 +176,7 @@ class Llama(Family):
             modules=(block.input_layernorm, attention),
             draws_own=lambda: attention.training and attention.attention_dropout > 0,
         )
-        # with post-norms this is attention's own, else the MLP's
+        # with post-norms this norm belongs to attention, else to the MLP
         after = block.post_attention_layernorm
         norm = block.pre_feedforward_layernorm if self.post_norms else after
         second = Sublayer(
@@ -207,16 +207,16 @@ class Llama(Family):
 
     @override
     def returns_tensor(self, block: nn.Module) -> bool:
-        # those of Gemma 2 and 3 that can be scheduled do; Gemma 3's annotation is wrong
+        # true for every Gemma 2 and 3 that can be scheduled; Gemma 3's annotation is wrong
         return self.post_norms or super().returns_tensor(block)
 
 
 def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
-    """Return the sharding of keys and values; ranks share a head if there are too few."""
+    """Return the sharding of keys and values; with fewer heads than ranks, ranks share a head."""
     if key_heads % ranks == 0:
         return ShardSpec.even(0, key_heads * head_dim, ranks)
 
-    # each key head serves as many consecutive heads of the queries
+    # each key head serves `per_key` consecutive query heads
     per_rank, per_key = heads // ranks, heads // key_heads
     firsts = [rank * per_rank // per_key * head_dim for rank in range(ranks)]
     ranges = tuple((first, first + head_dim) for first in firsts)
@@ -277,8 +277,8 @@ class GPT2(Family):
         )
 
 
-# Gemma scales the embedding, in newer transformers in the embedding module and in older ones after
-# it. So it counts as changed, whichever of them is installed.
+# Gemma scales the embedding: newer transformers in the embedding module, older ones after it. So
+# `raw_embedding` is False for it with any version.
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2(),
     "LlamaForCausalLM": Llama(raw_embedding=True),
@@ -289,7 +289,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma2ForCausalLM": Llama(post_norms=True),
     "Gemma3ForCausalLM": Llama(post_norms=True, head_norms=True),
 }
-"""The scheduled architectures, by the name of their class in transformers."""
+"""The scheduled architectures, by class name in transformers."""
 
 
 def family_of(model: nn.Module) -> Family | None:

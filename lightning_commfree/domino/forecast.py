@@ -1,16 +1,16 @@
-"""Forecast the bytes that a tensor group's ranks send in a training step, by ledger tag.
+"""Forecast the bytes that each rank of a tensor group sends in a training step, by ledger tag.
 
 ==================  ==================================================================
 tag                 payload
 ==================  ==================================================================
 `tensor_forward`    tokens x width, for each sublayer and the embedding
 `tensor_backward`   tokens x width, for each sublayer and the head
-`tensor_loss`       3 numbers a token
+`tensor_loss`       3 numbers per token
 `tensor_shared`     gradients of shards that several ranks of a tensor group hold
 `tensor_norm`       one number, if gradients are clipped by their norm
 ==================  ==================================================================
 
-Under autocast forward's sums have autocast's dtype; everything else has that of the parameters.
+Under autocast, the sums in forward have autocast's dtype; everything else has the parameters'.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Collective = tuple[str, Callable[[int, int], int], int]  # tag, the ledger's for
 def bytes_per_step(
     models: Sequence[ParallelModel], tokens: int, autocast: torch.dtype | None, clips: bool
 ) -> Counter[str]:
-    """Return the bytes that a rank sends within its tensor group for an optimizer step.
+    """Return the bytes that a rank sends within its tensor group in an optimizer step.
 
     Args:
-        models: sharded. They compute their own loss, as with `labels=`, if they can.
-        tokens: of a tensor group's batches of a step.
-        autocast: its dtype; None without.
-        clips: gradients are clipped by the norm of the whole gradient.
+        models: the sharded models; assumed to compute their own loss (`labels=`) where they can.
+        tokens: tokens in a tensor group's batches of one step.
+        autocast: autocast's dtype; None without autocast.
+        clips: whether gradients are clipped by the norm of the full gradient.
     """
     sent = Counter[str]()
     size = models[0].group.size
@@ -58,15 +58,15 @@ def bytes_per_step(
         # `sum_shared` sends the full shape, of which each rank fills its shard
         for parameter, spec in model.sharding.specs.items():
             if spec.overlapping and parameter.requires_grad:
-                whole = parameter.nbytes // parameter.shape[spec.dim] * spec.size
-                sent[SHARED_TAG] += ring_all_reduce_bytes(whole, size)
+                full = parameter.nbytes // parameter.shape[spec.dim] * spec.size
+                sent[SHARED_TAG] += ring_all_reduce_bytes(full, size)
         for tag, formula, payload in _collectives(model, autocast):
             sent[tag] += formula(payload, size) * tokens
     return sent
 
 
 def _collectives(model: ParallelModel, autocast: torch.dtype | None) -> Iterator[Collective]:
-    """Yield the collectives of a forward and backward of one token."""
+    """Yield the collectives of one forward and backward, with their bytes per token."""
     for module in model.sharding.model.modules():
         if isinstance(module, ColumnLinear | RowLinear):
             yield from _of_linear(module, model.scheduled, autocast)
@@ -98,7 +98,7 @@ def _of_linear(
     item, forward_item = weight.itemsize, (autocast or weight.dtype).itemsize
     if isinstance(module, RowLinear):
         yield FORWARD_TAG, ring_all_reduce_bytes, outputs * forward_item
-        if scheduled:  # one gradient a sublayer, of the same width
+        if scheduled:  # one gradient per sublayer, of the same width
             yield BACKWARD_TAG, ring_all_reduce_bytes, outputs * item
     elif not scheduled:  # every column linear sums the gradient of its own input
         yield BACKWARD_TAG, ring_all_reduce_bytes, inputs * item

@@ -1,16 +1,16 @@
 """Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
 
 - `GradientAverage` averages them over the data axis, sublayer by sublayer, during backward.
-- Several ranks of a tensor group may hold one key head: `sum_shared` adds up their gradients.
+- `sum_shared` sums the gradients of a shard that several ranks of a tensor group hold.
 - `gradient_norm` counts every element of the full gradient once.
 
-NaN and Inf are found before the optimizer step, on all ranks at once. A shard belongs to one rank,
-and the mean over the data axis would hide which replica spoiled it, so each rank checks its own
-gradients before the mean. Their Euclidean norm takes one pass, and is finite only if they are. It
-may also overflow, so if it is not finite the ranks check single elements and exchange names.
+NaN and Inf are found before the optimizer step, on all ranks at once. Each rank checks its own
+gradients before the mean over the data axis, which would hide the replica that they came from. The
+check computes the norm, because that takes one pass and is finite only if all elements are. The
+norm can also overflow, so if it is not finite the ranks check single elements and exchange names.
 
-Hooks may spoil gradients after that, and an optimizer may spoil weights: a check before each
-checkpoint finds both.
+Hooks can introduce NaN after that, and so can the optimizer: a check before each checkpoint finds
+both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AVERAGE_TAG = "data_gradient"
 SHARED_TAG = "tensor_shared"
 NORM_TAG = "tensor_norm"
 
-# parameters, their gradients at launch, and the all-reduce of those in one flat tensor
+# parameters, their gradients at launch, and the all-reduce of these gradients in one flat tensor
 Flying = tuple[list[nn.Parameter], list[Tensor], Pending[Tensor]]
 
 
@@ -40,7 +40,7 @@ class GradientAverage:
     """Average gradients over the data axis during backward.
 
     Args:
-        channel: to the ranks with the same shard of the model.
+        channel: connects the ranks that hold the same shard of the model.
 
     Attributes:
         active: whether this backward is the last one before an optimizer step.
@@ -53,18 +53,18 @@ class GradientAverage:
         self._launched: dict[nn.Parameter, tuple[Tensor, int]] = {}  # gradient, version
 
     def sublayer_is_done(self, sublayer: Sublayer) -> None:
-        """Launch the gradients of a sublayer's parameters, which are complete."""
-        if self.active and self._channel.size > 1:  # accumulated gradients are sent once
+        """Launch the all-reduce of a sublayer's gradients, which are complete."""
+        if self.active and self._channel.size > 1:  # send accumulated gradients once, at the end
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch the remaining gradients of `parameters`, wait, and store all means in place."""
+        """Launch the remaining all-reduces, wait, and store all means in place."""
         if self._channel.size == 1:
             return
 
-        # After two forwards and one backward, the first run of the blocks completes a sublayer and
-        # launches its gradients, and the second run adds to them. These are late: they changed
-        # after their launch, and are launched again.
+        # With two forwards and one backward, the blocks run backward twice: the first run launches
+        # a sublayer's gradients, and the second adds to them. Such late gradients, changed after
+        # their launch, are launched again.
         late = {
             p
             for p, (gradient, version) in self._launched.items()
@@ -84,10 +84,10 @@ class GradientAverage:
     def _put(self, flying: Sequence[Flying], late: set[nn.Parameter]) -> None:
         for parameters, gradients, pending in flying:
             mean = pending.wait().div_(self._channel.size)
-            parts = torch.split(mean, [gradient.numel() for gradient in gradients])
-            for p, gradient, part in zip(parameters, gradients, parts, strict=True):
+            means = torch.split(mean, [gradient.numel() for gradient in gradients])
+            for p, gradient, values in zip(parameters, gradients, means, strict=True):
                 if p not in late:
-                    gradient.copy_(part.view(gradient.shape))
+                    gradient.copy_(values.view(gradient.shape))
 
     def _launch(self, parameters: Iterable[nn.Parameter]) -> None:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -96,7 +96,7 @@ class GradientAverage:
                 self._launched[p] = (p.grad, p.grad._version)
                 by_dtype.setdefault(p.grad.dtype, []).append(p)
 
-        # one flat message a dtype: many small all-reduces would cost their latency each
+        # one flat message per dtype: each small all-reduce would cost its own latency
         for members in by_dtype.values():
             gradients = [self._launched[p][0] for p in members]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -106,10 +106,10 @@ class GradientAverage:
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
-    """Add up the gradients of shards that several ranks of a tensor group hold; collective.
+    """Sum the gradients of shards that several ranks of a tensor group hold; collective.
 
-    Only the ranks with the same shard may add to it, but they have no channel of their own: each
-    places its gradient in zeros of the full shape.
+    The sum is over the ranks with the same shard only. They have no channel of their own, so each
+    rank of the group contributes its gradient in zeros of the full shape.
     """
     for parameter, spec in specs.items():
         if spec.overlapping and parameter.grad is not None:
@@ -117,20 +117,20 @@ def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> N
             shape[spec.dim] = spec.size
             start, stop = spec.ranges[group.rank]
 
-            whole = parameter.grad.new_zeros(shape)
-            whole.narrow(spec.dim, start, stop - start).copy_(parameter.grad)
-            group.all_reduce(whole, SHARED_TAG).wait()
-            parameter.grad.copy_(whole.narrow(spec.dim, start, stop - start))
+            full = parameter.grad.new_zeros(shape)
+            full.narrow(spec.dim, start, stop - start).copy_(parameter.grad)
+            group.all_reduce(full, SHARED_TAG).wait()
+            parameter.grad.copy_(full.narrow(spec.dim, start, stop - start))
 
 
 def gradient_norm(
     parameters: Iterable[nn.Parameter], specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup
 ) -> Tensor:
-    """Return the Euclidean norm of the whole model's gradient; collective.
+    """Return the Euclidean norm of the full model's gradient; collective.
 
     Args:
-        parameters: of this rank.
-        specs: of the sharded ones.
+        parameters: this rank's parameters.
+        specs: the specs of those that are sharded.
         group: the tensor group.
 
     Returns:
@@ -143,7 +143,7 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
-        # a copy counts 1 / holders on each of its holders
+        # several ranks may hold the same shard: each counts its share
         square = (
             p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32)).square().sum()
             / holders
@@ -154,12 +154,12 @@ def gradient_norm(
     if not total:  # the same on all ranks, which have the same parameters
         return torch.zeros(())
     first = next(iter(total.values()))
-    divided = total.get(True, torch.zeros_like(first)).reshape(1)
-    whole = total.get(False, torch.zeros_like(first))
-    return (group.all_reduce(divided, NORM_TAG).wait().squeeze(0) + whole).sqrt()
+    sharded = total.get(True, torch.zeros_like(first)).reshape(1)
+    full = total.get(False, torch.zeros_like(first))  # the same on every rank: not summed
+    return (group.all_reduce(sharded, NORM_TAG).wait().squeeze(0) + full).sqrt()
 
 
-_NAMED = 3
+_NAMED = 3  # ranks that an error names at most
 
 
 def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
@@ -172,19 +172,19 @@ def refuse_nonfinite(
 ) -> None:
     """Raise an error that names the ranks whose gradients are not finite; collective.
 
-    Called after some rank's norm was not finite.
+    Call it after some rank's norm was not finite.
 
     Args:
-        channel: to all ranks of the fit.
-        module: with this rank's gradients, not averaged yet.
-        loss: of this rank's latest batch, one element.
-        step: the next one, counted from 1.
-        group_size: consecutive ranks that share a model.
+        channel: connects all ranks of the fit.
+        module: has this rank's gradients, not averaged yet.
+        loss: this rank's latest loss, one element.
+        step: number of the next step, counted from 1.
+        group_size: number of consecutive ranks that share a model.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; the same on all ranks.
+        RuntimeError: some rank has NaN or Inf; the same error on all ranks.
     """
-    value = float(loss.detach())  # of accumulated batches, another one may be the cause
+    value = float(loss.detach())  # with gradient accumulation, an earlier batch may be the cause
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     text = _describe(gradients, "the gradients of ")
     if text and not math.isfinite(value):
@@ -192,32 +192,26 @@ def refuse_nonfinite(
 
     if found := _named(channel, text, group_size):
         raise AgreedError(
-            f"Gradients are not finite, before step {step}: {found}. All ranks stop; no parameter"
-            " was changed. Check that tensor group's batch, or lower the learning rate, and resume"
-            " from the last checkpoint."
+            f"Gradients are not finite before step {step}: {found}. All ranks stop, with all"
+            " parameters as they were before the step. Check the batch of that tensor group, or"
+            " lower the learning rate, and resume from the last checkpoint."
         )
 
 
 def refuse_nonfinite_weights(
     channel: Channel, module: nn.Module, steps: int, group_size: int
 ) -> None:
-    """Check that trained weights are finite, before a checkpoint; collective.
-
-    Args:
-        channel: to all ranks of the fit.
-        module: with this rank's shards.
-        steps: taken so far.
-        group_size: consecutive ranks that share a model.
+    """Refuse to save a checkpoint with weights that are not finite; collective.
 
     Raises:
-        RuntimeError: some rank has NaN or Inf; the same on all ranks.
+        RuntimeError: some rank has NaN or Inf; the same error on all ranks.
     """
     weights = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     text = "" if _norm_is_finite(list(weights.values())) else _describe(weights, "")
 
     if found := _named(channel, text, group_size):
         raise RuntimeError(
-            f"Weights are not finite, after step {steps}: {found}. No checkpoint is written, and"
+            f"Weights are not finite after step {steps}: {found}. No checkpoint was written;"
             " earlier ones are unchanged. The gradients were finite after backward: check hooks"
             " that change gradients or weights, and the learning rate."
         )
@@ -228,14 +222,14 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Return a list of the ranks that give a text, with the text; empty if none does."""
-    guilty = [
-        f"rank {rank} (tensor group {rank // group_size}) has {said}"
-        for rank, said in zip(channel.ranks, gather_texts(channel, text), strict=True)
-        if said
+    """Return one sentence on the ranks whose `text` is not empty; collective."""
+    affected = [
+        f"rank {rank} (tensor group {rank // group_size}) has {found}"
+        for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)
+        if found
     ]
-    more = f"; and {len(guilty) - _NAMED} more ranks" if len(guilty) > _NAMED else ""
-    return "; ".join(guilty[:_NAMED]) + more
+    more = f"; and {len(affected) - _NAMED} more ranks" if len(affected) > _NAMED else ""
+    return "; ".join(affected[:_NAMED]) + more
 
 
 def _describe(tensors: Mapping[str, Tensor], of: str) -> str:

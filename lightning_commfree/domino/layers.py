@@ -1,11 +1,11 @@
-"""Sharded modules with the parameter names of the modules they replace, and 1/t of their tensors.
+"""Sharded linear layers, embedding and head, with the parameter names of the originals.
 
 t is the number of ranks of the tensor group. While a schedule runs a module
 (`TensorGroup.under_schedule`), the schedule does its all-reduces. Otherwise, as in evaluation and
-generation, the module does them itself, so it gives the right result wherever it is called.
+generation, the module does them itself, so its result is correct wherever it is called.
 
 ================  ====================  ============================  =======================
-module            weight of a rank      forward, unscheduled          backward, unscheduled
+module            a rank's weight       forward, unscheduled          backward, unscheduled
 ================  ====================  ============================  =======================
 `ColumnLinear`    1/t of the outputs    x w                           all-reduce of dx
 `RowLinear`       1/t of the inputs     all-reduce of x w, plus bias  dy unchanged
@@ -15,8 +15,8 @@ module            weight of a rank      forward, unscheduled          backward, 
 `VocabHead`       1/t of the words      gather of logits              all-reduce of dx
 ================  ====================  ============================  =======================
 
-The third and fourth serve models sharded by their plan, some of which need full activations on
-every rank.
+`GatheredLinear` and `SplitRowLinear` are for models sharded by their plan, some of which need full
+activations on every rank.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Trace = Callable[[str, str, int], None]  # called with event, sublayer, micro-ba
 
 
 class TensorGroup:
-    """The ranks that share a model, and the state that its sharded modules have in common.
+    """The ranks that share a model, and the state shared by its sharded modules.
 
     Args:
-        channel: to the ranks of the group, for tensors on the model's device.
-        seed: of the random numbers that differ from rank to rank, as for attention's dropout.
+        channel: connects the ranks of the group, for tensors on the model's device.
+        seed: seed of the random numbers that differ between ranks, such as attention's dropout.
 
     Attributes:
         scheduled: a schedule does the all-reduces. Row linears then return partial sums, and column
@@ -73,12 +73,12 @@ class TensorGroup:
         return self.channel.rank
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
-        """Start to sum `tensor` over the group in place, with nccl on the group's own stream."""
+        """Start an in-place sum over the group; nccl runs it on its own stream."""
         return self.channel.all_reduce(tensor.contiguous(), tag)
 
     @contextmanager
     def under_schedule(self) -> Iterator[None]:
-        """Leave the modules' all-reduces to a schedule in the body."""
+        """Make modules leave their all-reduces to the schedule in a `with` block."""
         before, self.scheduled = self.scheduled, True
         try:
             yield
@@ -87,10 +87,10 @@ class TensorGroup:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """Draw random numbers in the body that differ from rank to rank, unlike those outside."""
+        """Use this rank's own random generators in a `with` block."""
         shared, on_device = random_state(device)
 
-        # the device's own generator is seeded on first use: the device is not known earlier
+        # the device's generator is seeded on first use: the device is not known earlier
         if self._own_device_random is None and on_device is not None:
             torch.manual_seed(self._seed + 1 + self.rank)
             self._own_device_random = random_state(device)[1]
@@ -103,10 +103,7 @@ class TensorGroup:
             set_random_state(device, (shared, on_device))
 
     def own_state(self) -> tuple[Tensor, Tensor | None]:
-        """Return the states of this rank's own generators, the CPU's and the device's.
-
-        They are bytes in CPU memory; None for a device that has not drawn yet.
-        """
+        """Return the states of this rank's own generators: CPU, and device if it was used."""
         return self._own_random, self._own_device_random
 
     def load_own_state(self, state: tuple[Tensor, Tensor | None]) -> None:
@@ -114,12 +111,12 @@ class TensorGroup:
         self._own_random, self._own_device_random = state
 
     def random_states(self, device: torch.device) -> tuple[Any, Any]:
-        """Return the states of the generators, shared ones and this rank's own."""
+        """Return the states of the shared generators and of this rank's own."""
         return random_state(device), self.own_state()
 
     @contextmanager
     def replayed(self, device: torch.device, states: tuple[Any, Any]) -> Iterator[None]:
-        """Draw the random numbers in the body that followed when `states` were taken."""
+        """Replay the random numbers drawn since `states`, in a `with` block."""
         now = self.random_states(device)
         self._set_states(device, states)
         try:
@@ -146,7 +143,7 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
 
 
 class _Spread(torch.autograd.Function):
-    """Identity; the gradient is summed over the group."""
+    """Identity in forward; all-reduce of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -161,7 +158,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sum over the group; the gradient, the same on all ranks, is passed on."""
+    """All-reduce in forward; identity in backward, where all ranks have the same gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -173,7 +170,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the last dimension over the group; each rank takes its slice of the gradient."""
+    """All-gather of the last dimension in forward; this rank's slice of it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -187,7 +184,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """Take this rank's slice of the last dimension; the gradient is gathered from the group."""
+    """This rank's slice of the last dimension in forward; all-gather of it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
@@ -196,12 +193,12 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        parts = ctx.group.channel.all_gather(grads[0].contiguous(), BACKWARD_TAG).wait()
-        return torch.cat(parts.unbind(0), dim=-1), None
+        slices = ctx.group.channel.all_gather(grads[0].contiguous(), BACKWARD_TAG).wait()
+        return torch.cat(slices.unbind(0), dim=-1), None
 
 
 class _Head(torch.autograd.Function):
-    """Product x w; the gradient of x is all-reduced while that of w is computed."""
+    """Product of x and w; backward computes the gradient of w during the all-reduce of x's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: TensorGroup) -> Tensor:
@@ -220,7 +217,7 @@ class _Head(torch.autograd.Function):
         d_x = (gradient @ weight).to(ctx.dtypes[0])
         flying = ctx.group.all_reduce(d_x, BACKWARD_TAG)
 
-        # a frozen head has none; otherwise this product overlaps with the all-reduce
+        # this product overlaps with the all-reduce; a frozen head does not need it
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
@@ -230,31 +227,32 @@ class _Head(torch.autograd.Function):
 
 
 def spread(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return `x`, and sum its gradient over the group in backward."""
+    """Return `x`; backward sums its gradient over the group."""
     spread_x: Tensor = _Spread.apply(x, group)  # type: ignore[no-untyped-call]
     return spread_x
 
 
 def summed(x: Tensor, group: TensorGroup) -> Tensor:
-    """Return the sum of `x` over the group; the gradient is passed on unchanged."""
+    """Return the sum of `x` over the group; backward passes the gradient on unchanged."""
     total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gathered(x: Tensor, group: TensorGroup) -> Tensor:
-    """Concatenate the last dimension of all ranks' `x`; each takes its slice of the gradient."""
-    whole: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
-    return whole
+    """Concatenate all ranks' `x` in the last dimension; backward takes this rank's slice."""
+    full: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
+    return full
 
 
 class _Linear(nn.Module):
-    """A linear layer with a weight like `nn.Linear`'s, (out, in), or GPT-2's `Conv1D`'s, (in, out).
+    """Base of the sharded linear layers.
 
     Args:
         weight: this rank's shard.
-        bias: this rank's shard, or the full bias; None for none.
+        bias: this rank's shard of the bias, or the full bias; None for none.
         group: the tensor group.
-        transposed: the weight is (in, out).
+        transposed: the weight has shape (in, out) as in GPT-2's `Conv1D`, not (out, in) as in
+            `nn.Linear`.
     """
 
     def __init__(
@@ -274,7 +272,7 @@ class _Linear(nn.Module):
 
 
 class ColumnLinear(_Linear):
-    """A linear layer of which each rank computes some outputs from the full input."""
+    """A linear layer sharded by outputs: each rank computes some of them from the full input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs, shape (..., out / t)."""
@@ -282,39 +280,34 @@ class ColumnLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """A linear layer of which each rank has some inputs; the ranks' outputs are summed."""
+    """A linear layer sharded by inputs: the ranks' outputs are partial sums."""
 
     _launch: Callable[[Tensor], None] | None = None
-    _parts = 1
+    _num_slices = 1
     _made: list[Tensor]
 
     @contextmanager
-    def sliced(self, parts: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Let `forward` compute its output in slices in the body, and launch each at once.
+    def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
+        """Make `forward` compute and launch its output in slices, in a `with` block.
 
-        Args:
-            parts: number of slices of the last dimension.
-            launch: called with each slice.
-
-        Yields:
-            A list that `forward` fills with the slices, with their graphs.
+        Yields a list that `forward` fills with the slices, with their graphs.
         """
-        self._launch, self._parts, self._made = launch, parts, []
+        self._launch, self._num_slices, self._made = launch, num_slices, []
         try:
             yield self._made
         finally:
             self._launch = None
 
     def _slices(self, x: Tensor, launch: Callable[[Tensor], None]) -> Tensor:
-        for weight in self.weight.tensor_split(self._parts, dim=1 if self.transposed else 0):
-            part = F.linear(x, weight.T if self.transposed else weight)
-            self._made.append(part)
-            launch(part)
-        return part  # not read: the schedule concatenates the sums when they land
+        for weight in self.weight.tensor_split(self._num_slices, dim=1 if self.transposed else 0):
+            output = F.linear(x, weight.T if self.transposed else weight)
+            self._made.append(output)
+            launch(output)
+        return output  # unused: the schedule concatenates the sums when they land
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out); under a schedule the partial sum without bias."""
-        if self._launch is not None:  # of the weight or hybrid split
+        if self._launch is not None:  # under `split="weight"` or "hybrid"
             return self._slices(x, self._launch)
         if self.group.scheduled:
             return self.product(x)
@@ -327,7 +320,7 @@ class RowLinear(_Linear):
 
 
 class GatheredLinear(ColumnLinear):
-    """A column linear whose outputs are gathered, as where one norm covers all heads."""
+    """A column linear with gathered outputs, for example before a norm over all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all outputs, shape (..., out)."""
@@ -335,7 +328,7 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitRowLinear(RowLinear):
-    """A row linear that takes its slice of an input that every rank has in full."""
+    """A row linear that slices an input which every rank has in full."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, shape (..., out)."""
@@ -343,7 +336,7 @@ class SplitRowLinear(RowLinear):
 
 
 class DropoutAfterSum(nn.Dropout):
-    """Dropout after a `RowLinear`; under a schedule it is applied to the sum, by `finish`."""
+    """Dropout after a `RowLinear`: under a schedule, `finish` applies it to the sum instead."""
 
     def __init__(self, p: float, group: TensorGroup) -> None:
         super().__init__(p)
@@ -359,11 +352,11 @@ class DropoutAfterSum(nn.Dropout):
 
 
 class VocabEmbedding(nn.Module):
-    """An embedding of which each rank holds some words.
+    """An embedding sharded by words.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.
-        first: the first of this rank's words.
+        first: index of this rank's first word.
         group: the tensor group.
         padding_idx: a word without gradient, as in `nn.Embedding`.
         scale: a scalar by which embeddings are multiplied, as in Gemma; None for none.
@@ -386,7 +379,8 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return the embeddings of integer words, shape (..., H)."""
-        # words of other ranks look up row 0 and are zeroed: the sum over ranks is each word's row
+        # look up row 0 for words of other ranks and zero it: summed over ranks, each word gets the
+        # row of the one rank that has it
         local = words - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
 
@@ -399,20 +393,19 @@ class VocabEmbedding(nn.Module):
         if self.scale is not None:
             partial = partial * self.scale.to(partial.dtype)
 
-        if (
-            self.group.overlap_embedding and not self._forward_hooks
-        ):  # a hook would see a partial sum
+        # a forward hook must not see a partial sum
+        if self.group.overlap_embedding and not self._forward_hooks:
             self.group.unsummed = partial
             return partial
         return summed(partial, self.group)
 
 
 class VocabHead(nn.Module):
-    """A language model head of which each rank scores some words.
+    """A language model head sharded by words.
 
     Args:
         weight: this rank's rows, shape (V / t, H) with V padded.
-        bias: this rank's, or None.
+        bias: this rank's shard of the bias, or None.
         words: size of the vocabulary without padding.
         group: the tensor group.
     """
@@ -424,7 +417,7 @@ class VocabHead(nn.Module):
         self.weight, self.bias, self.words, self.group = weight, bias, words, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of all words, (..., V), or of this rank's under `local_logits`."""
+        """Return all logits, shape (..., V); under `local_logits` this rank's, (..., V / t)."""
         local: Tensor = _Head.apply(x, self.weight, self.group)  # type: ignore[no-untyped-call]
         if self.bias is not None:
             local = local + self.bias

@@ -15,14 +15,17 @@ LOSS_TAG = "tensor_loss"
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Per position: log of the sum of exponentials, minus the target's logit. R: ranks."""
+    """Per position: log of the sum of exponentials, minus the target's logit.
+
+    Suffixes of names are dimensions: N positions, V words of this rank, R ranks.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, words: int, group: TensorGroup
     ) -> Tensor:
         width = logits_NV.shape[1]
-        if first + width > words:  # padding words get no probability
+        if first + width > words:  # padding words must get probability 0
             logits_NV = logits_NV.clone()
             logits_NV[:, max(words - first, 0) :] = float("-inf")
 
@@ -36,15 +39,15 @@ class _CrossEntropy(torch.autograd.Function):
         index_N = local_N.masked_fill(~mine_N, 0).unsqueeze(1)
         found_N = logits_NV.gather(1, index_N).squeeze(1).masked_fill(~mine_N, 0.0)
 
-        # one collective: each rank sends sums relative to its own maximum, and rescales all of
-        # them to the common one
+        # one collective instead of two (maximum, then sum): each rank sends its sum relative to its
+        # own maximum, and all sums are rescaled to the common maximum afterwards
         own = torch.stack([largest_N, exponentials_NV.sum(1), found_N])
         largest_RN, sums_RN, found_RN = group.channel.all_gather(own, LOSS_TAG).wait().unbind(1)
         common_N = largest_RN.amax(0)
         total_N = (sums_RN * (largest_RN - common_N).exp()).sum(0)
 
         scale_N = (largest_N - common_N).exp() / total_N
-        # the softmax is all that backward needs; it takes the memory of the exponentials
+        # backward needs only the softmax, which reuses the memory of the exponentials
         ctx.save_for_backward(exponentials_NV.mul_(scale_N.unsqueeze(1)), index_N, mine_N)
         losses_N: Tensor = total_N.log() + common_N - found_RN.sum(0)
         return losses_N
@@ -65,10 +68,10 @@ def vocab_cross_entropy(
     """Return the cross entropy of each position, shape (N,).
 
     Args:
-        logits: of this rank's words, floating point, shape (N, V / t).
-        targets: words, integers of shape (N,); the same on all ranks. A number outside of the
-            vocabulary gives a meaningless result.
-        first: this rank's first word.
+        logits: logits of this rank's words, floating point, shape (N, V / t).
+        targets: word indices, shape (N,); the same on all ranks. An index outside the vocabulary
+            gives a meaningless result.
+        first: index of this rank's first word.
         words: size of the vocabulary without padding.
         group: the tensor group.
     """
@@ -77,7 +80,7 @@ def vocab_cross_entropy(
 
 
 def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., Tensor]:
-    """Return a replacement of transformers' `ForCausalLMLoss` that takes this rank's logits."""
+    """Return a drop-in for transformers' `ForCausalLMLoss` that takes this rank's logits."""
 
     def loss_function(
         logits: Tensor,
@@ -94,7 +97,7 @@ def causal_lm_loss(group: TensorGroup, first: int, words: int) -> Callable[..., 
         counted = targets != ignore_index
 
         flat = logits.reshape(-1, logits.shape[-1])
-        # as transformers' own loss: sums of exponentials of a large vocabulary need float32
+        # as in transformers: sums of exponentials over a large vocabulary need float32
         flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
 
         each = vocab_cross_entropy(flat, targets.masked_fill(~counted, 0), first, words, group)

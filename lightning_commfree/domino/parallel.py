@@ -1,10 +1,10 @@
 """Shard a transformers model in place and put the schedule into its forward.
 
-A causal language model of transformers loops over its list of blocks. While a schedule is wanted,
-the list yields stand-ins, of which the last one runs all blocks as one autograd node. Everything
-around the blocks remains transformers' own code: masks, positions, the last norm, head and outputs.
-Where the schedule does not apply, as in evaluation, in generation or when hidden states of single
-blocks are requested, the loop sees the blocks, and the sharded modules do their own all-reduces.
+A transformers causal language model loops over its list of blocks. While the schedule is active,
+the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd node.
+Everything around the blocks remains transformers' own code: masks, positions, the last norm, head
+and outputs. Where the schedule does not apply (evaluation, generation, hidden states of single
+blocks requested), the loop gets the blocks, and the sharded modules do their own all-reduces.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from lightning_commfree.domino.splits import choose_split, legal_splits
 from lightning_commfree.domino.sublayers import Arguments
 from lightning_commfree.model.meta_init import Materializer
 
-# outputs and inputs of single blocks, which the schedule does not have
+# outputs and inputs of single blocks, which the schedule does not support
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
-# arguments of a block about caches, which are not scheduled
+# arguments for a cache, with which a forward is not scheduled
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Check that a model can be sharded among so many ranks, without changing it.
+    """Check that a model can be sharded among `ranks` ranks, without changing it.
 
     Raises:
-        ValueError: it cannot, with the reason.
+        ValueError: it cannot; the message has the reason.
     """
     family = family_of(model)
     if family is not None:
@@ -54,9 +54,9 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
-            f" tensor-parallel plan. Supported are {', '.join(FAMILIES)}, with the schedule, and"
-            " any other model of transformers whose config has a `base_model_tp_plan` of column-"
-            " and row-wise linears, without it."
+            f" tensor-parallel plan. Supported are {', '.join(FAMILIES)} (with Domino's schedule),"
+            " and any other transformers model whose config has a `base_model_tp_plan` of column-"
+            " and row-wise linear layers (without the schedule)."
         )
 
 
@@ -64,12 +64,12 @@ class ParallelModel:
     """A transformers model that is sharded and scheduled, in place.
 
     Args:
-        model: the same on every rank, with the same weights. One of `FAMILIES` may also be on the
-            `meta` device: it gets fresh values, one layer at a time (`model.meta_init`).
+        model: the same on every rank, with the same weights. A model of `FAMILIES` may also be on
+            the `meta` device: it is initialized one layer at a time (`model.meta_init`).
         channel: the tensor group.
-        settings: split and micro-batches.
-        seed: of the random numbers that differ from rank to rank.
-        init_seed: of the values of a model on `meta`, the same on all ranks.
+        settings: split and number of micro-batches.
+        seed: seed of the random numbers that differ between ranks.
+        init_seed: seed for initializing a model on `meta`; the same on all ranks.
 
     Attributes:
         sharding: which tensors are sharded, and how.
@@ -77,11 +77,11 @@ class ParallelModel:
         done: called in backward with each sublayer whose gradients are complete, if set.
         scheduled: whether the schedule runs the blocks; else they do their own all-reduces.
         shards_loss: whether the model's own loss is computed from this rank's logits only.
-        on_fallback: called with a sentence when a batch cannot be split as requested.
-        trial: chooses the split of each size of batch under `split="auto"`.
+        on_fallback: called with a message when a batch cannot be split as requested.
+        trial: chooses the split for each batch size under `split="auto"`.
 
     Raises:
-        ValueError: the model cannot be sharded, or not among so many ranks; it is unchanged.
+        ValueError: the model cannot be sharded among the ranks; it is unchanged.
     """
 
     def __init__(
@@ -95,8 +95,9 @@ class ParallelModel:
         check_divisible(model, channel.size)
         if settings.split in ("weight", "hybrid") and has_adapters(model):
             raise ValueError(
-                f"`split={settings.split!r}` sends slices before an adapter has added its own:"
-                " choose another `split` for a model with LoRA."
+                f"`split={settings.split!r}` does not support a model with LoRA: it would send"
+                " slices of a layer's output before the adapter's output is added. Choose another"
+                " `split`."
             )
         self.settings = settings
         self.group = TensorGroup(channel, seed)
@@ -110,7 +111,7 @@ class ParallelModel:
         self._handles: list[Any] = []
         family = family_of(model)
         if family is not None:
-            # the schedule after the sharding: it refers to the sharded modules
+            # shard first: the schedule refers to the sharded modules
             family.shard(self.sharding)
             self.sharding.materializer.materialize_rest()
             self._schedule(model, family)
@@ -119,18 +120,18 @@ class ParallelModel:
             apply_plan(self.sharding)
         self._forbid_saving(model)
 
-    def join(self, wholes: dict[nn.Parameter, Tensor]) -> None:
+    def join(self, full: dict[nn.Parameter, Tensor]) -> None:
         """Turn the model back into the plain transformers model.
 
         Args:
-            wholes: the full tensor of each of this rank's shards; see `whole_tensor`.
+            full: the full tensor of each sharded parameter (`gather_full_tensor`).
         """
         for handle in self._handles:
             handle.remove()
 
-        for parameter, whole in wholes.items():
-            parameter.data = whole  # the same object, which optimizers and tied modules refer to
-            parameter.grad = None  # of the shard's shape
+        for parameter, values in full.items():
+            parameter.data = values  # keep the object: optimizers and tied modules refer to it
+            parameter.grad = None  # has the shard's shape
         # in reverse: a later change may be inside a module that an earlier one replaced
         for undo in reversed(self.sharding.restore):
             undo()
@@ -155,8 +156,8 @@ class ParallelModel:
         ]
 
     def _shard_loss(self, model: Any) -> None:
-        # not a loss of the user's own; and adapters around the model call its `forward` directly,
-        # past the hooks
+        # a user's own loss needs full logits; and adapters around the model call its `forward`
+        # directly, so the hooks would not run
         if model.loss_function.__name__ != "ForCausalLMLoss" or has_adapters(model):
             return
 
@@ -178,20 +179,19 @@ class ParallelModel:
     # -- a forward of the blocks
 
     def _run_blocks(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
-        """Run `hidden`, the residual stream after the embedding, through all blocks.
+        """Run the residual stream, shape (B, T, H), through all blocks.
 
         Args:
-            hidden: shape (B, T, H).
-            block: one of them.
-            given: other arguments that transformers passes to a block: one for all of them, or one
-                for each.
+            hidden: the residual stream after the embedding.
+            block: any of the blocks.
+            given: the other arguments of the blocks: one entry for all blocks, or one per block.
 
         Returns:
-            The residual stream before the last norm; gradients flow back through it once.
+            The residual stream before the last norm; it supports one backward.
         """
-        # masks of other kinds of blocks differ by a window, which matters to no split
+        # masks of different kinds of blocks differ only by a window, which affects no split
         run = self._run(hidden, given[0], _checkpointed(block))
-        if not hidden.requires_grad:  # of frozen embeddings: the node must be in the graph anyway
+        if not hidden.requires_grad:  # frozen embeddings: the node must be in the graph anyway
             hidden = hidden.detach().requires_grad_()
         output: Tensor = _Stack.apply(hidden, run, given)  # type: ignore[no-untyped-call]
         return output
@@ -207,7 +207,7 @@ class ParallelModel:
         sublayers = self.sharding.sublayers
         attention, settings, timed = sublayers[0].attention, self.settings, False
         if settings.split == AUTO:
-            # read at most once: looking into a mask waits for the device
+            # cached: reading a mask waits for the device
             legal = cache(partial(legal_splits, hidden, arguments, attention))
             name, timed = self.trial.choose(Size.of(hidden), legal)
             settings = replace(settings, split=name)
@@ -233,13 +233,13 @@ class ParallelModel:
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
             for name in _NOT_SCHEDULED
         )
-        # `use_cache` of the config is filled in later: True here was requested by the caller
+        # transformers reads `config.use_cache` later: True here was requested by the caller
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not requested and not cached
         self._blocks.begin(active)
-        # older transformers checkpoint around the call of a block: the recomputed stack would find
-        # no partial sums, and take them for the embedding
+        # older transformers checkpoint around the call of a block: its recomputation would not find
+        # the partial sums of the embedding, and treat them as the finished embedding
         around = getattr(base, "gradient_checkpointing", False) and not hasattr(
             self.sharding.blocks[0], "gradient_checkpointing"
         )
@@ -259,7 +259,7 @@ class ParallelModel:
         if not local or output is None:
             return output
 
-        # nobody may take this rank's logits for all of them
+        # drop the logits: callers would mistake this rank's for all of them
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
@@ -272,10 +272,10 @@ class _ScheduledBlocks(nn.ModuleList):
     so parameter names, `modules()` and state dicts do not change.
 
     Args:
-        blocks: of the model.
-        run: runs all of them.
-        one_kind: all blocks get the same arguments, so one stand-in is enough.
-        as_tensor: a block returns a tensor and not a tuple.
+        blocks: the model's blocks.
+        run: runs all blocks.
+        one_kind: whether all blocks get the same arguments, so that one stand-in is enough.
+        as_tensor: whether a block returns a tensor and not a tuple.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class _ScheduledBlocks(nn.ModuleList):
         self.stand_ins.append(_StandIn(last, self._noted, run, as_tensor))
 
     def replace_in(self, owner: nn.Module, name: str) -> Callable[[], None]:
-        """Replace the plain list, an attribute of `owner`; return a function that undoes it."""
+        """Replace the plain list in `owner`; return a function that undoes it."""
         plain = getattr(owner, name)
         self.training = plain.training
         setattr(owner, name, self)
@@ -312,7 +312,7 @@ class _ScheduledBlocks(nn.ModuleList):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        # a slice of this class would lack the arguments of its constructor
+        # `nn.ModuleList` would construct this class without its arguments
         return self.stand_ins if self.active else nn.ModuleList(list(self)[index])
 
 
@@ -320,16 +320,16 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 
 
 class _StandIn:
-    """Replaces a block in the model's loop; its attributes are the block's.
+    """Replaces a block in the model's loop; has the block's attributes.
 
-    It passes the residual stream on and notes the block's other arguments, since each kind of block
-    has a mask of its own. The last stand-in runs all blocks.
+    It passes the residual stream on and records the block's other arguments, because each kind of
+    block has its own mask. The last stand-in runs all blocks.
 
     Args:
-        block: that it replaces.
-        noted: arguments of the blocks in this forward so far.
-        run: runs all blocks; None: the stream continues to the next one.
-        as_tensor: a block returns a tensor and not a tuple.
+        block: the block to replace.
+        noted: arguments of the blocks in this forward so far; shared by all stand-ins.
+        run: runs all blocks; None except in the last stand-in.
+        as_tensor: whether a block returns a tensor and not a tuple.
     """
 
     def __init__(
@@ -339,12 +339,12 @@ class _StandIn:
         self._signature = inspect.signature(type(block).forward)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Python asks a copy for these before it has a block
+        if name.startswith("_"):  # `copy` reads such names before `_block` exists
             raise AttributeError(name)
         return getattr(self._block, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
-        return self  # like a function: a copy of the model is not another rank
+        return self  # a copied model still runs the blocks of this one
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(self._block, hidden, *args, **kwargs).arguments
@@ -355,7 +355,7 @@ class _StandIn:
 
         if self._run is not None:
             given = list(self._noted)
-            self._noted.clear()  # or a mask would live until the next forward
+            self._noted.clear()  # else masks would stay in memory until the next forward
             hidden = self._run(hidden, self._block, given)
         return hidden if self._as_tensor else (hidden,)
 
@@ -374,11 +374,11 @@ class _Stack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            # the run would add to the gradients of all parameters, whether requested or not
+            # the run would accumulate gradients of all parameters, whether requested or not
             raise RuntimeError(
                 "A model sharded by Domino does not support `torch.autograd.grad` and"
-                " `backward(inputs=...)`: its blocks run their own backward, for all parameters."
-                " Call `backward()`, or use another strategy."
+                " `backward(inputs=...)`: its blocks always compute the gradients of all"
+                " parameters. Call `backward()`, or use another strategy."
             )
         return ctx.run.backward(gradients[0]), None, None
 
@@ -398,8 +398,8 @@ def _put_back_loss(model: Any) -> Callable[[], None]:
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "The model is sharded: `save_pretrained` would write only this rank's shard. Call it after"
-        " `fit` has returned, or load a checkpoint, which holds the full model, into a model of"
-        " your own."
+        " `fit` has returned, or load a checkpoint, which contains the full model, into an"
+        " unsharded model."
     )
 
 

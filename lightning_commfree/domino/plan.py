@@ -1,18 +1,18 @@
 """Shard a model by the tensor-parallel plan in its config, without a schedule.
 
-A plan of transformers maps names, with `*` for any part of one, to styles:
+A transformers plan maps module names, in which `*` is a wildcard, to styles:
 
-=================================  =================================================
+=================================  ==============================================================
 style                              how a layer is sharded
-=================================  =================================================
-`colwise`, of a linear             each rank has some outputs
-`colwise_gather_output`            the same, and the outputs are gathered
-`rowwise`, of a linear             each rank has some inputs
-`rowwise_split_input`              the same, of an input that every rank has in full
-`moe_tp_experts`                   each rank has a slice of every expert's hidden layer
+=================================  ==============================================================
+`colwise`, of a linear             by outputs
+`colwise_gather_output`            by outputs, which are gathered afterwards
+`rowwise`, of a linear             by inputs
+`rowwise_split_input`              by inputs, sliced from an input that every rank has in full
+`moe_tp_experts`                   by the hidden layer of every expert
 `replicated_with_grad_allreduce`   full on every rank, gradients summed
-any, of an embedding               sharded by words with the head, if both are plain
-=================================  =================================================
+any, of an embedding               by words, together with the head, if both are plain layers
+=================================  ==============================================================
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROWS = {
     "rowwise_split_input": SplitRowLinear,
     "rowwise_rep": SplitRowLinear,
 }
-_WHOLE_OUTSIDE = (GatheredLinear, SplitRowLinear)
+_FULL_ACTIVATIONS = (GatheredLinear, SplitRowLinear)  # full output, or full input, on every rank
 _EXPERTS_STYLE = "moe_tp_experts"
 _SHARED_STYLE = "replicated_with_grad_allreduce"
 
@@ -58,21 +58,22 @@ def plan_of(model: nn.Module) -> Mapping[str, str]:
 
 def has_plan(model: nn.Module) -> bool:
     """Return whether this is a transformers model whose config has a plan."""
-    # asked of the class, since an adapter around a model passes its attributes on
+    # check the class: a peft wrapper forwards attribute access to the model inside
     return bool(plan_of(model)) and hasattr(type(model), "base_model_prefix")
 
 
 def check_plan(model: Any, ranks: int) -> None:
-    """Check that a model can be sharded by its whole plan, without changing it.
+    """Check that a model can be sharded by its plan, without changing it.
 
     Raises:
-        ValueError: the plan has an unsupported style, or heads or widths do not fit the ranks.
+        ValueError: the plan has an unsupported style, the model has adapters, or heads or widths
+            cannot be divided among the ranks.
     """
     name, shards_heads = type(model).__name__, False
     if has_adapters(model):
         raise ValueError(
             f"`{name}` has adapters, which the tensor-parallel plan in its config does not cover."
-            " Nothing was changed; train it with another strategy."
+            " The model is unchanged; train it with another strategy."
         )
     for path, style, module in _styled(model):
         if isinstance(module, nn.Embedding) or style == _SHARED_STYLE:
@@ -81,7 +82,7 @@ def check_plan(model: Any, ranks: int) -> None:
             _check_even(name, path, width, ranks)
         elif isinstance(module, nn.Linear) and style in (*_COLUMNS, *_ROWS):
             kind = _COLUMNS.get(style) or _ROWS[style]
-            if kind in _WHOLE_OUTSIDE:
+            if kind in _FULL_ACTIVATIONS:
                 width = module.out_features if style in _COLUMNS else module.in_features
                 _check_even(name, path, width, ranks)
             elif "att" in path:  # `self_attn`, `attention`, `attn`
@@ -89,12 +90,13 @@ def check_plan(model: Any, ranks: int) -> None:
         else:
             known = ", ".join(map(repr, (*_COLUMNS, *_ROWS)))
             raise ValueError(
-                f"The tensor-parallel plan of `{name}` shards '{path}', a"
-                f" `{type(module).__name__}`, as {style!r}, which is not supported. Supported are"
-                f" {known} of linear layers, and {_EXPERTS_STYLE!r} of `gate_up_proj` and"
-                " `down_proj`. Nothing was changed; train it with another strategy."
+                f"The tensor-parallel plan of `{name}` gives '{path}', a"
+                f" `{type(module).__name__}`, the style {style!r}, which is not supported."
+                f" Supported are {known} for linear layers, and {_EXPERTS_STYLE!r} for experts with"
+                " `gate_up_proj` and `down_proj`. The model is unchanged; train it with another"
+                " strategy."
             )
-    if shards_heads:  # a plan that gathers queries and keys first may cut heads anywhere
+    if shards_heads:  # where queries and keys are gathered first, heads may be cut anywhere
         _check_heads(model, name, ranks)
 
 
@@ -113,13 +115,13 @@ def _check_heads(model: Any, name: str, ranks: int) -> None:
 
     if key_heads % ranks:
         raise ValueError(
-            f"{name} has {key_heads} key-value heads, which its plan cannot share among {ranks}"
+            f"{name} has {key_heads} key-value heads, which its plan cannot divide among {ranks}"
             f" ranks. Choose a `tensor_parallel_size` that divides {key_heads}."
         )
 
 
 def apply_plan(sharding: Sharding) -> None:
-    """Shard a model by its plan, which has passed `check_plan`."""
+    """Shard a model by its plan; call `check_plan` first."""
     base, ranks = _base(sharding.model), sharding.group.size
 
     for path, style, module in _styled(sharding.model):
@@ -127,7 +129,7 @@ def apply_plan(sharding: Sharding) -> None:
             continue
         if style == _SHARED_STYLE:
             assert isinstance(module, nn.Module), "`check_plan` refuses single parameters"
-            sharding.share(module)  # a rank's gradient covers only its own heads
+            sharding.mark_partial_gradients(module)  # a rank's gradient covers only its own heads
             continue
         if style == _EXPERTS_STYLE:
             experts(sharding, module)
@@ -145,10 +147,10 @@ def apply_plan(sharding: Sharding) -> None:
 
 
 def _shard_vocabulary(sharding: Sharding) -> None:
-    """Shard embedding and head by words, if each is a plain layer used in one place.
+    """Shard embedding and head by words, if both are plain layers that are used in one place.
 
-    Otherwise every rank holds them in full: a subclass may scale its output or read its weight
-    elsewhere.
+    Otherwise every rank keeps them in full: a subclass may scale its output, or the weight may be
+    read elsewhere.
     """
     model: Any = sharding.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -184,7 +186,7 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
     """Return path, style and module or parameter of everything that the plan names.
 
-    A name in the plan may match nothing: only some configurations of a model have such a layer.
+    A name in the plan may match nothing: some layers exist only in some configurations.
     """
     base, plan = _base(model), plan_of(model)
     found: list[tuple[str, str, nn.Module | nn.Parameter]] = []

@@ -1,25 +1,26 @@
-"""Domino's schedule: run the sublayers of several micro-batches in turn, forward and backward.
+"""Domino's schedule: interleave the sublayers of several micro-batches, forward and backward.
 
 K sublayers, micro-batches i = 0 .. M - 1. Forward, for each sublayer k, for each i:
 
 1. *land*: wait for the sum of sublayer k - 1 of micro-batch i,
-2. *enter*: residual stream and norm of sublayer k,
+2. *enter*: compute residual stream and norm of sublayer k,
 3. *body*: compute its partial sum,
-4. *launch* the all-reduce. It is in flight while the other micro-batches compute their sublayer.
+4. *launch* its all-reduce, which is in flight while the other micro-batches compute sublayer k.
 
-Where the embedding enters the first block unchanged, the first sublayer lands its sums.
+Where the embedding enters the first block unchanged, its all-reduces are launched first, and the
+first sublayer lands them.
 
 Backward, for k from the last, for i from the last:
 
 1. *land*: wait for dx of sublayer k + 1 of micro-batch i,
 2. *enter*, backward: through norm and residual stream to d(partial) of sublayer k,
 3. *body*, backward: this rank's dx and the gradients of the weights,
-4. *launch* the all-reduce of dx. It is in flight while the other micro-batches go through theirs.
+4. *launch* the all-reduce of dx, which is in flight during the others' backward of sublayer k.
 
 Autograd alone would run backward in the reverse order of forward and wait for every all-reduce
-right after its launch. So each micro-sublayer has graphs of its own, cut at its borders, and one
-autograd node for all blocks runs them. No collective is inside a micro-sublayer: activation
-checkpointing recomputes it from its border and sends nothing twice.
+right after its launch. So each micro-sublayer has its own graphs, cut at its boundaries, and a
+single autograd node for all blocks runs them. No collective is inside a micro-sublayer: activation
+checkpointing recomputes it without repeating communication.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from lightning_commfree.domino.sublayers import (
 )
 
 Done = Callable[[Sublayer], None]
-Flying = list[Pending[Tensor]]  # all-reduces of one micro-sublayer: one, or one for each slice
+Flying = list[Pending[Tensor]]  # all-reduces of one micro-sublayer: one, or one per slice
 
-EMBEDDING = "embedding"  # its name in the trace
+EMBEDDING = "embedding"  # name in traces, in place of a sublayer's
 
 
 class Autocast(NamedTuple):
-    """The state of autocast in forward; backward runs outside of the user's autocast context."""
+    """Autocast's state in forward, for backward, which runs outside the user's autocast context."""
 
     device_type: str = "cpu"
     enabled: bool = False
@@ -61,11 +62,11 @@ class Autocast(NamedTuple):
 
     @classmethod
     def of(cls, kind: str) -> Autocast:
-        """Return the current state for a type of device."""
+        """Return the current state for a device type."""
         return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Return a context with this state, and without autocast's cache of weights."""
+        """Return a context manager that restores this state, without autocast's weight cache."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
@@ -74,11 +75,11 @@ class ScheduleRun:
     """One pass of one batch through all blocks, forward and then backward.
 
     Args:
-        sublayers: of all blocks, in order.
+        sublayers: the sublayers of all blocks, in order.
         group: the tensor group.
-        split: of the batch and of the sums.
+        split: how the batch and the sums are split.
         checkpoint: recompute micro-sublayers in backward instead of keeping their activations.
-        trace: called with every launch, land, enter and body, with its direction.
+        trace: called with every launch, land, enter and body, and its direction.
         done: called with a sublayer when the gradients of its parameters are complete.
         unsummed: the input is this rank's partial sum of the embedding.
     """
@@ -103,14 +104,14 @@ class ScheduleRun:
 
         Args:
             hidden: input of the first block.
-            arguments: its other arguments: one for all blocks, or one for each.
+            arguments: the blocks' other arguments: one entry for all blocks, or one per block.
         """
         self._autocast = Autocast.of(hidden.device.type)
         streams = list(self.split.micro_batches(hidden))
         given = [self.split.micro_arguments(of_block, hidden) for of_block in arguments]
-        per_block = len(self.sublayers) // len(given)  # all of them if the arguments are shared
+        per_block = len(self.sublayers) // len(given)  # all sublayers if arguments are shared
 
-        # copies, because all-reduce is in place and the micro-batches share the embedding's memory
+        # clone: all-reduce is in place, and the micro-batches share the embedding's memory
         embeddings = enumerate(streams) if self.unsummed else ()
         flying = {i: [self._launch(x.clone(), "forward", EMBEDDING, i)] for i, x in embeddings}
 
@@ -121,7 +122,7 @@ class ScheduleRun:
                 inflow = self._inflow(before, streams[i], flying.get(i, []), i)
                 source = MicroInput(sublayer, own, inflow, self._replay(hidden.device))
                 micro, flying[i] = self._compute(source, micros, i)
-                streams[i] = micro.entered.detach()  # the graph is the micro-sublayer's own
+                streams[i] = micro.entered.detach()  # the graph stays with the micro-sublayer
                 micros.append(micro)
             self._keep(micros)
             before = sublayer
@@ -148,7 +149,7 @@ class ScheduleRun:
         launched: Flying = []
 
         def launch(sum_of_this_rank: Tensor) -> None:
-            # summed in place: no backward reads the values of a row linear's output
+            # summing in place is safe: backward does not read a row linear's output
             summand = sum_of_this_rank.detach()
             launched.append(self._launch(summand, "forward", source.sublayer.name, i))
 
@@ -173,7 +174,7 @@ class ScheduleRun:
     ) -> None:
         name, device = micro.sublayer.name, micro.x.device
         self._tell(f"body {direction}", name, i)
-        # switching generators copies states: only where attention's dropout draws from them
+        # switching generators copies their states: do it only where dropout uses them
         own = self.group.own_random(device) if micro.sublayer.draws_own() else nullcontext()
         with record_function(f"body {name} #{i}"), self.group.under_schedule(), own:
             self.split.run(micro, earlier, launch)
@@ -193,13 +194,13 @@ class ScheduleRun:
     # -- backward
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of `hidden`; accumulate those of the parameters."""
-        # autograd calls this without grad mode, in which checkpointing could not build graphs again
+        """Accumulate the parameters' gradients; return the gradient of `hidden`."""
+        # autograd calls this with grad mode off, but checkpointing must build graphs again
         with torch.enable_grad(), self._autocast.restored():
             d_streams, d_partials = self._backward_ends(gradient)
             order = range(len(d_streams) - 1, -1, -1)
 
-            # the last sublayer has nothing after it to land
+            # the last sublayer has no dx of a later sublayer to land
             micros = self._next_computed()
             flying = {i: self._body_backward(micros[i], d_partials[i], i) for i in order}
             while self._inputs:
@@ -232,7 +233,8 @@ class ScheduleRun:
         for i, source in enumerate(inputs):
             with source.replayed():
                 micro = self._enter(source, i, "again")
-                self._body(micro, micros, i, "again", lambda _: None)  # the sum is known already
+                # nothing to launch: forward has the sum already
+                self._body(micro, micros, i, "again", lambda _: None)
             micros.append(micro)
         return micros
 

@@ -1,10 +1,10 @@
 """Shard a transformers model among the ranks of a tensor group, in place.
 
-Parameter names do not change. `Sharding` remembers how each tensor is sharded, so that full tensors
+Parameter names do not change. `Sharding` records how each tensor is sharded, so that full tensors
 can be gathered again, and how to undo every change.
 
 From top to bottom: `ShardSpec` (how one tensor is sharded), `Sharding` (one model), functions that
-shard one layer each, LoRA beside a sharded linear, and checks of sizes before anything changes.
+shard one layer each, LoRA around a sharded linear layer, and size checks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from lightning_commfree.model.meta_init import Materializer
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one tensor is sharded: each rank holds a range of one dimension.
+    """The sharding of one tensor: each rank holds a range of one dimension.
 
-    A packed q, k, v weight has three equal blocks, and each rank holds the same range of each.
-    Ranges may overlap: a key head that several ranks need is held by all of them.
+    A packed q, k, v weight has three equal blocks; each rank holds the same range of each block.
+    Several ranks may hold the same range: with fewer key heads than ranks, ranks share a head.
 
     Attributes:
         dim: the sharded dimension.
         ranges: start and stop within a block, for every rank.
         size: length of the full dimension.
-        blocks: number of equal blocks in it.
-        padded: length to which a full tensor is padded with zeros before it is sharded.
+        blocks: number of equal blocks in the full dimension.
+        padded: length to which a full tensor is padded with zeros before sharding; None: no
+            padding.
     """
 
     dim: int
@@ -56,66 +57,64 @@ class ShardSpec:
     def even(cls, dim: int, size: int, ranks: int, blocks: int = 1) -> ShardSpec:
         """Shard each block of a dimension evenly; a single block may be padded."""
         block = size // blocks
-        part = -(-block // ranks)
-        ranges = tuple((rank * part, (rank + 1) * part) for rank in range(ranks))
-        padded = part * ranks
+        length = -(-block // ranks)
+        ranges = tuple((rank * length, (rank + 1) * length) for rank in range(ranks))
+        padded = length * ranks
         assert blocks == 1 or padded == block, "only a single block is padded"
         return cls(dim, ranges, size, blocks, padded if padded > block else None)
 
     @property
     def overlapping(self) -> bool:
-        """Whether several ranks hold the same shard."""
+        """Whether some shard is held by several ranks."""
         return len(set(self.ranges)) < len(self.ranges)
 
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the shard of `whole` that `rank` holds.
-
-        It is a copy: a view would keep the full tensor in memory.
-        """
+    def shard(self, full: Tensor, rank: int) -> Tensor:
+        """Return a rank's shard of a full tensor."""
         if self.padded is not None:
-            shape = list(whole.shape)
+            shape = list(full.shape)
             shape[self.dim] = self.padded - self.size
-            whole = torch.cat([whole, whole.new_zeros(shape)], self.dim)
+            full = torch.cat([full, full.new_zeros(shape)], self.dim)
 
         start, stop = self.ranges[rank]
-        block = whole.shape[self.dim] // self.blocks
+        block = full.shape[self.dim] // self.blocks
         firsts = [b * block + start for b in range(self.blocks)]
-        return torch.cat([whole.narrow(self.dim, f, stop - start) for f in firsts], self.dim)
+        # `cat` copies even one slice: a view would keep the full tensor in memory
+        return torch.cat([full.narrow(self.dim, f, stop - start) for f in firsts], self.dim)
 
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Join the shards of all ranks into the full tensor, without the padding."""
-        shape = list(parts[0].shape)
+        shape = list(shards[0].shape)
         shape[self.dim] = self.padded or self.size
-        whole = parts[0].new_empty(shape)
+        full = shards[0].new_empty(shape)
 
         block = shape[self.dim] // self.blocks
-        for (start, stop), part in zip(self.ranges, parts, strict=True):
-            for b, values in enumerate(part.chunk(self.blocks, self.dim)):
-                whole.narrow(self.dim, b * block + start, stop - start).copy_(values)
+        for (start, stop), shard in zip(self.ranges, shards, strict=True):
+            for b, values in enumerate(shard.chunk(self.blocks, self.dim)):
+                full.narrow(self.dim, b * block + start, stop - start).copy_(values)
 
-        return whole.narrow(self.dim, 0, self.size).contiguous()
+        return full.narrow(self.dim, 0, self.size).contiguous()
 
 
-def whole_tensor(part: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> Tensor:
-    """Gather a full tensor from this rank's shard `part` and the others'; collective."""
-    gathered = channel.all_gather(part.detach().to(channel.device).contiguous(), tag).wait()
-    return spec.join(list(gathered)).to(part.device)
+def gather_full_tensor(shard: Tensor, spec: ShardSpec, channel: Channel, tag: str) -> Tensor:
+    """Gather a full tensor from the shards of all ranks; collective."""
+    gathered = channel.all_gather(shard.detach().to(channel.device).contiguous(), tag).wait()
+    return spec.join(list(gathered)).to(shard.device)
 
 
 @dataclass
 class Sharding:
-    """A sharded model.
+    """A sharded model, and a record of every change made to it.
 
     Attributes:
         model: the transformers model, changed in place.
         group: the tensor group.
-        materializer: gives values to layers on the meta device.
-        specs: of the sharded parameters; every rank holds the others in full.
-        blocks: in order; empty if the model is not scheduled.
-        sublayers: of the blocks, equally many of each.
+        materializer: initializes layers that are on the meta device.
+        specs: the spec of each sharded parameter; every rank holds all other parameters in full.
+        blocks: the transformer blocks in order; empty if the model is not scheduled.
+        sublayers: the sublayers of all blocks in order, the same number per block.
         experts: modules with sharded expert parameters.
         raw_embedding: whether the embedding's output enters the first block unchanged.
-        restore: functions that undo the changes, in order of the changes.
+        restore: functions that each undo one change, in the order in which they were made.
     """
 
     model: nn.Module
@@ -131,7 +130,7 @@ class Sharding:
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
         """Replace a child by `new`, until `restore`."""
         old = getattr(parent, name)
-        new.train(old.training)  # dropout depends on it
+        new.train(old.training)  # a module in eval mode must not start to apply dropout
         setattr(parent, name, new)
 
         for key, _ in new.named_parameters(recurse=False):
@@ -144,21 +143,22 @@ class Sharding:
         setattr(owner, name, value)
         self.restore.append(lambda: setattr(owner, name, old))
 
-    def part(self, parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
-        """Return this rank's shard as a new parameter, and remember the spec."""
-        values = spec.part(parameter.detach(), self.group.rank)
+    def shard(self, parameter: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
+        """Return this rank's shard as a new parameter, and record its spec."""
+        values = spec.shard(parameter.detach(), self.group.rank)
         mine = nn.Parameter(values, requires_grad=parameter.requires_grad)
         self.specs[mine] = spec
         return mine
 
-    def share(self, module: nn.Module) -> None:
-        """Mark a module that every rank holds in full and whose gradients must be summed.
+    def mark_partial_gradients(self, module: nn.Module) -> None:
+        """Mark a module that every rank holds in full, but whose gradients are partial.
 
-        Each rank's gradient covers only its own heads or outputs. It is summed over the group like
-        that of a key head that several ranks hold.
+        Each rank's gradient covers only its own heads or outputs. `gradients.sum_shared` sums them
+        over the group, as it does for a key head that several ranks hold.
         """
         for parameter in module.parameters():
-            size = parameter.shape[0]  # a shard that is the full tensor, on every rank
+            size = parameter.shape[0]
+            # the range of every rank is the full dimension
             self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
 
 
@@ -176,15 +176,15 @@ def column(
     spec: ShardSpec,
     kind: type[ColumnLinear] = ColumnLinear,
 ) -> None:
-    """Shard a linear layer's outputs; `spec` is of the output dimension."""
+    """Shard the outputs of a linear layer, as `spec` says for the weight's output dimension."""
     old: Any = getattr(parent, name)
     flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
     if is_adapted(old):
         _shard_lora_of_column(sharding, old, flat)
         parent, name, old = old, "base_layer", old.base_layer
 
-    weight = sharding.part(old.weight, spec)
-    bias = None if old.bias is None else sharding.part(old.bias, flat)
+    weight = sharding.shard(old.weight, spec)
+    bias = None if old.bias is None else sharding.shard(old.bias, flat)
 
     new = kind(weight, bias, sharding.group, transposed=not isinstance(old, nn.Linear))
     sharding.replace(parent, name, new)
@@ -203,12 +203,12 @@ def row(
     dim = 0 if transposed else 1
     spec = ShardSpec.even(dim, old.weight.shape[dim], sharding.group.size)
 
-    new = kind(sharding.part(old.weight, spec), old.bias, sharding.group, transposed)
+    new = kind(sharding.shard(old.weight, spec), old.bias, sharding.group, transposed)
     sharding.replace(parent, name, new)
 
 
 def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
-    """Let the dropout after a row linear be applied to the sum."""
+    """Move the dropout after a row linear behind the all-reduce of its output."""
     old = getattr(parent, name)
     sharding.replace(parent, name, DropoutAfterSum(old.p, sharding.group))
 
@@ -218,10 +218,7 @@ def vocabulary(
 ) -> None:
     """Shard embedding and head by words; a tied weight remains one parameter.
 
-    Args:
-        sharding: of the model.
-        embeddings: owner of the embedding, and its name there.
-        head: owner of the head, and its name there.
+    Both are given as their parent module and their name in it.
     """
     group = sharding.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
@@ -232,32 +229,34 @@ def vocabulary(
     spec = ShardSpec.even(0, words, group.size)
     first = spec.ranges[group.rank][0]
 
-    weight = sharding.part(old_embedding.weight, spec)
+    weight = sharding.shard(old_embedding.weight, spec)
     padding, scale = old_embedding.padding_idx, getattr(old_embedding, "embed_scale", None)
     sharding.replace(*embeddings, VocabEmbedding(weight, first, group, padding, scale))
 
     if not tied:
         sharding.materializer.materialize(old_head)
-    head_weight = weight if tied else sharding.part(old_head.weight, spec)
-    bias = None if old_head.bias is None else sharding.part(old_head.bias, spec)
+    head_weight = weight if tied else sharding.shard(old_head.weight, spec)
+    bias = None if old_head.bias is None else sharding.shard(old_head.bias, spec)
     sharding.replace(*head, VocabHead(head_weight, bias, words, group))
 
 
 def experts(sharding: Sharding, module: Any) -> None:
-    """Shard the hidden layer of every expert, so that routing sends nothing.
+    """Shard the hidden layer of every expert, so that routing needs no communication.
 
     Args:
-        sharding: of the model.
-        module: with `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, (experts, H, I). It
-            is called with hidden states, indices and weights of the chosen experts.
+        sharding: the model's.
+        module: has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
+            (experts, H, I); called with hidden states, and indices and weights of the chosen
+            experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
     gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
-    module.gate_up_proj = sharding.part(module.gate_up_proj, gate_up)
+    module.gate_up_proj = sharding.shard(module.gate_up_proj, gate_up)
     down = ShardSpec.even(2, width, group.size)
-    module.down_proj = sharding.part(module.down_proj, down)
+    module.down_proj = sharding.shard(module.down_proj, down)
 
-    # a rank's gradients of hidden states and of the router's weights cover its slice of the experts
+    # each rank computes the gradients of hidden states and router weights from its slice of the
+    # experts only: sum them
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights, *rest = given
         return spread(hidden, group), indices, spread(weights, group), *rest
@@ -270,24 +269,24 @@ def experts(sharding: Sharding, module: Any) -> None:
     sharding.experts.append(module)
 
 
-# LoRA beside a sharded linear. peft's layers stay, and their weights are sharded with the base's:
-# y = x W + s (x A) B, with W, A and B in the order (in, out).
+# LoRA around a sharded linear. peft's layers stay in place; A and B are sharded to match the base
+# weight W: y = x W + s (x A) B, with W, A and B in the order (in, out).
 #
-# ======  ===================  ===================  ==============================================
-# linear  A, (in, r)           B, (r, out)          whose gradient is summed over the group
-# ======  ===================  ===================  ==============================================
-# column  full on every rank   a rank's outputs     A's: each rank has that of its outputs
-# row     a rank's inputs      full on every rank   B's: each rank has that of its inputs
-# ======  ===================  ===================  ==============================================
+# ======  ===================  ===================  ===================================
+# linear  A, (in, r)           B, (r, out)          gradient summed over the group
+# ======  ===================  ===================  ===================================
+# column  full on every rank   sharded by outputs   A's: each rank's is partial
+# row     sharded by inputs    full on every rank   B's: each rank's is partial
+# ======  ===================  ===================  ===================================
 #
-# A rank's output of a row linear is a partial sum, and so is its adapter's: one all-reduce serves
-# both, and the schedule sends nothing else.
+# In a row linear, a rank's base output and its adapter output are both partial sums. They are added
+# first, so one all-reduce serves both and the schedule sends nothing extra.
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is an adapter around a layer, by peft's attribute for the layer."""
+    """Return whether a module is a peft adapter around a layer."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
@@ -297,31 +296,28 @@ def base_of(module: Any) -> Any:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether some layer of a model has an adapter."""
+    """Return whether any layer of a model has a peft adapter."""
     return any(is_adapted(module) for module in model.modules())
 
 
 def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
-    """Check that a model's adapters can be sharded.
-
-    Args:
-        model: not sharded yet.
-        vocabulary: its embedding and head.
+    """Check that a model's adapters can be sharded; `vocabulary` is its embedding and head.
 
     Raises:
-        ValueError: one is not LoRA of a linear layer in the blocks, or has an unsupported option.
+        ValueError: an adapter is not LoRA of a linear layer in the blocks, or uses an unsupported
+            option.
     """
     for name, module in model.named_modules():
         if is_adapted(module) and (why := _why_not(module, vocabulary)):
             raise ValueError(
-                f"'{name}', a `{type(module).__name__}`, is an adapter that cannot be sharded:"
-                f" {why} Only LoRA of linear layers in the blocks is supported; nothing was"
-                " changed."
+                f"The adapter '{name}' (a `{type(module).__name__}`) cannot be sharded: {why} Only"
+                " LoRA of linear layers in the transformer blocks is supported. The model is"
+                " unchanged."
             )
 
 
 def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> None:
-    """Shard the adapters of a column linear; `spec` is of the outputs, the first dimension."""
+    """Shard the adapters of a column linear; `spec` shards dimension 0, the outputs."""
     group = sharding.group
 
     def before(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
@@ -329,8 +325,8 @@ def _shard_lora_of_column(sharding: Sharding, layer: Any, spec: ShardSpec) -> No
 
     for name in layer.lora_A:
         down, up = layer.lora_A[name], layer.lora_B[name]
-        sharding.share(down)
-        up.weight = sharding.part(up.weight, spec)
+        sharding.mark_partial_gradients(down)
+        up.weight = sharding.shard(up.weight, spec)
         sharding.restore.append(down.register_forward_pre_hook(before).remove)
 
 
@@ -343,10 +339,10 @@ def _shard_lora_of_row(sharding: Sharding, layer: Any) -> None:
 
     for name in layer.lora_A:
         down, up = layer.lora_A[name], layer.lora_B[name]
-        down.weight = sharding.part(
+        down.weight = sharding.shard(
             down.weight, ShardSpec.even(1, down.weight.shape[1], group.size)
         )
-        sharding.share(up)
+        sharding.mark_partial_gradients(up)
         sharding.restore.append(up.register_forward_hook(after).remove)
 
 
@@ -356,21 +352,21 @@ def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
     if any(module is known for known in vocabulary):
         return "it is around the embedding or the head."
     if module.lora_variant:
-        return "DoRA and other variants need full weights."
+        return "DoRA and other LoRA variants need full weights."
     if any(module.lora_bias.values()):
-        return "`lora_bias` would be added once by every rank. Leave it out."
+        return "every rank would add `lora_bias` to the sum. Set `lora_bias=False`."
     if any(not isinstance(dropout, nn.Identity) for dropout in module.lora_dropout.values()):
-        return "its dropout would differ from rank to rank. Set `lora_dropout=0`."
+        return "its dropout mask would differ between ranks. Set `lora_dropout=0`."
     if any(parameter.is_meta for parameter in module.parameters()):
         return "it is on the meta device. Build the model on the CPU."
     return ""
 
 
 def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
-    """Check that the attention heads of a model of class `name` can be sharded.
+    """Check that the attention heads of a model of class `name` can be divided among the ranks.
 
     Raises:
-        ValueError: heads, or heads of keys and values, do not fit the ranks.
+        ValueError: they cannot.
     """
     if heads % ranks:
         raise ValueError(
@@ -380,16 +376,16 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
     if key_heads % ranks and ranks % key_heads:
         raise ValueError(
             f"{name} has {key_heads} key-value heads, and {ranks} tensor-parallel ranks can neither"
-            " share them equally nor all hold one. Choose a `tensor_parallel_size` that divides"
+            " share them equally nor hold one each. Choose a `tensor_parallel_size` that divides"
             f" {key_heads} or is a multiple of it."
         )
 
 
 def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
-    """Check that an MLP of a model, whose config calls its width `name`, can be sharded.
+    """Check that an MLP's width, `name` in the model's config, can be divided among the ranks.
 
     Raises:
-        ValueError: the width does not fit the ranks.
+        ValueError: it cannot.
     """
     if width % ranks:
         raise ValueError(

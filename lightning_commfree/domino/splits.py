@@ -1,4 +1,4 @@
-"""Split a batch so that one part computes while the other's all-reduce is in flight.
+"""Split a batch into micro-batches, so that one computes during the all-reduce of another.
 
 =========  ======================  ================================================================
 split      micro-batches           dependence between them
@@ -6,13 +6,13 @@ split      micro-batches           dependence between them
 batch      rows of the batch       none; they may have different sizes
 token      chunks of the sequence  a later chunk attends to the keys and values of the earlier
                                    ones, so its attention's backward runs before theirs
-weight     one                     each slice of a row linear's outputs has an all-reduce of its
-                                   own, which overlaps with the next slice in the same sublayer only
-hybrid     rows of the batch       as batch, and each micro-batch's sums are sliced as under weight
+weight     one                     each slice of a row linear's outputs has its own all-reduce,
+                                   which overlaps only with the next slice of the same sublayer
+hybrid     rows of the batch       as batch, with each micro-batch's sums sliced as under weight
 none       one                     --
 =========  ======================  ================================================================
 
-Not every batch can be split as requested: `choose_split` falls back and says why.
+Not every batch can be split as requested: `choose_split` falls back and reports why.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """No split: one micro-batch, with one all-reduce a sublayer. Base of the other splits.
+    """No split: one micro-batch, with one all-reduce per sublayer. Base of the other splits.
 
     Args:
-        num_slices: of the outputs of every row linear, each with an all-reduce of its own.
+        num_slices: number of slices of every row linear's outputs, each with its own all-reduce.
     """
 
     def __init__(self, num_slices: int = 1) -> None:
@@ -47,21 +47,21 @@ class Split:
         return [hidden]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Concatenate the parts that `micro_batches` returned."""
+        """Concatenate the micro-batches that `micro_batches` returned."""
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Split the other arguments that transformers passes to a block with `hidden`."""
+        """Split the arguments that transformers passes to a block besides `hidden`."""
         del hidden
         return [arguments]
 
     def run(self, micro: MicroSublayer, earlier: Sequence[MicroSublayer], launch: Launch) -> None:
-        """Compute a body, set `micro.outputs` and launch its partial sums.
+        """Compute the body of a micro-sublayer, set `micro.outputs` and launch the partial sums.
 
         Args:
-            micro: entered.
-            earlier: the same sublayer of the previous micro-batches, computed.
-            launch: takes a partial sum, whose all-reduce may start.
+            micro: has not computed its body yet.
+            earlier: the same sublayer of the previous micro-batches, already computed.
+            launch: starts the all-reduce of a partial sum.
         """
         del earlier
         if self._num_slices > 1:
@@ -73,7 +73,7 @@ class Split:
             launch(micro.outputs[0])
 
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        """Return the gradients of `micro.outputs`, given the gradient of the sum."""
+        """Return the gradients of `micro.outputs`, given the gradient of the reduced sum."""
         return list(torch.split(d_total, [output.shape[-1] for output in micro.outputs], -1))
 
 
@@ -81,8 +81,8 @@ class BatchSplit(Split):
     """Split the rows of a batch.
 
     Args:
-        num_micro_batches: at most the rows of a batch.
-        num_slices: see `Split`.
+        num_micro_batches: at most the number of rows.
+        num_slices: as in `Split`.
     """
 
     def __init__(self, num_micro_batches: int, num_slices: int = 1) -> None:
@@ -102,14 +102,14 @@ class BatchSplit(Split):
         rows = len(hidden)
 
         def own(value: Any, i: int) -> Any:
-            # positions of shape (1, T) or (T) hold for all rows, and go to all micro-batches
+            # positions of shape (1, T) or (T) are valid for all rows: every micro-batch gets them
             if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != rows:
                 return value
             return value.tensor_split(self._num_micro_batches)[i]
 
         return [
             {
-                # a tree: transformers passes (cos, sin) of rotary positions as a tuple
+                # a tree map: transformers passes (cos, sin) of rotary positions as a tuple
                 key: pytree.tree_map(lambda v, i=i: own(v, i), value)
                 for key, value in arguments.items()
             }
@@ -121,9 +121,9 @@ class TokenSplit(Split):
     """Split the sequence into chunks, under causal attention.
 
     Args:
-        num_micro_batches: at most the tokens of a sequence.
-        flash: attention is flash attention, which aligns the last query with the last key by
-            itself and takes no mask for it.
+        num_micro_batches: at most the number of tokens in a sequence.
+        flash: attention is flash attention, which aligns the last query with the last key without
+            a mask.
     """
 
     def __init__(self, num_micro_batches: int, flash: bool = False) -> None:
@@ -163,16 +163,18 @@ class TokenSplit(Split):
 
     @override
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        # the later chunks, whose backward has run, have left the gradients of keys and values
+        # the backward of the later chunks has run already and left these gradients
         return [d_total, *(lent.gradient() for lent in micro.lent)]
 
     def _cache_argument(self, attention: type[nn.Module]) -> str:
         name = cache_argument(attention)
-        if name is None:  # under another name it would be ignored: chunks would not see each other
+        if (
+            name is None
+        ):  # a cache under an unknown name is ignored: each chunk would see only itself
             raise ValueError(
-                f"`{attention.__name__}` takes no cache of keys and values, by which the chunks of"
-                " a sequence see each other: it cannot be split by tokens. Choose another `split`,"
-                " batches of two rows or more, or a newer transformers."
+                f"`{attention.__name__}` has no argument for a cache of keys and values, which"
+                " `split='token'` needs so that a chunk can attend to earlier ones. Choose another"
+                " `split`, use batches of at least two rows, or install a newer transformers."
             )
         return name
 
@@ -189,9 +191,9 @@ class TokenSplit(Split):
         return pytree.tree_map(chunk, value)
 
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
-        """Return a chunk's mask, which covers the tokens before it too."""
+        """Return a chunk's mask, which also covers the tokens before the chunk."""
         if mask is None:
-            if start == 0 or self._flash:  # plain causal attention is right without a mask
+            if start == 0 or self._flash:  # causal attention without a mask is already correct
                 return None
             ones = torch.ones(stop - start, stop, dtype=torch.bool, device=hidden.device)
             return ones.tril(start)[None, None]
@@ -202,13 +204,13 @@ _CACHES = ("past_key_values", "past_key_value")  # the latter in older transform
 
 
 def cache_argument(attention: type[nn.Module]) -> str | None:
-    """Return the name of an attention class's argument for a cache; None if it takes none."""
+    """Return the name of an attention class's cache argument; None if it has none."""
     parameters = inspect.signature(attention.forward).parameters
     return next((name for name in _CACHES if name in parameters), None)
 
 
 class _KeyCache:
-    """A cache in transformers' sense that prepends the keys and values of earlier chunks."""
+    """A stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
 
     def __init__(self, earlier: Sequence[Sequence[LentTensor]]) -> None:
         self._earlier = earlier
@@ -216,11 +218,11 @@ class _KeyCache:
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.own = [keys, values]
-        whole = []
-        for place, own in enumerate(self.own):
-            lent = [tensors[place].lend() for tensors in self._earlier]
-            whole.append(torch.cat([*lent, own], dim=-2))
-        return whole[0], whole[1]
+        joined = []
+        for index, own in enumerate(self.own):
+            lent = [tensors[index].lend() for tensors in self._earlier]
+            joined.append(torch.cat([*lent, own], dim=-2))
+        return joined[0], joined[1]
 
 
 def choose_split(
@@ -230,13 +232,13 @@ def choose_split(
     config: Any,
     on_fallback: Callable[[str], None],
 ) -> Split:
-    """Return the split of one batch.
+    """Return the split for one batch.
 
     Args:
-        settings: as requested, or with the split that `auto_split` chose.
-        hidden: of the batch, shape (B, T, H).
-        arguments: others that transformers passes to a block.
-        config: of attention; None if there is none.
+        settings: the user's, with "auto" replaced by the choice of `auto_split`.
+        hidden: the batch's hidden state, shape (B, T, H).
+        arguments: a block's other arguments.
+        config: attention's config; None if it has none.
         on_fallback: called with the reason if the batch cannot be split as requested.
     """
     # a fallback is chosen from the batch alone, so all ranks of a tensor group choose the same
@@ -245,16 +247,16 @@ def choose_split(
     if split == "hybrid":
         if rows >= 2:
             return BatchSplit(min(parts, rows), num_slices=min(parts, rows))
-        split = "weight"  # the half of hybrid that one row allows
+        split = "weight"  # the half of hybrid that works with one row
         on_fallback(
-            f"A batch of {rows} cannot be split by rows (`split='hybrid'`); only the outputs of row"
-            " linears are."
+            f"A batch of {rows} cannot be split by rows (`split='hybrid'`): using `split='weight'`"
+            " for it."
         )
     if split == "batch" and rows < 2:
         split = "token" if tokens >= 2 and is_causal(arguments, config) else "none"
         on_fallback(
-            f"A batch of {rows} cannot be split by rows (`split='batch'`); it is split by"
-            f" {'tokens' if split == 'token' else 'nothing'} instead."
+            f"A batch of {rows} cannot be split by rows (`split='batch'`): using `split={split!r}`"
+            " for it."
         )
     if split == "batch":
         return BatchSplit(min(parts, rows))
@@ -263,9 +265,9 @@ def choose_split(
     if split == "token" and flash and is_packed(arguments):
         split = "none"
         on_fallback(
-            "Flash attention takes one list of the starts of a packed row's examples for queries"
-            " and keys, and a chunk has fewer queries than keys: the row is split by nothing"
-            " instead."
+            "A packed row cannot be split by tokens with flash attention: it takes one list of"
+            " example starts for queries and keys, but a chunk has fewer queries than keys. Using"
+            " `split='none'` for it."
         )
     if split == "token" and tokens >= 2:
         return TokenSplit(min(parts, tokens), flash)
@@ -275,12 +277,12 @@ def choose_split(
 def legal_splits(
     hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
 ) -> list[str]:
-    """Return the splits that a batch allows among "none", "batch" and "token".
+    """Return which of "none", "batch" and "token" can split a batch.
 
     Args:
-        hidden: of the batch, shape (B, T, H).
-        arguments: others that transformers passes to a block.
-        attention: of a block; None if there is none.
+        hidden: the batch's hidden state, shape (B, T, H).
+        arguments: a block's other arguments.
+        attention: a block's attention module; None if it has none.
     """
     rows, tokens = hidden.shape[:2]
     config = getattr(attention, "config", None)
@@ -296,7 +298,7 @@ def legal_splits(
 
 
 def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
-    """Return whether no token attends to a later one, by a block's arguments and config."""
+    """Return whether attention is causal, judging by a block's arguments and config."""
     if False in (arguments.get("is_causal"), getattr(config, "is_causal", None)):
         return False
     mask = arguments.get("attention_mask")
@@ -307,10 +309,10 @@ def is_causal(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def is_packed(arguments: Mapping[str, Any]) -> bool:
-    """Return whether a row holds several examples, as flash attention marks them without a mask."""
+    """Return whether rows contain several examples, marked by their starts or positions."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
-    positions = arguments.get("position_ids")  # they start again with each example
+    positions = arguments.get("position_ids")  # restart at 0 with each example
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.domino.layers import DropoutAfterSum, RowLinear
 
-Arguments = dict[str, Any]  # that transformers passes to a block besides the hidden state
+Arguments = dict[str, Any]  # a block's keyword arguments, besides the hidden state
 Body = Callable[[Tensor, Arguments], Tensor]
 
 
@@ -36,15 +36,15 @@ class Sublayer:
     """One sublayer of a sharded block.
 
     Attributes:
-        name: in traces.
-        norm: makes x from h.
+        name: used in traces.
+        norm: computes x from h.
         body: called with x and the block's arguments.
-        row: the last linear of the body.
-        modules: hold the sublayer's parameters, which are used nowhere else.
+        row: the last linear layer of the body.
+        modules: contain the sublayer's parameters, which are used nowhere else.
         dropout: applied to the sum; None for none.
         post_norm: a norm applied to the sum, before dropout; None for none.
         attention: the attention module; None for an MLP.
-        draws_own: returns whether the body draws random numbers that differ from rank to rank.
+        draws_own: returns whether the body draws random numbers that differ between ranks.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Sublayer:
 
 
 def attention_body(module: nn.Module) -> Body:
-    """Return a body that calls an attention module as a block of transformers does."""
+    """Return a body that calls an attention module the way a transformers block does."""
 
     def body(x: Tensor, arguments: Arguments) -> Tensor:
-        partial: Tensor = module(hidden_states=x, **arguments)[0]  # then the attention weights
+        partial: Tensor = module(hidden_states=x, **arguments)[0]  # [1] has the attention weights
         return partial
 
     return body
 
 
 def mlp_body(module: nn.Module) -> Body:
-    """Return a body that calls an MLP as a block of transformers does."""
+    """Return a body that calls an MLP the way a transformers block does."""
 
     def body(x: Tensor, _: Arguments) -> Tensor:
         partial: Tensor = module(x)
@@ -91,7 +91,7 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def take_gradient(leaf: Tensor) -> Tensor:
-    """Return a leaf's gradient and clear it there."""
+    """Return a leaf's gradient and clear it."""
     gradient, leaf.grad = leaf.grad, None
     assert gradient is not None, "a sublayer depends on all of its inputs"
     return gradient
@@ -119,18 +119,18 @@ class Inflow:
         return stream + self.finish(total)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the leaves, once."""
+        """Return the gradients of the leaves, and clear them."""
         return [take_gradient(leaf) for leaf in self.leaves]
 
 
 @dataclass(frozen=True)
 class MicroInput:
-    """The inputs of a micro-sublayer; all that activation checkpointing keeps of it.
+    """The inputs of a micro-sublayer; activation checkpointing keeps nothing else.
 
     Attributes:
-        sublayer: that is computed.
-        arguments: of its block, for this micro-batch.
-        inflow: the tensors that enter.
+        sublayer: the sublayer to compute.
+        arguments: its block's arguments for this micro-batch.
+        inflow: the tensors that enter it.
         replayed: returns a context in which the same random numbers are drawn again.
     """
 
@@ -141,9 +141,10 @@ class MicroInput:
 
 
 class LentTensor:
-    """A key or value tensor of one micro-batch, lent to later ones as leaves.
+    """A key or value tensor of one micro-batch that later micro-batches read, each as its own leaf.
 
-    Each borrower's backward runs on its own and leaves a gradient at its leaf.
+    The backward passes of the later micro-batches run separately, and each stores its gradient in
+    its leaf.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -157,8 +158,8 @@ class LentTensor:
         return lent
 
     def gradient(self) -> Tensor:
-        """Return the sum of the borrowers' gradients."""
-        total = torch.zeros_like(self._tensor)  # all that the last micro-batch gets
+        """Return the sum of the gradients from all later micro-batches."""
+        total = torch.zeros_like(self._tensor)  # stays zero for the last micro-batch
         for lent in self._lent:
             if lent.grad is not None:
                 total += lent.grad
@@ -171,10 +172,10 @@ class MicroSublayer:
     Attributes:
         source: its inputs.
         entered: h + finish(y), with its graph.
-        normed: the norm of it, with its graph.
-        x: the same values as a leaf.
-        outputs: of the body, with their graph; set by `Split.run`.
-        lent: keys and values that later micro-batches use.
+        normed: norm(entered), with its graph.
+        x: a leaf with the values of `normed`.
+        outputs: the body's outputs, with their graph; set by `Split.run`.
+        lent: keys and values that later micro-batches read.
     """
 
     def __init__(self, source: MicroInput) -> None:
@@ -188,29 +189,29 @@ class MicroSublayer:
 
     def body(self, more: Arguments | None = None) -> Tensor:
         """Run the body on `x`, with `more` arguments besides the block's."""
-        # a view, because autocast caches the half-precision copy of a leaf and would add the
-        # gradients there
+        # a view, because autocast caches half-precision copies of leaves, and gradients would
+        # accumulate in the cached copy
         partial: Tensor = self.sublayer.body(
             self.x.view_as(self.x), {**self.source.arguments, **(more or {})}
         )
         return partial
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
-        """Return the gradient of `x`, given those of the outputs; accumulate the parameters'."""
+        """Run backward from the outputs' gradients; return the gradient of `x`."""
         # one call: keys, values and output share the graph of the body
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.lent = [], []
         return take_gradient(self.x)
 
     def backward_entry(self, d_entered: Tensor, d_normed: Tensor) -> list[Tensor]:
-        """Return the gradients of the inflow's leaves, that of h first.
+        """Run backward through norm and residual sum; return the gradients of h and y.
 
         Args:
-            d_entered: of the residual stream after this sublayer.
-            d_normed: of `x`, summed over the tensor group.
+            d_entered: gradient of the residual stream after this sublayer.
+            d_normed: gradient of `x`, summed over the tensor group.
         """
         # one call: both paths meet in the residual stream, whose graph is used once
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
-        # the activations are not needed any more, while this object lives until the next sublayer
+        # free the activations now: this object lives until the next sublayer
         del self.entered, self.normed, self.x
         return self.source.inflow.gradients()

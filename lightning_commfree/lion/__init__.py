@@ -1,7 +1,8 @@
 """Communication Efficient Distributed Training with Distributed Lion.
 
-Liu, Wu, Chen, Liu, Li and Liu, 2024, arXiv:2404.00438. Workers keep gradients and momenta to
-themselves and vote on the sign of every parameter's step: one bit up, one bit down. Worker i of n::
+Liu, Wu, Chen, Liu, Li and Liu, 2024, arXiv:2404.00438. Workers do not exchange gradients or
+momenta; they vote on the sign of every parameter's step: one bit up, one bit down. Each of n
+workers runs::
 
     for step in 1, 2, ...:
         g = gradient of this worker's own batch
@@ -26,24 +27,24 @@ b1, b2     `betas`                  --                 (0.9, 0.99)   Algorithm 1
 
 Read in this order:
 
-1. `worker`: what one worker computes alone. `vote`: how ballots are counted.
-2. `ballot`: how they travel. `buckets` and `voting`: when they leave, and a whole step.
-3. `optimizer`: all of it as a `torch.optim.Optimizer`. `session`: one optimizer for the length of a
-   training.
+1. `worker`: the computation of one worker. `vote`: how ballots are counted.
+2. `ballot`: how ballots are exchanged. `buckets` and `voting`: when they are sent, and a full step.
+3. `optimizer`: the `torch.optim.Optimizer`. `session`: its votes over the length of a fit.
 
 Departures from the paper:
 
-- Ties and zeros: sign(0) is 0, exactly. The paper speaks of one bit; the second one that this needs
-  travels only where there is a zero or a tie. `ties="random"` is one bit for even n too.
-- A parameter on which no worker has a gradient stays as it is, without decay, as under any torch
-  optimizer. If some have one, the others vote zero and keep their momenta.
-- The momenta may be averaged every so many steps (arXiv:2411.16462); off by default.
+- Ties and zeros: sign(0) is exactly 0. The paper counts one bit per parameter; the second bit that
+  zeros need is sent only if there is a zero or a tie. With `ties="random"` one bit is enough for
+  even n too.
+- A parameter without a gradient on any worker stays unchanged, without decay, as with any torch
+  optimizer. If only some workers have a gradient, the others vote zero and keep their momenta.
+- Momenta can be averaged every few steps (arXiv:2411.16462); off by default.
 """
 
 from __future__ import annotations
 
 from lightning_commfree.lion.optimizer import DistributedLion
-from lightning_commfree.lion.session import VotingSession, only_lion, refuse_without_momenta
+from lightning_commfree.lion.session import VotingSession, only_lions, refuse_without_momenta
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
@@ -54,6 +55,6 @@ __all__ = [
     "Voting",
     "VotingSession",
     "mean_momenta",
-    "only_lion",
+    "only_lions",
     "refuse_without_momenta",
 ]

@@ -1,12 +1,12 @@
-"""A worker's ballot on one bucket of parameters, and how ballots travel and become Delta.
+"""Exchange the workers' ballots on one bucket of parameters, and compute Delta from them.
 
-A ballot has a header and two planes of bits: c > 0 and c != 0. The header is two int64 words and a
-byte for each parameter. The first word holds flags and the number of zeros. The second word holds
-hashes of what must be equal on all workers: of the hyperparameters in its upper half, of the
-parameters in its lower. Every worker sees all headers, so all of them decide the same.
+A ballot has a header and two bit planes: c > 0 and c != 0. The header is two int64 words and one
+byte per parameter. The first word contains flags and the number of zeros. The second word contains
+hashes of values that must be equal on all workers: hyperparameters in its upper half, parameters in
+its lower half. Every worker sees all headers, so all of them decide the same.
 
-`comm.exchange` describes the two routes; the cheaper one in bytes is taken for each bucket. With N
-parameters, n workers and D bits a parameter in the result (`vote`):
+`comm.exchange` describes the two routes; each bucket takes the one that sends fewer bytes. With N
+parameters, n workers and D bits per parameter in the result (`vote`):
 
 =========  ==============================================================  =======================
 route      what travels                                                    a worker sends
@@ -16,20 +16,20 @@ two-phase  shard i of every ballot to worker i, which counts it and sends  N (1 
            the result to all
 =========  ==============================================================  =======================
 
-1. Up: header and the plane c > 0, one bit of each parameter.
-2. Up, if some worker has an exact zero (the headers tell how many): the plane c != 0, or a list of
-   the zeros' indices while that is shorter. A worker that abstains needs neither.
-3. Down: the planes of the result. A majority has a second plane where some sum is zero; it follows
-   in a message of its own.
+1. Up: the header and the plane c > 0, one bit per parameter.
+2. Up, if some worker has an exact zero (the headers contain the numbers of zeros): the plane
+   c != 0, or a list of the zeros' indices if that is shorter. A worker that abstains needs neither.
+3. Down: the planes of the result. A majority has a second plane if some sum is zero, sent as
+   another message.
 
-So what follows is known to all from what came before.
+All workers can tell from earlier messages whether an optional one follows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,13 @@ from lightning_commfree.comm.exchange import Route, routes
 from lightning_commfree.comm.view import View
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
-# Bits of a header's first word, below the number of zeros. A worker wants all to STOP; the STREAM
-# of unknown length that it trains on ENDS with this step.
+# Flags in a header's first word, below the number of zeros. STOP: the worker wants all workers to
+# stop. STREAM_ENDS: its data stream, of unknown length, ends with this step.
 STOP, _ABSTAINS, STREAM_ENDS = 1, 2, 4
 _COUNT_FROM = 8
 HAS_GRADIENT, NONFINITE = 1, 2  # bits of a parameter's byte in a header
 _WORDS_BYTES, DIGEST_BYTES = 16, 8
-_DIGEST_BITS = 32  # of parameters; the upper half of a header's second word is of hyperparameters
+_DIGEST_BITS = 32  # of the parameters' hash; the hyperparameters' hash is above it
 
 
 class Ballot(NamedTuple):
@@ -58,19 +58,19 @@ class Ballot(NamedTuple):
 
 
 class HeaderSummary(NamedTuple):
-    """All workers' headers together; the same on all workers."""
+    """Combined headers of all workers; the same on all of them."""
 
-    stop: bool  # some worker wants all to stop
-    stream_ends: bool  # some worker's stream of unknown length ends with this step
-    zeros: int  # the most votes of 0 of a worker that does not abstain
-    abstaining: tuple[int, ...]  # workers
-    faults: tuple[tuple[int, int], ...]  # worker, parameter of the bucket: NaN or Inf
-    with_gradient: tuple[bool, ...]  # per parameter: some worker has a gradient
+    stop: bool  # any worker wants all to stop
+    stream_ends: bool  # any worker's data stream ends with this step
+    zeros: int  # maximum number of zero votes of a worker that does not abstain
+    abstaining: tuple[int, ...]  # indices of workers
+    faults: tuple[tuple[int, int], ...]  # (worker, parameter) pairs with NaN or Inf
+    with_gradient: tuple[bool, ...]  # per parameter: any worker has a gradient
     parameters_differ: bool
     hyperparameters_differ: bool
 
     def refuses(self, faults: bool) -> bool:
-        """Return whether this vote must change nothing; with `faults`, NaN or Inf is a reason."""
+        """Return whether the step must be refused; with `faults`, NaN or Inf is a reason."""
         differ = self.parameters_differ or self.hyperparameters_differ
         return differ or (faults and bool(self.faults))
 
@@ -79,13 +79,13 @@ class HeaderSummary(NamedTuple):
 
 
 def header_bytes(parameters: int) -> int:
-    """Return the size of a header: two words, then a byte per parameter, in whole words."""
+    """Return the size of a header: two words and a byte per parameter, padded to whole words."""
     return _WORDS_BYTES + -(-parameters // 8) * 8
 
 
 def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int:
-    """Return a header's second word: two hashes; int64 like `parameters`."""
-    # the sign bit stays free: torch has no unsigned words
+    """Pack two hashes into a header's second word; int64 like `parameters`."""
+    # keep the sign bit clear: torch has no unsigned int64
     upper = (hyperparameters % (1 << (_DIGEST_BITS - 1))) << _DIGEST_BITS
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
 
@@ -93,14 +93,14 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
 def write_header(
     out: Tensor, flags: int, zeros: Tensor, abstains: Tensor, digest: Tensor | int, marks: Tensor
 ) -> None:
-    """Fill a header; the host does not wait for the device.
+    """Write a header; the host does not wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
-        flags: this worker's: `STOP`, `STREAM_ENDS`, their sum, or 0.
-        zeros: int64, no dimension: how many of its votes are 0.
-        abstains: bool, no dimension: it leaves the whole bucket to the others.
-        digest: as `join_digests` makes it, int64; 0: not compared.
+        flags: `STOP`, `STREAM_ENDS`, their sum, or 0.
+        zeros: int64, 0-d: number of zero votes.
+        abstains: bool, 0-d: the worker abstains on this bucket.
+        digest: int64, result of `join_digests`; 0: not compared.
         marks: uint8, shape (parameters,): `HAS_GRADIENT` and `NONFINITE`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
@@ -112,7 +112,7 @@ def write_header(
 
 
 def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
-    """Summarize all workers' headers; uint8, shape (workers, bytes)."""
+    """Combine all workers' headers; uint8, shape (workers, bytes)."""
     words = [[int(w) for w in row[:_WORDS_BYTES].view(torch.int64)] for row in headers]
     marks = headers[:, _WORDS_BYTES : _WORDS_BYTES + parameters]
 
@@ -132,12 +132,12 @@ def summarize_headers(headers: Tensor, parameters: int) -> HeaderSummary:
 
 
 def digest_of(header: Tensor) -> Tensor:
-    """Return the header's hashes as bytes: uint8, shape (DIGEST_BYTES,)."""
+    """Return a header's hashes as bytes: uint8, shape (DIGEST_BYTES,)."""
     return header[_WORDS_BYTES - DIGEST_BYTES : _WORDS_BYTES]
 
 
 def differing(digests: Collection[int]) -> tuple[bool, bool]:
-    """Return whether parameters differ, and whether hyperparameters do, by their digests."""
+    """Return (whether parameters differ, whether hyperparameters differ), from digests."""
     of_parameters = {digest % (1 << _DIGEST_BITS) for digest in digests}
     of_hyperparameters = {digest >> _DIGEST_BITS for digest in digests}
     return len(of_parameters) > 1, len(of_hyperparameters) > 1
@@ -146,22 +146,17 @@ def differing(digests: Collection[int]) -> tuple[bool, bool]:
 # -- lists of zeros
 
 
-def zero_indices_bytes(most: int) -> int:
-    """Return the size of a list of up to `most` indices."""
-    return 4 * most
-
-
 def zero_indices(nonzero: Tensor, valid: Tensor, most: int) -> Tensor:
-    """Return the indices of a worker's zeros.
+    """Return the indices of a worker's zero votes.
 
     Args:
         nonzero: this worker's plane, uint8, shape (B,).
-        valid: the bits that are no padding, uint8, shape (B,).
+        valid: bits that are not padding, uint8, shape (B,).
         most: length of the list, the same on all workers. A worker with more zeros abstains: its
-            list is cut off, and no worker reads it.
+            list is truncated, and no worker reads it.
 
     Returns:
-        int32, shape (most,): bit b of byte i has the index i + b B; -1 fills up.
+        int32, shape (most,): bit b of byte i has the index i + b B; padded with -1.
     """
     zero = nonzero ^ valid
     (touched,) = zero.nonzero(as_tuple=True)
@@ -175,12 +170,12 @@ def zero_indices(nonzero: Tensor, valid: Tensor, most: int) -> Tensor:
 
 
 def nonzero_plane(indices: Tensor, valid: Tensor) -> Tensor:
-    """Return the plane of c != 0 that `zero_indices` has made a list of: uint8, shape (B,)."""
+    """Return the plane c != 0, uint8, shape (B,), from the list made by `zero_indices`."""
     num_bytes = valid.numel()
     known = indices[indices >= 0].long()
     flags = (1 << known // num_bytes).to(torch.uint8)
 
-    # indices differ, so the bits of one byte add up as they would be or-ed
+    # indices are distinct, so adding the bits of a byte is OR-ing them
     zero = torch.zeros_like(valid).index_put_((known % num_bytes,), flags, accumulate=True)
     return valid ^ zero
 
@@ -195,45 +190,30 @@ _FLAG_BYTES = 8
 
 
 class VoteResult(NamedTuple):
-    """The result of a vote on one bucket."""
+    """Result of the vote on one bucket."""
 
     summary: HeaderSummary
-    delta: PackedDelta | None  # None: the bucket is refused
-
-
-class BucketExchange(Protocol):
-    """How ballots on one bucket are exchanged: between workers, or also within a node."""
-
-    @property
-    def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends to others for a bucket without zeros, as formulas say."""
-
-    def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange ballots and count them; blocks.
-
-        The vote ends without a result after the first message if the workers' parameters or
-        hyperparameters differ or, with `refuse_faults`, if some worker has NaN or Inf.
-        """
+    delta: PackedDelta | None  # None: the step is refused
 
 
 def cheaper_ballot_exchange(
     view: View, plane_bytes: int, parameters: int, valid: Tensor, rule: Rule
 ) -> BallotExchange:
-    """Return the exchange on the route that sends fewer bytes; arguments as `BallotExchange`."""
+    """Return the exchange on the route that sends fewer bytes; arguments as in `BallotExchange`."""
     both = [BallotExchange(route, plane_bytes, parameters, valid, rule) for route in routes(view)]
     return min(both, key=lambda exchange: exchange.bytes_by_tag.total())
 
 
 class BallotExchange:
-    """The exchange of ballots on buckets of one size, in one view.
+    """Exchange of ballots on a bucket between the members of one view.
 
     Args:
-        route: between the workers.
-        plane_bytes: of a ballot's plane: a multiple of 8 times the workers, so that shards are
-            whole words.
-        parameters: tensors in the bucket.
-        valid: uint8, shape (plane_bytes,): the bits that are no padding.
-        rule: makes Delta of the votes.
+        route: route between the workers.
+        plane_bytes: size of a plane, a multiple of 8 times the number of workers: shards are whole
+            words.
+        parameters: number of tensors in the bucket.
+        valid: uint8, shape (plane_bytes,): bits that are not padding.
+        rule: turns votes into Delta.
     """
 
     def __init__(
@@ -247,7 +227,7 @@ class BallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends; a majority's second plane counts where ties can be."""
+        """Bytes that this worker sends; a majority's second plane counts if ties are possible."""
         sent = Counter(
             {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
         )
@@ -257,7 +237,11 @@ class BallotExchange:
         return sent
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Send the ballot up, count this worker's shard, and send the result down."""
+        """Exchange and count ballots, this worker its own shard; blocks.
+
+        There is no result if the workers' parameters or hyperparameters differ or, with
+        `refuse_faults`, if any worker has NaN or Inf.
+        """
         shards = self._route.num_shards
         headers = ballot.header.expand(shards, -1)
         messages = torch.cat([headers, ballot.plus.view(shards, -1)], dim=1)
@@ -278,12 +262,12 @@ class BallotExchange:
         return VoteResult(summary, PackedDelta(packed, weights, offset))
 
     def _nonzero_planes(self, ballot: Ballot, most: int) -> Tensor:
-        """Exchange the zeros, at most `most` a worker; return planes of c != 0, uint8, (W, B)."""
+        """Exchange up to `most` zeros per worker; return planes of c != 0, uint8, shape (W, B)."""
         shards, channel = self._route.num_shards, self._route.view.channel
-        if zero_indices_bytes(most) >= self._shard_bytes:
+        if 4 * most >= self._shard_bytes:  # a list of int32 would be longer than the plane
             return self._route.up(ballot.nonzero.view(shards, -1), UP_TAG).wait()
 
-        # a list has indices of all shards: it goes to all workers
+        # a list contains indices of all shards, so every worker needs it
         mine = zero_indices(ballot.nonzero, self._valid, most)
         lists = channel.all_gather(mine, UP_TAG).wait()
         whole_WB = torch.stack([nonzero_plane(indices, self._valid) for indices in lists])
@@ -291,7 +275,7 @@ class BallotExchange:
 
     def _count(self, plus_WB: Tensor, nonzero_WB: Tensor | None, summary: HeaderSummary) -> Shard:
         """Count the ballots of the workers that do not abstain."""
-        if summary.abstaining:
+        if summary.abstaining:  # such a ballot may contain anything: it becomes all zeros
             if nonzero_WB is None:
                 nonzero_WB = self._valid_here.repeat(len(plus_WB), 1)
             for worker in summary.abstaining:
@@ -303,13 +287,14 @@ class BallotExchange:
         return self._rule.count(_words(plus_WB), nonzero, valid, self._route.shard)
 
     def _send_back(self, shard: Shard) -> Tensor:
-        """Return the planes of the whole bucket, int64, (D, B)."""
+        """Exchange the counted shards; return the planes of the full bucket: int64, (D, B)."""
         flag = torch.tensor([shard.rest is not None], dtype=torch.int64)
         message = torch.cat([flag.to(shard.planes.device), shard.planes.flatten()])
         received = self._route.down(message, DOWN_TAG).wait()
         planes_SDB = received[:, 1:].view(len(received), *shard.planes.shape)
         planes = planes_SDB.transpose(0, 1).reshape(len(shard.planes), -1)
 
+        # all workers read the same flags, so all of them or none exchange the second plane
         if not received[:, 0].any():
             return planes
         rest = torch.zeros_like(shard.planes[0]) if shard.rest is None else shard.rest
@@ -321,13 +306,9 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """The exchange where the ranks of a node hold one ballot: each carries its part of it.
+    """Exchange between nodes whose ranks hold one ballot: each rank sends its slice of it.
 
-    Args:
-        inner: between the ranks of all nodes that carry the same part.
-        node: between the ranks of this node.
-        rule: makes Delta of the votes.
-        workers: number of nodes.
+    `inner` exchanges one slice between the corresponding ranks of all nodes.
     """
 
     def __init__(self, inner: BallotExchange, node: Channel, rule: Rule, workers: int) -> None:
@@ -339,13 +320,13 @@ class NodeBallotExchange:
         return self._inner.bytes_by_tag
 
     def run(self, ballot: Ballot, refuse_faults: bool) -> VoteResult:
-        """Exchange this rank's part with the other nodes, and the results within the node."""
+        """Exchange this rank's slice with the other nodes, then the results within the node."""
         size, rank = self._node.size, self._node.rank
         parts = (plane.view(size, -1)[rank] for plane in (ballot.plus, ballot.nonzero))
         part = Ballot(ballot.header, *parts)
         summary, delta = self._inner.run(part, refuse_faults)
 
-        # as many planes as there can be: a number that all ranks of the node know
+        # the maximum number of planes, which is the same on all ranks of the node
         weights = self._rule.weights(self._workers, bool(summary.zeros or summary.abstaining))
         part_bytes = ballot.plus.numel() // size
         planes = torch.zeros(len(weights), part_bytes, dtype=torch.uint8)
@@ -362,13 +343,14 @@ class NodeBallotExchange:
     def _share(
         self, summary: HeaderSummary, refused: bool, header: Tensor, planes: Tensor
     ) -> tuple[HeaderSummary, bool, Tensor]:
-        """Combine the summaries of all ranks of the node; return their planes, a row for each."""
+        """Combine the summaries of all ranks of the node; return their planes, one row per rank."""
         differ = summary.parameters_differ, summary.hyperparameters_differ
         seen = [summary.stop, summary.stream_ends, *differ, refused]
         flags = pad(torch.tensor(seen, dtype=torch.uint8), (0, _FLAG_BYTES - len(seen)))
         message = torch.cat([flags, digest_of(header), planes.flatten()])
         gathered = self._node.all_gather(message.to(self._node.device), NODE_TAG).wait().cpu()
 
+        # a rank may have met a refusal that the others have not: the node must act as one worker
         sizes = [_FLAG_BYTES, DIGEST_BYTES, planes.numel()]
         flags, digests, planes = torch.split(gathered, sizes, dim=1)
         stop, stream_ends, parameters, hyperparameters, refused = (

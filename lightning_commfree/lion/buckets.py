@@ -1,7 +1,7 @@
-"""Split parameters into buckets: a bucket is voted on in one exchange.
+"""Group parameters into buckets; one exchange carries the votes on one bucket.
 
-Buckets are filled in reverse order of use, so that during backward the first one is complete while
-the gradients of the others are still to come. A parameter is never cut in two.
+Buckets are filled in reverse order of use, so that during backward the first bucket is complete
+while the others' gradients are still being computed. A parameter is never split.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_MOST = 1 << 22  # parameters: 512 KiB a plane, 42 ms at 100 Mbit/s
-_LEAST = 1 << 18  # below it an exchange takes its latency and not its bytes
+_MOST = 1 << 22  # parameters: 512 KiB per bit plane, 42 ms at 100 Mbit/s
+_LEAST = 1 << 18  # parameters: below it the latency dominates an exchange
 _WANTED = 16  # buckets, so that little is left to send when backward ends
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are voted on together: parameter i begins at value `starts[i]`."""
+    """Parameters that are voted on together; parameter i begins at value `starts[i]`."""
 
     index: int
     parameters: tuple[nn.Parameter, ...]
@@ -31,12 +31,13 @@ class Bucket:
 def split_into_buckets(
     parameters: Sequence[tuple[str, nn.Parameter]], shards: int, numel: int | None = None
 ) -> list[Bucket]:
-    """Return the buckets in the order in which backward completes them.
+    """Split parameters into buckets, in the order in which backward completes them.
 
     Args:
         parameters: names and parameters, in order of use in forward.
-        shards: number of shards, of whole 8-byte words, that a bucket's planes are cut into.
-        numel: values from which on a bucket is full; None: by the size of the model.
+        shards: number of shards that a bucket's planes are split into; planes are padded so that
+            shards are whole 8-byte words.
+        numel: minimum number of values in a full bucket; None: depends on the model's size.
     """
     total = sum(p.numel() for _, p in parameters)
     full = min(max(total // _WANTED, _LEAST), _MOST) if numel is None else numel
@@ -50,12 +51,13 @@ def split_into_buckets(
             starts.append(starts[-1] + parameter.numel())
         values = starts.pop()
         names, members = zip(*filling, strict=True)
+        # rounded up, so that every shard of a plane is a whole number of 8-byte words
         plane_bytes = max(-(-values // (64 * shards)), 1) * 8 * shards
         buckets.append(Bucket(len(buckets), members, names, tuple(starts), values, plane_bytes))
 
     for name, parameter in reversed(parameters):
-        alike = not filling or filling[0][1].device == parameter.device
-        if filling and (size >= full or not alike):
+        same_device = not filling or filling[0][1].device == parameter.device
+        if filling and (size >= full or not same_device):
             close()
             filling, size = [], 0
         filling.append((name, parameter))

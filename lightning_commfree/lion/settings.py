@@ -1,9 +1,11 @@
-"""The settings of Distributed Lion, validated when they are made."""
+"""Settings of Distributed Lion, validated on creation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
+
+from lightning_commfree.comm.settings import check_choice, check_count
 
 _CHOICES = {
     "vote": ("majority", "average"),
@@ -14,11 +16,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class LionSettings:
-    """The settings of the vote; `DistributedLionStrategy` documents each.
+    """Settings of the vote; `DistributedLionStrategy` documents each of them.
 
     Raises:
-        ValueError: a value is outside its range.
-        TypeError: a value has another type.
+        ValueError: a value is out of range.
+        TypeError: a value has the wrong type.
     """
 
     vote: str = "majority"
@@ -26,34 +28,19 @@ class LionSettings:
     momentum_sync_every: int = 0
     nonfinite: str = "raise"
     node_size: int = 1
-    inside: Any = "ddp"  # a name, or a value of Domino's settings, which this package cannot import
+    inside: Any = "ddp"  # a name, or Domino settings, whose class this package must not import
     check_drift_every: int = 100
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(
-                    f"`{name}={value!r}` is unknown. Choose one of {', '.join(map(repr, choices))}."
-                )
-
-        for name, least in (("momentum_sync_every", 0), ("node_size", 1), ("check_drift_every", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int."
-                )
-            if value < least:
-                raise ValueError(
-                    f"`{name}={value}` must be at least {least}"
-                    f"{', where 0 means never' if least == 0 else ''}."
-                )
-
+            check_choice(name, getattr(self, name), choices)
+        check_count("momentum_sync_every", self.momentum_sync_every, 0, ", where 0 means never")
+        check_count("node_size", self.node_size, 1)
+        check_count("check_drift_every", self.check_drift_every, 0, ", where 0 means never")
         if self.vote == "average" and self.ties != "zero":
             raise ValueError(
-                f"`ties={self.ties!r}` means nothing with `vote='average'`, whose mean of a tie is"
-                " 0. Leave `ties` at 'zero', or vote by 'majority'."
+                f"`ties={self.ties!r}` has no effect with `vote='average'`, where a tie averages to"
+                " 0. Leave `ties` at 'zero', or use `vote='majority'`."
             )
 
     def fingerprint(self) -> dict[str, str]:

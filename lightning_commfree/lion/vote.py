@@ -1,7 +1,7 @@
-"""How votes are counted (arXiv:2404.00438, equation 4): two rules, on packed planes.
+"""Count votes on packed bit planes, by one of two rules (arXiv:2404.00438, equation 4).
 
 A worker's vote on a parameter is the sign of its direction: +1, -1, or 0 for an exact zero. With P
-workers for plus, M for minus and n workers in all:
+votes for plus, M for minus and n workers in total:
 
 ============ ============================== ====================================================
 rule         Delta                          sent back for each parameter
@@ -11,54 +11,54 @@ average      (P - M) / n                    P in ceil(log2(n + 1)) bits; where s
                                             zero, P - M + n in ceil(log2(2 n + 1)) bits
 ============ ============================== ====================================================
 
-Votes are counted without being unpacked, 64 parameters a word, in carry-save adders. A *plane*
-holds one bit of every parameter: int64 words, in any layout as long as all planes share it. A list
-of planes is a number per parameter, in binary, least digit first. Every operation is bitwise, so
-nothing depends on the byte order of the machine, and all of it runs where the planes are.
+Votes are counted without unpacking, 64 parameters per word, with carry-save adders. A *plane*
+contains one bit per parameter, as int64 words; all planes share one layout. A list of planes is one
+binary number per parameter, least significant digit first. Every operation is bitwise, so nothing
+depends on the machine's byte order, and runs on the planes' device.
 
-W: workers, B: int64 words of a plane, D: planes of a result, N: parameters.
+W: workers, B: int64 words per plane, D: planes of a result, N: parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_commfree.comm.bits import unpack_bits_part
 
-Draw = Callable[[int, int], Tensor]  # which shard, how many words -> int64 words of random bits
+Draw = Callable[[int, int], Tensor]  # (shard, number of words) -> int64 words of random bits
 
 
 class PackedDelta(NamedTuple):
-    """Delta of every parameter, packed: the weighted sum of its bits, minus and over `offset`."""
+    """Packed Delta: for each parameter, (weighted sum of its bits - `offset`) / `offset`."""
 
-    planes: Tensor  # (D, bytes), uint8; laid out as in `comm.bits`
+    planes: Tensor  # (D, bytes), uint8; layout of `comm.bits`
     weights: tuple[int, ...]  # D of them
     offset: int  # 1 for a majority, n for an average
 
     def to(self, device: torch.device) -> PackedDelta:
-        """Return the same on `device`."""
+        """Return a copy on `device`."""
         return self._replace(planes=self.planes.to(device, non_blocking=True))
 
     def read(self, start: int, out: Tensor, workspace: Tensor | None = None) -> Tensor:
-        """Write Delta of parameters `start` and following into `out`: floating point, shape (N,).
+        """Write Delta of N consecutive parameters to `out` (floating point, shape (N,)), return it.
 
-        Every operation rounds once, as in the formula: whole numbers, then one division.
+        Only the final division rounds.
 
         Args:
-            start: which parameter is the first.
-            out: what is written.
-            workspace: uint8, shape (2, N) or more: where bits are put, to save the allocation.
+            start: index of the first parameter.
+            out: the destination.
+            workspace: uint8, shape (2, N) or larger, to save allocations.
         """
         size = out.numel()
         if workspace is None:
             workspace = torch.empty(2, size, dtype=torch.uint8, device=out.device)
         total, bits = (row[:size] for row in workspace)
 
-        if 2 * self.offset > 127:  # the sum does not fit
+        if 2 * self.offset > 127:  # the sum does not fit into int8
             return self._read_wide(start, out, bits)
         for i, (plane, weight) in enumerate(zip(self.planes, self.weights, strict=True)):
             unpack_bits_part(plane, start, bits if i else total)
@@ -79,69 +79,50 @@ class PackedDelta(NamedTuple):
         return self._divide(out.copy_(total.sub_(self.offset)))
 
     def _divide(self, out: Tensor) -> Tensor:
-        # on a CUDA device a tensor over a Python number is a product with its rounded reciprocal
+        # a tensor, because CUDA multiplies by the rounded reciprocal of a Python number
         return out.div_(torch.full((), self.offset, dtype=out.dtype, device=out.device))
 
 
 class Shard(NamedTuple):
-    """The result of counting some words."""
+    """Result of counting the votes on one shard."""
 
-    planes: Tensor  # (D, B), int64: those that are always sent back
+    planes: Tensor  # (D, B), int64: always sent back
     weights: tuple[int, ...]
-    rest: Tensor | None  # (B,), int64: one more of weight 1, sent back only if it is there
-
-
-class Rule(Protocol):
-    """How votes become Delta: `Majority` or `Average`."""
-
-    def offset(self, workers: int) -> int:
-        """Return `PackedDelta.offset`."""
-
-    def count(
-        self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
-    ) -> Shard:
-        """Count the ballots of some words.
-
-        Args:
-            plus_WB: int64, the bits of c > 0.
-            nonzero_WB: int64, the bits of c != 0; None: no worker has a zero.
-            valid_B: int64, set where there is a parameter and not padding.
-            shard: which words of the bucket they are.
-        """
-
-    def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of all planes that a result can have."""
-
-    def expected_planes(self, workers: int) -> int:
-        """Return how many planes a shard sends back if no worker votes zero."""
+    rest: Tensor | None  # (B,), int64: another plane, of weight 1, sent back only if present
 
 
 class Majority:
-    """Delta = sign(P - M).
+    """Majority rule: Delta = sign(P - M).
 
-    Args:
-        draw: breaks ties: a parameter with as many votes for plus as for minus takes the drawn bit.
-            One on which no worker votes never moves. None: ties do not move either.
+    The random bits of `draw` break ties, except where no worker votes at all. Without it ties do
+    not move a parameter.
     """
 
     def __init__(self, draw: Draw | None = None) -> None:
         self._draw = draw
 
     def offset(self, workers: int) -> int:
-        """Return 1: the planes hold sign + 1."""
+        """Return `PackedDelta.offset`: 1, as the planes encode sign + 1."""
         del workers
         return 1
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Compare the numbers of votes for plus and minus."""
+        """Compare the votes for plus with those for minus, on one shard.
+
+        Args:
+            plus_WB: int64, bits of c > 0.
+            nonzero_WB: int64, bits of c != 0; None: no worker has a zero.
+            valid_B: int64, set for parameters, clear for padding.
+            shard: index of the shard in the bucket.
+        """
         workers = plus_WB.shape[0]
         plus = count_ones(plus_WB)
 
         if nonzero_WB is None:
             winners, ties = compare_to(plus, workers // 2)
-            if workers % 2:  # half of the workers and a tie are two different things
+            if workers % 2:  # an odd number of nonzero votes cannot tie
                 ties = torch.zeros_like(ties)
         else:
             winners, ties = compare(plus, count_ones(nonzero_WB & ~plus_WB))
@@ -155,26 +136,26 @@ class Majority:
         return Shard(winners.unsqueeze(0), (2,), ties if ties.any() else None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the weights of Delta > 0 and of Delta = 0: together sign + 1."""
+        """Return the weights of the planes Delta > 0 and Delta = 0, which add up to sign + 1."""
         del workers, zeros
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """Count a second plane for an even number of workers: they tie somewhere."""
+        """Return 2 for an even number of workers, where some ties are certain, else 1."""
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 
 class Average:
-    """Delta = (P - M) / n."""
+    """Average rule: Delta = (P - M) / n."""
 
     def offset(self, workers: int) -> int:
-        """Return n: the planes hold P - M + n."""
+        """Return `PackedDelta.offset`: n, as the planes encode P - M + n."""
         return workers
 
     def count(
         self, plus_WB: Tensor, nonzero_WB: Tensor | None, valid_B: Tensor, shard: int
     ) -> Shard:
-        """Count the votes for plus; with zeros, P - M + n."""
+        """Count the votes for plus or, if there are zeros, P - M + n."""
         del valid_B, shard  # the result for padding is never read
         workers = plus_WB.shape[0]
         digits = count_ones(plus_WB)
@@ -186,13 +167,16 @@ class Average:
         return Shard(torch.stack(digits[: len(weights)]), weights, None)
 
     def weights(self, workers: int, zeros: bool) -> tuple[int, ...]:
-        """Return the binary weights up to the largest possible sum."""
+        """Return the powers of two up to the largest possible sum."""
         lowest, most = (1, 2 * workers) if zeros else (2, workers)
         return tuple(lowest << i for i in range(most.bit_length()))
 
     def expected_planes(self, workers: int) -> int:
-        """Return the digits of the sum."""
+        """Return the number of binary digits of the sum."""
         return len(self.weights(workers, zeros=False))
+
+
+Rule = Majority | Average
 
 
 def _any_of(flags_WB: Tensor) -> Tensor:
@@ -206,16 +190,16 @@ def _any_of(flags_WB: Tensor) -> Tensor:
 
 
 def count_ones(flags_WB: Tensor) -> list[Tensor]:
-    """Count the set bits of every position.
+    """Count the set bits at every position.
 
     Args:
-        flags_WB: int64, shape (W, B), a plane of each worker.
+        flags_WB: int64, shape (W, B), one plane per worker.
 
     Returns:
-        The counts as floor(log2 W) + 1 planes of shape (B,).
+        The counts, as floor(log2 W) + 1 planes of shape (B,).
     """
     digits: list[Tensor] = []
-    waiting = list(flags_WB.unbind(0))  # planes of one weight that are still to be added
+    waiting = list(flags_WB.unbind(0))  # planes of the same weight that are still to be added
     while waiting:
         carries = []
         while len(waiting) >= 3:
@@ -231,11 +215,11 @@ def count_ones(flags_WB: Tensor) -> list[Tensor]:
         digits.append(waiting[0])
         waiting = carries
 
-    return digits[: flags_WB.shape[0].bit_length()]  # the planes above it are zero
+    return digits[: flags_WB.shape[0].bit_length()]  # higher planes are zero
 
 
 def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
-    """Compare every number with `bound`, at least 0; return the planes of greater and equal."""
+    """Compare every number with `bound` >= 0; return the planes of "greater" and "equal"."""
     greater, equal = digits[0] & 0, ~(digits[0] & 0)
 
     for i in range(max(len(digits), bound.bit_length()) - 1, -1, -1):
@@ -250,7 +234,7 @@ def compare_to(digits: Sequence[Tensor], bound: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compare numbers of equally many digits; return the planes of a > b and of a == b."""
+    """Compare numbers with equally many digits; return the planes of a > b and a == b."""
     greater, equal = a[0] & 0, ~(a[0] & 0)
     for digit_a, digit_b in zip(reversed(a), reversed(b), strict=True):
         greater = greater | (equal & digit_a & ~digit_b)
@@ -259,7 +243,7 @@ def compare(a: Sequence[Tensor], b: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """Add numbers; the result has one digit more than the longer of both."""
+    """Add numbers; the result has one digit more than the longer operand."""
     zero = a[0] & 0
     carry, digits = zero, []
 

@@ -1,16 +1,16 @@
-"""One optimizer step of a worker: when ballots leave, and what becomes of the results.
+"""Optimizer step of a worker: launch ballots, wait for the results, apply them.
 
-1. *Launch*: a bucket's ballot is cast and leaves as soon as its last gradient has been computed, if
-   that is allowed during backward, otherwise at the step. Buckets leave in the same order on every
-   worker.
-2. *Land*: the step waits for the results of all buckets. Only then is anything changed, so a fault
-   that stops the run leaves parameters and momenta as they were.
-3. *Apply*: every worker steps by the results; from time to time momenta are averaged.
+1. *Launch*: cast a bucket's ballot and send it, as soon as its last gradient has been computed (if
+   overlap with backward is allowed) or at the step. Buckets are sent in the same order on all
+   workers.
+2. *Land*: wait for the results of all buckets. Nothing is changed before, so an error that stops
+   the run leaves parameters and momenta as they were.
+3. *Apply*: every worker steps by the results. Momenta are averaged from time to time, if requested.
 
 Ballots are in CPU memory, and a background thread exchanges them (`ballot`).
 
-`Voting` takes the steps, `BucketVote` is the vote on one bucket. `refusal` makes the error of a
-step that must not be taken. `vote_shares` counts figures on packed planes, when they are asked for.
+`Voting` runs the steps, and `BucketVote` is the vote on one bucket. `refusal` creates the error for
+a step that must not be taken. `vote_shares` computes metrics from packed planes on demand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_commfree.lion.ballot import (
     STREAM_ENDS,
     UP_TAG,
     Ballot,
-    BucketExchange,
+    BallotExchange,
     NodeBallotExchange,
     VoteResult,
     cheaper_ballot_exchange,
@@ -52,7 +52,7 @@ from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule, compare_to
 from lightning_commfree.lion.worker import TAG as MOMENTUM_TAG
 from lightning_commfree.lion.worker import (
-    Member,
+    LionParam,
     average_momenta,
     cast_ballot,
     hyperparameters,
@@ -64,48 +64,47 @@ WAIT_TAG = "vote"
 
 
 class BallotInFlight(NamedTuple):
-    """A ballot that has been launched."""
+    """A ballot that has been launched and has not landed."""
 
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # that were voted with, and their version counters
+    gradients: list[tuple[Tensor | None, int]]  # behind the ballot, with their version counters
 
 
 class CastVote(NamedTuple):
-    """This worker's ballot on a bucket and the result; packed, in host memory."""
+    """This worker's ballot on a bucket, and the result; packed, in host memory."""
 
-    valid: Tensor  # uint8, shape (bucket.plane_bytes,): the bits that are no padding
+    valid: Tensor  # uint8, shape (bucket.plane_bytes,): bits that are not padding
     ballot: Ballot
     delta: PackedDelta
 
 
 class Voting:
-    """The votes of a worker, step after step.
+    """Votes of one worker with the others, step after step.
 
     Args:
         parameters: names and parameters, in order of use in forward; the same on all workers.
         members: returns parameters with their current state and group.
-        view: the workers; their channel carries CPU tensors.
-        settings: of the vote.
-        node: channel between the ranks that form one worker; None for a worker of one rank.
+        view: the workers, with a channel for CPU tensors.
+        settings: settings of the vote.
+        node: channel between the ranks of a worker that cast one ballot together; None: one rank.
         others: channel between the ranks of this worker that vote on other shards of its
-            parameters. They stop after the same step, and change nothing if one of them must not.
-        bucket_numel: see `split_into_buckets`.
+            parameters. They stop after the same step, and all refuse a step that one refuses.
+        bucket_numel: `numel` of `split_into_buckets`.
 
     Attributes:
-        step: steps that have been voted on.
-        stop: callable, sent with every ballot: whether this worker wants all to stop.
-        stop_agreed: whether some worker wanted to at the last step; the same on all of them.
-        stream_ends: callable, sent with every ballot: whether this worker's stream ends with the
-            step.
-        stream_ended: whether some worker's did with the last step; the same on all of them.
-        abstentions: how often a worker has left a bucket to the others because of NaN or Inf.
+        step: number of steps that have been voted on.
+        stop: called for every ballot: whether this worker wants all workers to stop.
+        stop_agreed: whether any worker wanted to stop at the last step; the same on all workers.
+        stream_ends: called for every ballot: whether this worker's data stream ends with the step.
+        stream_ended: whether any worker's stream ended with the last step; the same on all workers.
+        abstentions: number of times that a worker abstained on a bucket because of NaN or Inf.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, nn.Parameter]],
-        members: Callable[[Sequence[nn.Parameter]], list[Member]],
+        members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
         view: View,
         settings: LionSettings,
         node: Channel | None = None,
@@ -128,10 +127,10 @@ class Voting:
         self._background = Background(view.channel.ledger)
         self._votes = [BucketVote(bucket, view, settings, node) for bucket in self.buckets]
         self._flights: list[BallotInFlight] = []
-        self._awaited: list[set[nn.Parameter]] = []  # per bucket, gradients that are still to come
+        self._awaited: list[set[nn.Parameter]] = []  # per bucket, missing gradients
         self._bucket_of = {p: b.index for b in self.buckets for p in b.parameters}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self._begun = (self.step, self._sent())
+        self._begun = (self.step, self._sent())  # where `bits_per_parameter` begins to count
 
     # -- a step
 
@@ -139,10 +138,10 @@ class Voting:
         """Vote on all buckets and step by the results.
 
         Raises:
-            RuntimeError: on all workers: a gradient is not finite and the setting is "raise", or
-                the workers' parameters or hyperparameters differ. Nothing has been changed.
+            RuntimeError: a gradient is not finite with `nonfinite="raise"`, or the workers'
+                parameters or hyperparameters differ. Raised on all workers, before any change.
         """
-        while len(self._flights) < len(self.buckets):
+        while len(self._flights) < len(self.buckets):  # those that backward has not launched
             self._launch(len(self._flights))
         flights, self._flights = self._flights, []
         for vote, flight in zip(self._votes, flights, strict=True):
@@ -153,7 +152,7 @@ class Voting:
         raises = self.settings.nonfinite == "raise"
         refused = any(summary.refuses(raises) for summary in summaries)
         stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
-        self.stop_agreed, self.stream_ended, refused = self._heard([stop, ended, refused])
+        self.stop_agreed, self.stream_ended, refused = self._on_any_shard([stop, ended, refused])
         if refused:
             here = raises, self.view, self.node
             raise refusal(self.step + 1, self.buckets, results, self._members, *here)
@@ -170,13 +169,13 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch buckets as their gradients come, during the step's last backward in the body.
+        """Launch buckets as their gradients become ready, in the step's last backward in the body.
 
         Nothing may change the gradients between that backward and the step.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
                 self._hooks[parameter] = hook
 
         self._awaited = [{p for p in b.parameters if p.requires_grad} for b in self.buckets]
@@ -185,10 +184,11 @@ class Voting:
         finally:
             self._awaited = []
 
-    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
-        if not self._awaited:  # a backward that is not the step's last, or votes wait for the step
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        if not self._awaited:  # gradients still accumulate, or there is no overlap
             return
         self._awaited[self._bucket_of[parameter]].discard(parameter)
+        # by index, even if a later bucket is complete: the order must be the same on all workers
         while len(self._flights) < len(self.buckets) and not self._awaited[len(self._flights)]:
             self._launch(len(self._flights))
 
@@ -198,15 +198,15 @@ class Voting:
         flight = self._votes[index].launch(members, self.step, flags, self._background)
         self._flights.append(flight)
 
-    def _heard(self, flags: list[bool]) -> list[bool]:
-        """Return which flags some rank with a shard of this worker's parameters has set."""
+    def _on_any_shard(self, flags: list[bool]) -> list[bool]:
+        """Return, per flag, whether any rank of this worker has set it."""
         if self._others is None or self._others.size == 1:
             return flags
         mine = torch.tensor(flags, dtype=torch.uint8, device=self._others.device)
         return self._others.all_gather(mine, NODE_TAG).wait().cpu().bool().any(0).tolist()
 
     def close(self) -> None:
-        """Remove the hooks and end the thread."""
+        """Remove the hooks and stop the background thread."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -214,31 +214,31 @@ class Voting:
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
-        """What is voted on."""
+        """The parameters that are voted on."""
         return self._bucket_of.keys()
 
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume needs besides parameters and optimizer state."""
+        """Return the state for an exact resume, besides parameters and optimizer state."""
         return {"step": self.step, "abstentions": self.abstentions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.step, self.abstentions = state["step"], state["abstentions"]
         self._begun = (self.step, self._sent())
 
-    # -- bytes and figures
+    # -- bytes and metrics
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a step without zeros and momentum sync, by formula."""
+        """Bytes per step that this rank sends without zeros and momentum sync, by formula."""
         return sum(vote.bytes_by_tag.total() for vote in self._votes)
 
     def cycle(self) -> tuple[Counter[str], int]:
         """Return the bytes by tag from one momentum sync to the next, and the steps in between.
 
-        By the ledger's formulas, like `bytes_per_step`.
+        By the formulas of `bytes_per_step`.
         """
         every = max(self.settings.momentum_sync_every, 1)
         sent: Counter[str] = Counter()
@@ -252,11 +252,11 @@ class Voting:
         return sent, every
 
     def shares(self) -> dict[str, float]:
-        """Return shares of ties, zeros and agreement in the last step; see `vote_shares`."""
+        """Return the shares of ties, zeros and agreement in the last step; see `vote_shares`."""
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the bits per parameter and step that this rank has sent up and down."""
+        """Return the mean bits per parameter and step that this rank sent up and down."""
         since, before = self._begun
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before
@@ -265,7 +265,7 @@ class Voting:
         return {name: 8 * sent[tag] / max(voted, 1) for tag, name in names.items()}
 
     def figures(self) -> dict[str, float]:
-        """Return figures for a log, by name; shares are those of the last step."""
+        """Return metrics by name, for logging; shares are those of the last step."""
         abstentions = {"abstentions": float(self.abstentions)}
         return {**self.shares(), **self.bits_per_parameter(), **abstentions}
 
@@ -275,13 +275,7 @@ class Voting:
 
 
 class BucketVote:
-    """The vote on one bucket, repeated every step.
-
-    Args:
-        bucket: what is voted on.
-        view: the workers; their channel carries CPU tensors.
-        settings: of the vote.
-        node: channel between the ranks that form one worker; None for a worker of one rank.
+    """Vote on one bucket, repeated every step.
 
     Attributes:
         latest: the vote of the last step; None before the first.
@@ -297,7 +291,7 @@ class BucketVote:
         self._valid_on_device = self._valid.to(bucket.parameters[0].device)
 
         self._view, self._settings, self._node = view, settings, node
-        self._step = 0
+        self._step = 0  # of the vote in flight, for `_draw`
         self._rule = self._make_rule()
         self._exchange = self._make_exchange()
 
@@ -307,18 +301,15 @@ class BucketVote:
         return self._exchange.bytes_by_tag
 
     def launch(
-        self, members: list[Member], step: int, flags: int, background: Background
+        self, members: list[LionParam], step: int, flags: int, background: Background
     ) -> BallotInFlight:
         """Cast the ballot and start its exchange.
 
-        Args:
-            members: the bucket's parameters, in its order.
-            step: number of earlier steps.
-            flags: this worker's, as `write_header` takes them.
-            background: runs the exchange.
+        `step` counts earlier steps. `flags` are this worker's, as `write_header` takes them.
         """
         self._step = step
         with record_function(f"launch vote #{self.bucket.index}"):
+            # hashes travel with the ballot: workers that differ would move apart unnoticed
             every = self._settings.check_drift_every
             due = every and step % every == 0
             tuning = zlib.crc32("; ".join(hyperparameters(members)).encode())
@@ -335,29 +326,29 @@ class BucketVote:
             return BallotInFlight(ballot, pending, self._gradients())
 
     def check_gradients(self, flight: BallotInFlight) -> None:
-        """Check that no gradient was written to since it was voted with.
+        """Check that no gradient has changed since the ballot was cast.
 
         Raises:
-            RuntimeError: one was.
+            RuntimeError: a gradient has changed.
         """
         for name, voted, now in zip(
             self.bucket.names, flight.gradients, self._gradients(), strict=True
         ):
             if voted[0] is not now[0] or voted[1] != now[1]:
                 raise RuntimeError(
-                    f"The gradient of {name!r} changed after its vote had begun. Something writes"
-                    " to gradients between backward and optimizer step, or backward reaches them"
-                    " more than once, as reentrant activation checkpointing does. Pass"
-                    " `overlap=False`."
+                    f"The gradient of {name!r} changed after its vote had begun. Either some code"
+                    " writes to gradients between backward and the optimizer step, or backward"
+                    " computes them more than once, as reentrant activation checkpointing does."
+                    " Pass `overlap=False`."
                 )
 
     def land(self, flight: BallotInFlight) -> VoteResult:
-        """Wait for the result; nothing is changed yet."""
+        """Wait for the result, without changing anything yet."""
         with record_function(f"land vote #{self.bucket.index}"):
             return flight.pending.wait()
 
-    def apply(self, members: list[Member], flight: BallotInFlight, result: VoteResult) -> None:
-        """Step the bucket's parameters by the result, and this worker's momenta."""
+    def apply(self, members: list[LionParam], flight: BallotInFlight, result: VoteResult) -> None:
+        """Update the bucket's parameters and this worker's momenta by the result."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
         abstained = self._view.place in summary.abstaining
@@ -375,6 +366,7 @@ class BucketVote:
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = (parameter.grad for parameter in self.bucket.parameters)
+        # torch counts a tensor's in-place writes in `_version`
         return [(g, 0 if g is None else g._version) for g in gradients]
 
     def _make_rule(self) -> Rule:
@@ -382,7 +374,7 @@ class BucketVote:
             return Average()
         return Majority(self._draw if self._settings.ties == "random" else None)
 
-    def _make_exchange(self) -> BucketExchange:
+    def _make_exchange(self) -> BallotExchange | NodeBallotExchange:
         count = len(self.bucket.parameters)
         make = partial(cheaper_ballot_exchange, self._view, parameters=count, rule=self._rule)
         if self._node is None:
@@ -395,12 +387,12 @@ class BucketVote:
     def _draw(self, shard: int, words: int) -> Tensor:
         """Return random words that depend only on the step and on their position.
 
-        So all workers that count the same words draw the same, and a resumed run draws what the
-        uninterrupted one would have.
+        All workers that count the same words draw the same, and a resumed run draws what an
+        uninterrupted one would.
         """
         part = self._node.rank if self._node else 0
         position = f"{self._step} {self.bucket.index} {part} {shard}"
-        # the generator reads 32 bits of a seed only
+        # the generator uses only 32 bits of a seed
         generator = torch.Generator().manual_seed(zlib.crc32(position.encode()))
         raw = torch.randint(0, 256, (8 * words,), dtype=torch.uint8, generator=generator)
         return raw.view(torch.int64)
@@ -414,21 +406,21 @@ def refusal(
     step: int,
     buckets: Sequence[Bucket],
     results: Sequence[VoteResult],
-    members: Callable[[Sequence[nn.Parameter]], list[Member]],
+    members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
     faults: bool,
     view: View,
     node: Channel | None,
 ) -> RuntimeError:
-    """Return the error for a step that must not be taken.
+    """Return the error for step number `step`, which must not be taken.
 
     Args:
-        step: its number.
-        buckets: that are voted on.
-        results: of the votes on them.
-        members: as `Voting` takes it.
-        faults: NaN or Inf refuses a step.
+        step: counted from 1.
+        buckets: all buckets.
+        results: the result of the vote on each bucket.
+        members: as in `Voting`.
+        faults: whether NaN or Inf is a reason.
         view: the workers.
-        node: channel between the ranks that form one worker.
+        node: as in `Voting`.
     """
     for bucket, (summary, _) in zip(buckets, results, strict=True):
         names = bucket.names
@@ -436,32 +428,32 @@ def refusal(
             here = "; ".join(hyperparameters(members(bucket.parameters)))
             return AgreedError(
                 "Learning rate, betas or weight decay differ between the workers before step"
-                f" {step}, for {names[0]!r} among others, and the same votes would move their"
-                f" parameters apart; on this rank: {here}. No parameter was changed. Set them"
-                " alike on all ranks: a scheduler on a metric has to watch one that is logged per"
-                " epoch with `sync_dist=True`."
+                f" {step}, for {names[0]!r} among others, so the same votes would make their"
+                f" parameters differ; on this rank: {here}. No parameter was changed. Set the same"
+                " values on all ranks: a scheduler that monitors a metric needs one that is logged"
+                " per epoch with `sync_dist=True`."
             )
 
         if summary.parameters_differ:
             return AgreedError(
                 f"The workers' parameters differ before step {step}, among them"
                 f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
-                " that writes to parameters on some ranks."
+                " that writes to parameters on some of the ranks only."
             )
 
         if summary.faults and faults:
             worker, i = summary.faults[0]
             more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
             return AgreedError(
-                f"The gradient of {names[i]!r} on {_ranks_of(worker, view, node)} holds NaN or"
+                f"The gradient of {names[i]!r} on {_ranks_of(worker, view, node)} contains NaN or"
                 f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
-                " the learning rate or look at that rank's batch; `nonfinite='abstain'` would"
-                " leave such a worker out of the vote."
+                " the learning rate or check that rank's batch; `nonfinite='abstain'` would leave"
+                " such a worker out of the vote."
             )
 
     return AgreedError(
-        "A rank that votes on another part of this worker's parameters has refused step"
-        f" {step}; its own message says why. All ranks stop; no parameter was changed."
+        "A rank that votes on another shard of this worker's parameters has refused step"
+        f" {step}; see its own error for the reason. All ranks stop; no parameter was changed."
     )
 
 
@@ -474,16 +466,13 @@ def _ranks_of(worker: int, view: View, node: Channel | None) -> str:
 
 
 def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
-    """Return shares of the parameters, from 0 to 1.
-
-    Args:
-        votes: on all buckets, in one step.
+    """Compute shares of the parameters, from 0 to 1, from one step's votes on all buckets.
 
     Returns:
-        `ties`: Delta is 0. `zeros`: this worker's own vote is 0. `agreement`: Delta has the sign of
-        this worker's vote, among votes that are not 0.
+        `ties`: Delta is 0. `zeros`: this worker's vote is 0. `agreement`: Delta has the sign of
+        this worker's vote, among nonzero votes.
     """
-    parameters = moved = voted = alike = 0
+    parameters = moved = voted = agreed = 0
     for valid, ballot, delta in votes:
         positive, negative = (plane & valid for plane in _signs(delta))
         minus = ballot.nonzero & ~ballot.plus
@@ -491,12 +480,12 @@ def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:
         parameters += _ones(valid)
         moved += _ones(positive | negative)
         voted += _ones(ballot.nonzero)
-        alike += _ones((positive & ballot.plus) | (negative & minus))
+        agreed += _ones((positive & ballot.plus) | (negative & minus))
 
     return {
         "ties": 1 - moved / max(parameters, 1),
         "zeros": 1 - voted / max(parameters, 1),
-        "agreement": alike / max(voted, 1),
+        "agreement": agreed / max(voted, 1),
     }
 
 
@@ -511,7 +500,7 @@ def _signs(delta: PackedDelta) -> tuple[Tensor, Tensor]:
 
 
 def _ones(plane: Tensor) -> int:
-    """Return how many bits of a uint8 plane are set."""
+    """Return the number of set bits in a uint8 plane."""
     return int(_ONES[plane.int()].sum())
 
 

@@ -1,14 +1,14 @@
-"""What one worker computes alone: its ballot before the vote, its step after it.
+"""Computation of one worker: cast its ballot before the vote, take its step after it.
 
     c <- b1 m + (1 - b1) g       the direction, with the old momentum; its sign is the vote
     m <- b2 m + (1 - b2) g       from the worker's own gradient
     x <- x (1 - lr wd) - lr Delta
 
-In fp32 (fp64 for fp64 parameters), whatever gradients and parameters are, and every operation
-rounds once: no fused multiply-add, so that the result does not depend on device or layout. On a CPU
-the work is done in chunks that stay in its cache.
+The arithmetic is in fp32 (fp64 for fp64 parameters), whatever dtypes gradients and parameters have,
+and every operation rounds once: no fused multiply-add, so that the result does not depend on device
+or layout. On a CPU the work is done in chunks that stay in its cache.
 
-Momenta are never sent and drift apart, unless they are averaged from time to time
+Momenta are not exchanged and drift apart, unless they are averaged from time to time
 (`average_momenta`, after arXiv:2411.16462).
 """
 
@@ -25,34 +25,29 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import Route
+from lightning_commfree.comm.exchange import Route, ordered_sum
 from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 
-_DEVICE_CHUNK = 1 << 25  # few launches, in the middle of backward, where memory is short
-_CHUNK = 1 << 18  # values: some buffers of it stay in a core's cache, and calls are few
+_DEVICE_CHUNK = 1 << 25  # values: few kernel launches, but bounded memory during backward
+_CHUNK = 1 << 18  # values: a few buffers of this size fit into a core's cache
 
-State = dict[str, Any]  # of a parameter, in the optimizer
+State = dict[str, Any]  # optimizer state of one parameter
 
 
-class Member(NamedTuple):
-    """A parameter with its optimizer state and its group."""
+class LionParam(NamedTuple):
+    """A parameter with its optimizer state and its parameter group."""
 
     parameter: nn.Parameter
-    state: State  # "momentum", and "master" where the parameter is of less than 32 bits
-    group: dict[str, Any]  # "lr", "betas", "weight_decay": read when they are needed
+    state: State  # "momentum", and "master" if the parameter has less than 32 bits
+    group: dict[str, Any]  # "lr", "betas" and "weight_decay", read at every use
 
 
 def fill_state(state: State, held: Tensor) -> State:
-    """Create the parts of a parameter's state that are missing, and return it.
-
-    Args:
-        state: empty before the first step.
-        held: the parameter, or this rank's shard of it.
-    """
+    """Create the missing entries of a parameter's state; `held` is its full or local tensor."""
     exact = torch.promote_types(held.dtype, torch.float32)
     like = partial(torch.zeros_like, dtype=exact, memory_format=torch.contiguous_format)
     if "momentum" not in state:
@@ -63,20 +58,16 @@ def fill_state(state: State, held: Tensor) -> State:
 
 
 def keep_exact(state: State, saved: State, device: torch.device) -> None:
-    """Copy a saved state's tensors in their own dtypes."""
+    """Copy a saved state's tensors without changing their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
-            state[key] = own(value).to(device, copy=True)
+            state[key] = local_tensor(value).to(device, copy=True)
 
 
 def follow_values(state: State, held: Tensor) -> None:
-    """Update a master copy where the parameter has been written to.
+    """Update a master copy from a parameter that was written to.
 
-    Values of the parameter that are still the rounded ones of the master are left.
-
-    Args:
-        state: of the parameter.
-        held: the parameter, or this rank's shard of it.
+    Values that still equal the rounded master copy keep their full precision.
     """
     master = state.get("master")
     if master is not None:
@@ -84,8 +75,8 @@ def follow_values(state: State, held: Tensor) -> None:
         master.copy_(torch.where(same, master, held.to(master.dtype)))
 
 
-def hyperparameters(members: list[Member]) -> list[str]:
-    """Return the hyperparameters that must be equal on all workers, as text, once a group."""
+def hyperparameters(members: list[LionParam]) -> list[str]:
+    """Return hyperparameters that must be equal on all workers, as text, one entry per group."""
     groups = {id(member.group): member.group for member in members}.values()
     return [
         f"lr {float(group['lr'])}, betas {tuple(map(float, group['betas']))},"
@@ -95,19 +86,19 @@ def hyperparameters(members: list[Member]) -> list[str]:
 
 
 def cast_ballot(
-    bucket: Bucket, members: list[Member], valid: Tensor, flags: int, digest: Tensor | int
+    bucket: Bucket, members: list[LionParam], valid: Tensor, flags: int, digest: Tensor | int
 ) -> Tensor:
-    """Write a worker's ballot on one bucket; the worker's state does not change.
+    """Return a worker's ballot on one bucket, without changing its state.
 
     Args:
-        bucket: what is voted on.
-        members: the bucket's parameters, in its order.
-        valid: uint8, shape (bucket.plane_bytes,): the bits that are no padding.
-        flags: see `write_header`.
-        digest: see `write_header`.
+        bucket: the bucket.
+        members: its parameters, in its order.
+        valid: uint8, shape (bucket.plane_bytes,): bits that are not padding.
+        flags: as in `write_header`.
+        digest: as in `write_header`.
 
     Returns:
-        Header, plane of c > 0 and plane of c != 0 in one buffer, uint8, on the parameters' device.
+        Header, plane c > 0 and plane c != 0 in one buffer, uint8, on the parameters' device.
     """
     count = len(bucket.parameters)
     head = header_bytes(count)
@@ -122,7 +113,7 @@ def cast_ballot(
             continue
         if gradient.is_sparse:
             raise TypeError(
-                f"The gradient of {bucket.names[i]!r} is sparse, and a vote takes all of it. Use"
+                f"The gradient of {bucket.names[i]!r} is sparse, but a vote needs a dense one. Use"
                 " `sparse=False` in its `nn.Embedding`."
             )
         signs.begin()
@@ -131,7 +122,8 @@ def cast_ballot(
         marks[i] = HAS_GRADIENT + NONFINITE * signs.nonfinite
 
     zeros, abstains = bucket.numel - signs.voters, (marks & NONFINITE).any()
-    if valid.device.type != "cpu" or zeros:  # a GPU is not waited for
+    if valid.device.type != "cpu" or zeros:  # on a GPU reading `zeros` would make the host wait
+        # computed a second time: keeping the directions would take 4 bytes per parameter
         for i, member in enumerate(members):
             if member.parameter.grad is not None:
                 for offset, direction in _directions(member, member.parameter.grad):
@@ -144,11 +136,11 @@ def cast_ballot(
 
 
 class _Signs:
-    """Signs of directions, in few passes over a chunk.
+    """Signs of directions, computed in few passes over a chunk.
 
     Attributes:
-        voters: how many directions were not 0, int64.
-        nonfinite: whether one was NaN or Inf since `begin`, bool.
+        voters: number of nonzero directions so far, int64.
+        nonfinite: whether any was NaN or Inf since `begin`, bool.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -159,7 +151,7 @@ class _Signs:
         self._codes = torch.empty(0, dtype=torch.int8, device=device)
 
     def begin(self) -> None:
-        """Begin with another parameter."""
+        """Reset `nonfinite` for the next parameter."""
         self.nonfinite = torch.zeros_like(self.nonfinite)
 
     def positive(self, direction: Tensor) -> Tensor:
@@ -169,12 +161,12 @@ class _Signs:
             self.nonfinite |= ~torch.stack(torch.aminmax(direction)).isfinite().all()
             return direction > 0
 
-        # on a CPU comparing is not vectorized, but taking signs and multiplying are
+        # on a CPU torch's comparisons are not vectorized, but `sign` and `dot` are
         size = direction.numel()
         if self._codes.numel() < size or self._signs.dtype != direction.dtype:
             self._signs, self._codes = torch.empty_like(direction), self._codes.new_empty(size)
 
-        # a finite sum shows without another pass that all of them are
+        # a finite sum proves that all values are finite, without another pass
         if not math.isfinite(float(direction.sum())) and not bool(direction.isfinite().all()):
             self.nonfinite = torch.ones_like(self.nonfinite)
             self.voters += torch.count_nonzero(direction)
@@ -187,19 +179,15 @@ class _Signs:
 
 def take_step(
     bucket: Bucket,
-    members: list[Member],
+    members: list[LionParam],
     delta: PackedDelta,
     moved: tuple[bool, ...],
     abstained: bool,
 ) -> None:
-    """Update one bucket's parameters and this worker's momenta.
+    """Update the parameters of a bucket, and this worker's momenta.
 
-    Args:
-        bucket: what was voted on.
-        members: the bucket's parameters, in its order.
-        delta: on the parameters' device.
-        moved: per parameter: some worker has a gradient. Otherwise it stays as it is.
-        abstained: this worker left the bucket to the others; its momenta stay finite.
+    `moved` tells per parameter whether any worker has a gradient; the others stay unchanged. A
+    worker that abstained on the bucket keeps its momenta, which would become NaN.
     """
     for start, member, moves in zip(bucket.starts, members, moved, strict=True):
         if moves:
@@ -208,7 +196,7 @@ def take_step(
             _update_momentum(member, member.parameter.grad)
 
 
-def _move(member: Member, delta: PackedDelta, start: int) -> None:
+def _move(member: LionParam, delta: PackedDelta, start: int) -> None:
     lr, decay = float(member.group["lr"]), float(member.group["weight_decay"])
     parameter = member.parameter.detach()
     values = flat(member.state.get("master", parameter))
@@ -225,11 +213,11 @@ def _move(member: Member, delta: PackedDelta, start: int) -> None:
         else:
             chunk.sub_(signs.mul_(lr))
 
-    if values.data_ptr() != parameter.data_ptr():  # a master, or a layout that is not flat
+    if values.data_ptr() != parameter.data_ptr():  # a master copy, or a non-contiguous parameter
         parameter.copy_(values.view(parameter.shape))
 
 
-def _update_momentum(member: Member, gradient: Tensor) -> None:
+def _update_momentum(member: LionParam, gradient: Tensor) -> None:
     beta = member.group["betas"][1]
     gradients = flat(gradient)
     scaled = member.state["momentum"].new_empty(min(_chunk_size(gradients), gradients.numel()))
@@ -240,8 +228,8 @@ def _update_momentum(member: Member, gradient: Tensor) -> None:
         momentum.mul_(beta).add_(share)
 
 
-def _directions(member: Member, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield c chunk by chunk with the index of its first value; it is valid until the next one."""
+def _directions(member: LionParam, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (index of the first value, direction c) per chunk; valid until the next one."""
     beta = member.group["betas"][0]
     momenta, gradients = member.state["momentum"].view(-1), flat(gradient)
     size = min(_chunk_size(gradients), gradients.numel())
@@ -255,14 +243,14 @@ def _directions(member: Member, gradient: Tensor) -> Iterator[tuple[int, Tensor]
 
 
 def _scale(values: Tensor, factor: float, out: Tensor) -> Tensor:
-    """Write `values` times `factor` into `out`, in the precision of `out`."""
+    """Write `values` times `factor` to `out`, in the precision of `out`."""
     if values.dtype == out.dtype:
         return torch.mul(values, factor, out=out)
     return out.copy_(values).mul_(factor)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the values in order of their indices: a view where the layout allows it."""
+    """Return the values in index order: a view if the tensor is contiguous."""
     return tensor.detach().contiguous().view(-1)
 
 
@@ -279,17 +267,12 @@ def _chunk_size(values: Tensor) -> int:
 TAG = "momentum"
 
 
-def average_momenta(members: Sequence[Member], view: View, node: Channel | None = None) -> None:
+def average_momenta(members: Sequence[LionParam], view: View, node: Channel | None = None) -> None:
     """Replace the momenta of some parameters by their mean over the workers; blocks.
 
-    Always in two phases: every worker averages one shard, in the order of the workers, and sends it
-    to all. That is as many bytes as a ring all-reduce, and the same bits on all workers.
-
-    Args:
-        members: the parameters; the same on all workers.
-        view: the workers; their channel carries CPU tensors.
-        node: channel between the ranks that form one worker and share its momenta; each averages
-            its part.
+    Always in two phases: each worker averages one shard, in worker order, and sends the result to
+    all. This sends as many bytes as a ring all-reduce, with the same bits on all workers. If the
+    ranks of `node` hold the same momenta, each rank averages a slice.
     """
     momenta = [member.state["momentum"].view(-1) for member in members]
     values = torch.cat([momentum.to(view.channel.device) for momentum in momenta])
@@ -307,7 +290,7 @@ def average_momenta(members: Sequence[Member], view: View, node: Channel | None 
         momentum.copy_(new)
 
 
-def momentum_bytes(members: Sequence[Member], view: View, node: Channel | None = None) -> int:
+def momentum_bytes(members: Sequence[LionParam], view: View, node: Channel | None = None) -> int:
     """Return the bytes that this rank sends to other workers in `average_momenta`."""
     parts = node.size if node else 1
     numel = sum(member.parameter.numel() for member in members)
@@ -318,7 +301,7 @@ def momentum_bytes(members: Sequence[Member], view: View, node: Channel | None =
 
 
 def mean_momenta(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first of several `DistributedLion.state_dict()`s with the mean of all momenta."""
+    """Return the first of several optimizer states, with the mean of all their momenta."""
     first = {**states[0], "state": dict(states[0]["state"])}
 
     for index, state in first["state"].items():
@@ -331,12 +314,12 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
     """Check that a saved state holds a momentum of the right shape and dtype per parameter.
 
     Args:
-        state: of a `DistributedLion.state_dict()`, by the parameter's number. Parameters without a
-            step have none.
-        parameters: that it is to be loaded for, by their numbers.
+        state: "state" of a `DistributedLion.state_dict()`, by parameter index. Parameters that have
+            never been stepped have no entry.
+        parameters: the parameters to load it for, by index.
 
     Raises:
-        ValueError: one has something else.
+        ValueError: an entry has no such momentum.
     """
     for index, parameter in parameters.items():
         own = state.get(index)
@@ -354,18 +337,15 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
             continue
 
         raise ValueError(
-            f"The optimizer state is not one of `DistributedLion` for this model: parameter {index}"
-            f" needs a momentum, {wanted}, and {found}. Resume with the model, the precision and"
-            " the optimizer of the save, or load the weights alone: `fit` without `ckpt_path`,"
-            " after `load_state_dict` or `load_from_checkpoint`."
+            "The optimizer state is not one of `DistributedLion` for this model: parameter"
+            f" {index} needs a momentum of {wanted}, but {found}. Resume with the model, precision"
+            " and optimizer of the save, or load only the weights: `load_state_dict` or"
+            " `load_from_checkpoint`, then `fit` without `ckpt_path`."
         )
 
 
 def _mean(values_WS: Tensor, view: View) -> Tensor:
-    """Return the mean of all workers' values, shape (W * S,)."""
+    """Return the mean of all workers' values, shape (W * S,); collective."""
     route = Route(view, two_phase=True)
-    rows = route.up(values_WS, TAG).wait()
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    total = ordered_sum(route.up(values_WS, TAG).wait())
     return route.down(total / view.size, TAG).wait().flatten()

@@ -1,1 +1,1 @@
-"""Tensors and modules: shards, weight swap, meta initialization, transformer blocks."""
+"""Operations on the tensors of a model: sharding, weight swap, meta initialization."""

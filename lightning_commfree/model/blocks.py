@@ -1,8 +1,8 @@
-"""Transformer blocks: the equal modules, one after the other, that most of a model consists of.
+"""Find the transformer blocks of a model: the repeated modules that most of it consists of.
 
-A *block* is an element of a list of equal modules, like `transformer.h` of GPT-2, `model.layers` of
-Llama, `encoder.block` and `decoder.block` of T5: in every outermost `ModuleList` or `Sequential`
-with at least two children, all of one class, each child is a block.
+Blocks are the elements of lists such as `transformer.h` of GPT-2, `model.layers` of Llama,
+`encoder.block` and `decoder.block` of T5: in every outermost `ModuleList` or `Sequential` that has
+at least two children, all of the same class, each child is a block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Yield the names of the blocks below `module`, in the order of the model."""
+    """Yield the names of the blocks in `module`, in model order."""
     children = list(module.named_children())
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     if is_list and len(children) > 1 and len({type(child) for _, child in children}) == 1:
@@ -25,10 +25,10 @@ def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
-    """Return the names of the outermost modules of some classes below `module`, in its order.
+    """Return the names of the outermost submodules of the given classes, in model order.
 
     Raises:
-        ValueError: there is no module of one of these classes.
+        ValueError: `module` has no submodule of one of these classes.
     """
     found: list[str] = []
     kinds: set[str] = set()
@@ -41,6 +41,7 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
             f"`units` names {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
-            f" module of that class outside of another unit. It has {', '.join(known)}."
+            " module of that class, or only inside of another unit. Choose among its classes:"
+            f" {', '.join(known)}."
         )
     return found

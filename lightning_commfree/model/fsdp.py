@@ -1,6 +1,6 @@
-"""Shard a module among the ranks of a replica, unit by unit, by FSDP2's `fully_shard`.
+"""Shard a module over the ranks of a replica, unit by unit, with FSDP2's `fully_shard`.
 
-The sharded tensors are `DTensor`s, see `shards`.
+The parameters become `DTensor`s; see `shards`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class FSDPSettings:
 
     Args:
         units: class names. The outermost modules of these classes are gathered one at a time, and
-            the rest of the model together. Empty: transformer blocks, which are found; a model
-            without blocks is gathered as a whole.
-        folder_above_bytes: save folders where the parameters take more bytes. All ranks of the
-            first replica write one at once, to a disk that they share (`resume.folders`). None:
-            checkpoints are files, which rank 0 gathers in host memory.
+            the rest of the model together. Empty: the transformer blocks; a model without blocks is
+            gathered at once.
+        folder_above_bytes: if the parameters take more bytes, a checkpoint is a folder that all
+            ranks of the first replica write in parallel to a shared disk (`resume.folders`). None:
+            a checkpoint is always a file, which rank 0 gathers in host memory.
 
     Raises:
-        TypeError: `units` is not a sequence of names, or `folder_above_bytes` not a number.
+        TypeError: `units` is not a sequence of strings, or `folder_above_bytes` not a number.
         ValueError: `folder_above_bytes` is negative or NaN.
     """
 
@@ -55,38 +55,38 @@ class FSDPSettings:
         is_list = isinstance(given, Sequence) and not isinstance(given, str)
         if not is_list or not all(isinstance(name, str) for name in given):
             raise TypeError(
-                f"`units={self.units!r}` must be names of classes. Give a list: ['Stage', 'Head']."
+                f"`units={self.units!r}` must be a list of class names, such as ['Stage', 'Head']."
             )
-        object.__setattr__(self, "units", tuple(self.units))  # YAML's are lists
+        object.__setattr__(self, "units", tuple(self.units))  # YAML gives lists
         size: Any = self.folder_above_bytes
         if size is None:
             return
         text = f"`folder_above_bytes={size!r}` must be a number of bytes, such as 20e9, or None."
         if isinstance(size, bool) or not isinstance(size, Real):
             raise TypeError(text)
-        if not float(size) >= 0:  # NaN among them
+        if not float(size) >= 0:  # also refuses NaN
             raise ValueError(text)
 
 
-def why_not_divided() -> str | None:
-    """Return why this release of torch cannot shard a module; None if it can.
+def why_unavailable() -> str | None:
+    """Return the reason why this torch release cannot shard a module, or None if it can.
 
-    Older releases keep the outermost unit gathered after a forward, whatever the arguments, and do
-    not run on CPUs.
+    Older releases keep the outermost unit gathered after a forward, regardless of the arguments,
+    and do not run on CPUs.
     """
     if inspect.signature(fully_shard).parameters["reshard_after_forward"].default is None:
         return None
     return (
-        f"the `fully_shard` of torch {torch.__version__} is too old; 2.13 has been tried. Install a"
-        " newer torch"
+        f"the `fully_shard` of torch {torch.__version__} is too old. Install a newer torch (2.13 is"
+        " tested)"
     )
 
 
 def refuse_wrapped(strategy: str, module: nn.Module) -> None:
-    """Refuse a model that is compiled, or wrapped for DDP or FSDP, before it is sharded.
+    """Check that a model that is to be sharded is neither compiled nor wrapped for DDP or FSDP.
 
     Raises:
-        ValueError: a module in it is.
+        ValueError: one of its modules is.
     """
     for name, child in module.named_modules():
         kind = type(child).__name__
@@ -95,13 +95,12 @@ def refuse_wrapped(strategy: str, module: nn.Module) -> None:
         if wrapped or compiled:
             what = f"'{name}'" if name else "The module"
             raise ValueError(
-                f"{what} is {'compiled' if compiled else 'wrapped'} already, as"
-                f" `{kind}`, and `{strategy}` must shard the model before that."
-                " Give it the plain model."
+                f"{what} is already {'compiled' if compiled else 'wrapped'}, as `{kind}`, but"
+                f" `{strategy}` must shard the model first. Pass the plain model."
             )
 
 
-def divide(
+def apply_fsdp(
     module: nn.Module,
     groups: Sequence[Sequence[int]],
     rank: int,
@@ -109,30 +108,30 @@ def divide(
     materializer: Materializer | None = None,
     units: Collection[str] = (),
 ) -> None:
-    """Shard a module's parameters among the ranks of a replica; collective over the job.
+    """Shard a module's parameters over the ranks of each replica; collective over the job.
 
-    Every block is a unit, and the rest of the model is one more. A unit is gathered for its forward
-    and its backward, which reduces its gradients to their mean over the replica; see `step_bytes`.
-    The module stays sharded, and its process group is never destroyed.
+    Every block is a unit, and the rest of the model is another one. A unit is gathered for its
+    forward and its backward; backward averages its gradients over the replica. The module stays
+    sharded, and its process group is never destroyed.
 
     Args:
-        module: plain, on any device; the same on all ranks of a replica.
+        module: the plain module, on any device; the same on all ranks of a replica.
         groups: the ranks of every replica.
-        rank: of this process.
-        device: where every unit is moved before it is sharded.
-        materializer: gives values to a module on `meta`, a unit at a time, so that no rank ever
-            holds all of it.
-        units: class names of the units; empty: transformer blocks.
+        rank: global rank of this process.
+        device: device of the shards; a unit is moved there before it is sharded.
+        materializer: initializes a module on `meta`, one unit at a time, so that no rank ever
+            holds the full model.
+        units: class names of the units; empty: the transformer blocks.
 
     Raises:
-        ValueError: the module has no module of such a class.
+        ValueError: the module has no submodule of one of these classes.
     """
     names = outermost(module, units) if units else list(block_names(module))
     ties = _ties(module)
     made = {tuple(ranks): dist.new_group(list(ranks)) for ranks in groups}
     (group,) = (group for ranks, group in made.items() if rank in ranks)
-    # explicit, or the outermost unit stays gathered after a forward without a backward, and the
-    # next training step would use the weights of a validation
+    # Explicit, because by default the outermost unit stays gathered after a forward without a
+    # backward: the training step after a validation would use the validation's weights.
     how: dict[str, Any] = {
         "mesh": DeviceMesh.from_group(group, device.type),
         "reshard_after_forward": True,
@@ -146,14 +145,15 @@ def divide(
 
     if materializer is not None:
         materializer.materialize_rest()
+        # each occurrence of a tied parameter got its own values: tie them again
         for first, *others in ties:
             for owner, name in others:
                 setattr(owner, name, getattr(*first))
     fully_shard(module, **how)
-    for step in _STEPS:
+    for step in _STEPS:  # FSDP2 would gather the root's parameters only for `forward`
         if hasattr(module, step):
             register_fsdp_forward_method(module, step)
-    for model in module.modules():  # of transformers and peft
+    for model in module.modules():  # models of transformers and peft may be submodules
         _refuse_save_pretrained(model)
 
 
@@ -171,7 +171,7 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
 
 
 def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return the places of every tied parameter: modules and attribute names."""
+    """Return the (module, attribute name) pairs of every tied parameter."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -181,8 +181,8 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Keep full gradients on this rank in the body; the next backward after it reduces them."""
-    assert isinstance(module, FSDPModule), "`divide` makes it one"
+    """Accumulate full gradients locally in the body; the next backward after it reduces them."""
+    assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:
         yield
@@ -191,16 +191,16 @@ def accumulating(module: nn.Module) -> Iterator[None]:
 
 
 def step_bytes(module: nn.Module) -> tuple[int, int]:
-    """Return the bytes that this rank sends to gather, and to reduce-scatter, in a step.
+    """Return the bytes that this rank sends per step for all-gathers and for reduce-scatters.
 
-    By FSDP2's formulas for a forward and its backward. Of a parameter with r rows each of n ranks
-    holds ceil(r / n), with padding. Parameters are gathered twice, for forward and backward, and
-    gradients of trained ones reduce-scattered once. Either sends a rank's rows to n - 1 others.
-    Frozen units that no gradient passes are gathered once, and counted twice.
+    Each of n ranks holds ceil(r / n) of a parameter's r rows, with padding. Parameters are gathered
+    twice, for forward and backward, and gradients of trained ones are reduce-scattered once. Each
+    of these sends a rank's rows to n - 1 others. Frozen units that no gradient passes through are
+    gathered once, but counted twice.
     """
     gathered = scattered = 0
     for parameter in module.parameters():
-        assert isinstance(parameter, DTensor), "`divide` makes it one"
+        assert isinstance(parameter, DTensor), "`apply_fsdp` must come first"
         rows, size = parameter.shape[0], parameter.device_mesh.size()
         numbers = -(-rows // size) * (parameter.numel() // max(rows, 1))
         sent = all_gather_bytes(numbers * parameter.element_size(), size)
@@ -213,17 +213,17 @@ def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -
     """Check that the optimizers hold the sharded parameters, not the originals.
 
     Args:
-        optimizers: of the fit.
-        lost: parameters that the module had before it was sharded, and has no more.
+        optimizers: the optimizers of the fit.
+        lost: the parameters that sharding has replaced in the module.
 
     Raises:
-        ValueError: one of them is in an optimizer.
+        ValueError: an optimizer holds one of them.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     count = sum(parameter in lost for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
             f"The optimizer holds {count} parameters of the model before it was sharded, which are"
-            " no longer trained: it, or its list of parameters, was made before the fit. Make both"
-            " in `configure_optimizers`, from `self.parameters()`."
+            " no longer trained: the optimizer, or its list of parameters, was created before the"
+            " fit. Create both in `configure_optimizers`, from `self.parameters()`."
         )

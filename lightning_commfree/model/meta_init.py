@@ -1,14 +1,14 @@
-"""Initialize a model that was built on the `meta` device, layer by layer, while it is sharded.
+"""Initialize a model that was built on the `meta` device layer by layer, while it is sharded.
 
-1. A rank gives one layer its values: from a Hugging Face folder (`from_pretrained_on_meta`), by the
+1. A rank initializes one layer: from a Hugging Face folder (`from_pretrained_on_meta`), by the
    model's own `_init_weights`, or by `reset_parameters`.
-2. It keeps its shards of them and drops the rest.
+2. It keeps its shards of that layer and drops the rest.
 3. It continues with the next layer.
 
-So a rank never holds more than its shards of the model and one full layer, where `from_pretrained`
-reads all of a model into every process. All ranks draw the same random numbers, for full layers, so
-the values do not depend on the number of ranks. They differ from those of a model that is built
-with values, which draws in another order.
+So a rank never holds more than its shards of the model and one full layer; `from_pretrained` would
+read the full model in every process. All ranks draw the same random numbers, for full layers, so
+the initial values do not depend on the number of ranks. They differ from those of a model that is
+not built on `meta`, which draws in another order.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ import torch
 from torch import Tensor, nn
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_HEAD = 1 << 16  # bytes at a file's start, with names, shapes and offsets of its tensors
+_HEAD = 1 << 16  # bytes at the start of a file: names, shapes and offsets of its tensors
 
 
 def from_pretrained_on_meta(
     model_class: Any, folder: str | Path, config: Any = None, **config_changes: Any
 ) -> Any:
-    """Return a model without values, which a strategy reads from a folder when it shards it.
+    """Build a model without values; a strategy reads them from `folder` while it shards the model.
 
-    Use it in place of `from_pretrained`, in `configure_model`, where ranks share a model:
-    `inside="fsdp"`, `inside="domino"`, `DominoTPStrategy`. No rank ever holds more than its shards
-    and one unit or layer.
+    Use it in `configure_model` in place of `from_pretrained`, with `inside="fsdp"`,
+    `inside="domino"` or `DominoTPStrategy`. No rank ever holds more than its shards and one unit or
+    layer.
 
     Args:
-        model_class: of transformers, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
-        folder: on every machine, as `save_pretrained` writes it (safetensors).
-        config: of transformers, for the model; None: the folder's.
-        **config_changes: other values for the folder's, such as `attention_dropout=0.1`; `dtype`
-            is that of the parameters (default: the saved one).
+        model_class: a class of transformers, such as `AutoModelForCausalLM` or `LlamaForCausalLM`.
+        folder: a folder that `save_pretrained` wrote (safetensors), present on every machine.
+        config: the model's transformers config; None: the one in the folder.
+        **config_changes: changes to the folder's config, such as `attention_dropout=0.1`; `dtype`
+            is the parameters' dtype (default: the saved one).
 
     Raises:
         TypeError: both `config` and `config_changes` are given.
-        ValueError: the folder has no safetensors, or not a tensor for every parameter.
+        ValueError: the folder has no safetensors files, or lacks a tensor for some parameter.
     """
     from transformers import AutoConfig
 
@@ -53,7 +53,9 @@ def from_pretrained_on_meta(
         config = AutoConfig.from_pretrained(folder, **config_changes)
     elif config_changes:
         names = ", ".join(config_changes)
-        raise TypeError(f"`config` was given, and {names} to change the folder's: give one.")
+        raise TypeError(
+            f"Got both `config` and changes to the folder's config ({names}). Pass one of the two."
+        )
     make = getattr(model_class, "from_config", None) or model_class._from_config
     with torch.device("meta"):
         model = make(config)
@@ -63,13 +65,10 @@ def from_pretrained_on_meta(
 
 
 class SavedWeights:
-    """The tensors of a Hugging Face folder, by the names of a model.
-
-    Args:
-        folder: with one file of safetensors, or several and their index.
+    """Tensors in a Hugging Face folder, looked up by the names that a model gives them.
 
     Raises:
-        ValueError: the folder has none.
+        ValueError: the folder contains no safetensors files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -92,25 +91,27 @@ class SavedWeights:
         """Check that the folder has a tensor for every parameter of a model.
 
         Raises:
-            ValueError: it lacks one.
+            ValueError: it lacks a tensor.
         """
-        lacking = [names[0] for names in names_of(model).values() if not self.find(model, names)]
+        lacking = [
+            names[0] for names in tensor_names(model).values() if not self.find(model, names)
+        ]
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ValueError(
                 f"{str(self._folder)!r} has no tensor named {', '.join(map(repr, lacking[:3]))}"
                 f"{more} for `{type(model).__name__}`. It was saved by another class, or"
-                " transformers renames its tensors when it reads them: load it by"
-                " `from_pretrained`, and save it again by `save_pretrained`."
+                " transformers renames its tensors on loading: load it with `from_pretrained` and"
+                " save it again with `save_pretrained`."
             )
 
     def find(self, model: Any, names: Iterable[str]) -> str | None:
-        """Return the name of a tensor in the folder, None if the folder lacks it.
+        """Return the name of a tensor in the folder, or None if the folder lacks it.
 
         Args:
-            model: has the tensor.
-            names: of the tensor in the model; a tied one has several. The folder may have been
-                saved by a model with another head, or none.
+            model: the model that the tensor belongs to.
+            names: its names in the model; a tied tensor has several. The folder may have been saved
+                by a model with another head or none, so the base model's prefix is optional.
         """
         base = f"{getattr(model, 'base_model_prefix', '')}."
         for name in names:
@@ -120,13 +121,13 @@ class SavedWeights:
         return None
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor of that name in the folder, in host memory."""
+        """Return the tensor of that name, in host memory."""
         with _opened(self._folder / self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
-        """Return a hash that differs between models: of the sizes and heads of the files."""
+        """Return a hash of the files' sizes and headers, which differs between models."""
         found = blake2b(digest_size=8)
         for name in sorted(set(self._files.values())):
             path = self._folder / name
@@ -135,8 +136,8 @@ class SavedWeights:
         return found.hexdigest()
 
 
-def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Return all names of every parameter and persistent buffer: a tied one has several."""
+def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """Return all names of every parameter and persistent buffer; tied tensors have several."""
     found: dict[Tensor, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
@@ -145,13 +146,13 @@ def names_of(model: nn.Module) -> dict[Tensor, list[str]]:
 
 
 def _opened(path: Path) -> Any:
-    from safetensors import safe_open  # transformers brings it
+    from safetensors import safe_open  # a dependency of transformers
 
     return safe_open(path, framework="pt")
 
 
-def described(module: nn.Module) -> dict[str, str]:
-    """Return what must be the same on all ranks before they give a model values."""
+def meta_fingerprint(module: nn.Module) -> dict[str, str]:
+    """Return settings of the initialization that must be equal on all ranks, as text by name."""
     folders = [getattr(child, "saved_weights", None) for child in module.modules()]
     saved = [folder.fingerprint() for folder in folders if folder is not None]
     found = {"a model on the meta device": str(bool(on_meta(module)))}
@@ -159,19 +160,19 @@ def described(module: nn.Module) -> dict[str, str]:
 
 
 def on_meta(module: nn.Module) -> list[str]:
-    """Return the names of parameters and buffers without values."""
+    """Return the names of parameters and buffers that are on the `meta` device."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [name for name, tensor in named if tensor.is_meta]
 
 
 class Materializer:
-    """Gives values to one model, layer by layer.
+    """Initialize the layers of one model that are on `meta`.
 
     Args:
-        model: of transformers, which gets its values by `_init_weights` or from the folder of
-            `from_pretrained_on_meta`; or a module around such models, whose other layers have a
-            `reset_parameters`, as torch's do.
-        seed: of the values, the same on all ranks.
+        model: a transformers model, initialized by `_init_weights` or from the folder of
+            `from_pretrained_on_meta`; or a module that contains such models, whose other layers
+            have `reset_parameters` as torch's do.
+        seed: random seed, the same on all ranks.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -180,12 +181,12 @@ class Materializer:
         for child in model.modules():
             if hasattr(child, "_init_weights") and child not in self._owners:
                 self._owners |= dict.fromkeys(child.modules(), child)
-        # a stream of its own: the values do not depend on what the user's code draws
+        # a separate random state, so that values do not depend on what the user's code draws
         self._random = torch.Generator().manual_seed(seed).get_state()
         self._saved: dict[Tensor, tuple[SavedWeights, str]] = {}
         for child in model.modules():
             saved: Any = getattr(child, "saved_weights", None)
-            for tensor, names in names_of(child).items() if saved is not None else ():
+            for tensor, names in tensor_names(child).items() if saved is not None else ():
                 name = saved.find(child, names)
                 if name is not None and tensor.is_meta:
                     self._saved[tensor] = saved, name
@@ -196,15 +197,15 @@ class Materializer:
         return bool(self._saved)
 
     def materialize(self, layer: nn.Module) -> None:
-        """Give values, in CPU memory, to all tensors of `layer` and below that have none.
+        """Initialize all tensors of `layer` and its children that are on `meta`, in CPU memory.
 
         Raises:
-            ValueError: the model's `_init_weights` skips one.
+            ValueError: the model's `_init_weights` skips a tensor.
         """
         self._give_values(list(_children_first(layer)))
 
     def materialize_rest(self) -> None:
-        """Give values to the rest of the model."""
+        """Initialize all remaining layers of the model."""
         for module in _children_first(self._model):
             self._give_values([module])
 
@@ -218,11 +219,8 @@ class Materializer:
                 for module in modules:
                     self._draw(module)
                 self._random = torch.get_rng_state()
-        for (
-            _,
-            old,
-            new,
-        ) in made:  # last: drawing overwrites the values of a layer's children
+        # after drawing, which overwrites the values of a layer's children
+        for _, old, new in made:
             if old in self._saved:
                 saved, name = self._saved[old]
                 new.copy_(saved.read(name))
@@ -230,8 +228,8 @@ class Materializer:
         left = [type(module).__name__ for module, new in drawn if bool(new.isnan().any())]
         if left:
             raise ValueError(
-                f"`{type(self._model).__name__}` is on the meta device, and its `_init_weights`"
-                f" gives no values to all of `{left[0]}`. Build the model on the CPU."
+                f"`{type(self._model).__name__}` is on the meta device, but its `_init_weights`"
+                f" does not initialize all tensors of `{left[0]}`. Build the model on the CPU."
             )
 
     def _draw(self, module: nn.Module) -> None:
@@ -250,7 +248,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Replace a module's own tensors on `meta` by NaN; return the old and the new ones."""
+    """Replace a module's own `meta` tensors by NaN; return the old and new tensors."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in own:
@@ -260,10 +258,11 @@ def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
             if not old.is_floating_point():
                 raise ValueError(
                     f"The buffer '{name}' of `{type(module).__name__}` is on the meta device and"
-                    " holds no numbers that could be drawn. Build the model on the CPU, or use a"
-                    " newer transformers."
+                    f" has dtype {old.dtype}, which cannot be initialized here. Build the model on"
+                    " the CPU, or use a newer transformers."
                 )
 
+            # NaN shows afterwards which values nothing has initialized
             new = torch.full_like(old, float("nan"), device="cpu")
             if isinstance(old, nn.Parameter):
                 tensors[name] = nn.Parameter(new, requires_grad=old.requires_grad)

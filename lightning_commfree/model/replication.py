@@ -1,4 +1,4 @@
-"""Keep what replicas share equal on all ranks: initial weights, buffers, skipped fp16 steps."""
+"""Keep replicas consistent: initial weights, buffers, and steps that a gradient scaler skips."""
 
 from __future__ import annotations
 
@@ -11,51 +11,47 @@ from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.digest import thorough_digest
+from lightning_commfree.comm.exchange import ordered_sum
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.model.shards import is_part, own
+from lightning_commfree.model.shards import is_shard, local_tensor
 
-START_TAG = "start"  # of the ledger: bytes before the first step
+START_TAG = "start"  # ledger tag of traffic before the first step
 
 
-def common_start(
+def broadcast_initial_weights(
     channel: Channel,
     module: nn.Module,
     fingerprint: Mapping[str, str],
     between: Channel | None = None,
 ) -> None:
-    """Compare settings and module over all ranks, then take rank 0's weights where they differ.
+    """Check that all ranks have the same settings and module, then copy the first rank's weights.
 
     Args:
-        channel: over the world.
-        module: has the same parameters and buffers on all ranks.
-        fingerprint: what else must be equal.
-        between: to the ranks that hold the same shards in other replicas, where ranks hold shards;
-            they take the first replica's.
+        channel: channel over all ranks.
+        module: the model; names, shapes and dtypes must be the same on all ranks.
+        fingerprint: other settings that must be equal, as text by name.
+        between: channel to the ranks that hold the same shards in other replicas, where ranks hold
+            shards; shards are copied from the first replica.
 
     Raises:
-        ValueError: the ranks do not agree; the same error on all of them.
+        ValueError: the ranks differ; the same error on all of them.
     """
-    # first: tensors of different shapes would make the exchange below hang or mix them up
+    # first, because tensors of different shapes would make the broadcasts hang or mix them up
     check_agreement(channel, {**fingerprint, **_describe(module)})
     tensors = [*module.parameters(), *module.buffers()]
-    take_first_rank(channel, (t for t in tensors if not is_part(t)), START_TAG)
+    take_first_rank(channel, (t for t in tensors if not is_shard(t)), START_TAG)
     if between is not None:
-        take_first_rank(between, (t for t in tensors if is_part(t)), START_TAG)
+        take_first_rank(between, (t for t in tensors if is_shard(t)), START_TAG)
 
 
 def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> None:
     """Overwrite `tensors` with those of the channel's first rank; blocks.
 
-    The ranks compare hashes, 8 bytes a tensor, and send only the tensors that differ. In a job that
-    loads the same weights on every rank, there are none.
-
-    Args:
-        channel: to the ranks.
-        tensors: of the same shapes, dtypes and order on all ranks. Those without values, empty or
-            on `meta`, are left alone.
-        tag: of the ledger.
+    The tensors must have the same shapes, dtypes and order on all ranks; empty ones and those on
+    `meta` are skipped. The ranks compare hashes, 8 bytes per tensor, and send only the tensors that
+    differ: none, if all ranks have loaded the same weights.
     """
-    held = [own(tensor) for tensor in tensors if not tensor.is_meta]
+    held = [local_tensor(tensor) for tensor in tensors if not tensor.is_meta]
     held = [tensor for tensor in held if tensor.numel()]
     if not held or channel.size == 1:
         return
@@ -68,21 +64,18 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
 
 
 def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> list[bool]:
-    """Return which of these tensors are not what the channel's first rank has; collective.
+    """Return, per tensor, whether it differs from the channel's first rank's; collective.
 
-    Args:
-        channel: to the ranks.
-        tensors: in the same order on all ranks; their sizes may differ.
-        tag: of the ledger.
+    The ranks must have the same number of tensors, in the same order; their sizes may differ.
     """
     if not tensors or channel.size == 1:
         return [False] * len(tensors)
-    digests = _digests_of_all(channel, [own(tensor) for tensor in tensors], tag)
+    digests = _digests_of_all(channel, [local_tensor(tensor) for tensor in tensors], tag)
     return (digests[channel.rank] != digests[0]).tolist()
 
 
 def _digests_of_all(channel: Channel, tensors: Sequence[Tensor], tag: str) -> Tensor:
-    """Return every rank's hashes of some tensors, shape (ranks, tensors)."""
+    """Return all ranks' hashes of some tensors, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     digests = [
         thorough_digest(one.contiguous()).to(channel.device) if one.numel() else nothing
@@ -92,12 +85,12 @@ def _digests_of_all(channel: Channel, tensors: Sequence[Tensor], tag: str) -> Te
 
 
 def share_random_state(channel: Channel, device: torch.device) -> None:
-    """Give all ranks of a channel the first one's random states, of host and device."""
+    """Copy the first rank's random states, of host and device, to all ranks of a channel."""
     state = torch.get_rng_state().to(channel.device)
     torch.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu())
     if device.type == "cuda":
-        own = torch.cuda.get_rng_state(device).to(channel.device)
-        torch.cuda.set_rng_state(channel.broadcast(own, START_TAG).wait().cpu(), device)
+        state = torch.cuda.get_rng_state(device).to(channel.device)
+        torch.cuda.set_rng_state(channel.broadcast(state, START_TAG).wait().cpu(), device)
 
 
 def _describe(module: nn.Module) -> dict[str, str]:
@@ -112,11 +105,10 @@ def _describe(module: nn.Module) -> dict[str, str]:
 def averaged_buffers(
     module: nn.Module, channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a module's floating-point buffers of a checkpoint with their means over the ranks.
+    """Yield a module's persistent floating-point buffers with their means over the ranks.
 
-    The sums run in the order of the ranks, in fp32 at least, so the means are bit-identical on all
-    of them. A value that is the same on all ranks is its own mean, to the last bit and where the
-    sum would overflow.
+    Sums are at least fp32 and in rank order, so the means are bit-identical on all ranks. A value
+    that is equal on all ranks is returned unchanged, even if the sum would overflow.
     """
     kept = module.state_dict(keep_vars=True)
     buffers = [
@@ -127,13 +119,11 @@ def averaged_buffers(
     if not buffers:
         return
 
-    # `cat` promotes to the widest dtype, and this is the least: a sum in bf16 would lose bits
+    # `cat` promotes to the widest dtype; with this one the sum is never in bf16
     least = torch.zeros(0, dtype=torch.float32, device=channel.device)
     flat = torch.cat([least, *(b.detach().reshape(-1).to(channel.device) for b in buffers)])
     rows = channel.all_gather(flat, tag).wait()
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
+    total = ordered_sum(rows)
 
     sizes = [buffer.numel() for buffer in buffers]
     same = (rows == rows[0]).all(dim=0)
@@ -144,29 +134,24 @@ def averaged_buffers(
 
 
 def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:
-    """Refuse SyncBatchNorm, whose layers exchange statistics in every forward.
+    """Check that the module has no SyncBatchNorm layer, which communicates in every forward.
 
     Raises:
-        ValueError: the module has such a layer.
+        ValueError: it has one.
     """
     if any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
         raise ValueError(
             f"`{strategy}` does not support SyncBatchNorm, which exchanges statistics in every"
-            " forward. Leave out `sync_batchnorm=True`: the strategy averages the statistics of"
+            " forward. Remove `sync_batchnorm=True`: the strategy averages the statistics of"
             " ordinary BatchNorm layers when it needs them."
         )
 
 
 class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
-    """torch's scaler whose ranks skip a step together, with errors that name a lost rank.
+    """Gradient scaler with which all ranks skip the same steps; its errors name lost ranks.
 
-    A plain scaler looks at a rank's own gradients: one rank would skip its step, and the others
-    would wait for its messages in that step.
-
-    Args:
-        scaler: to replace, with its scale and settings.
-        device: the type of the gradients' device.
-        channel: to the ranks.
+    A plain scaler checks only its own rank's gradients: one rank would skip a step, and the others
+    would wait for its messages. This one replaces `scaler` and keeps its scale and settings.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str, channel: Channel) -> None:
@@ -181,6 +166,6 @@ class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
         self._channel = channel
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and agree on whether any rank has found NaN or Inf."""
+        """Unscale the gradients, and agree on whether any rank found NaN or Inf."""
         with self._channel.naming_lost("overflow"):
             super().unscale_(optimizer)

@@ -1,9 +1,9 @@
-"""Sharded tensors: this rank's own memory, full tensors, and shards of full tensors.
+"""Sharded tensors: access this rank's shard, gather full tensors, and shard full tensors.
 
-The ranks of a replica may each hold a shard of a tensor. FSDP2's are `DTensor`s, sharded by rows;
-Domino's are plain tensors that say so themselves (`mark_part`). Code that exchanges, saves or
-compares tensors works on the rank's own memory (`own`). Checkpoints hold full tensors
-(`full_tensors`), of which each rank takes its shard again (`shard_like`).
+The ranks of a replica may each hold a shard of a tensor. FSDP2's shards are `DTensor`s, split by
+rows. Domino's are plain tensors with a mark (`mark_shard`). Code that exchanges, saves or compares
+tensors works on the rank's own memory (`local_tensor`). Checkpoints contain full tensors
+(`full_tensors`), from which each rank takes its shard on loading (`shard_like`).
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 
-def own(tensor: Tensor) -> Tensor:
-    """Return this rank's own memory of a tensor, detached: all of it, or its shard."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor that this rank holds, detached: the full tensor or its local shard."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def mark_part(parameter: nn.Parameter, is_part: bool) -> None:
-    """Let a plain parameter say whether the other ranks of the replica hold other shards of it."""
-    parameter.is_part_of_replica = is_part  # type: ignore[attr-defined]
+def mark_shard(parameter: nn.Parameter, is_shard: bool) -> None:
+    """Mark whether a plain parameter is only a shard, with the others on other ranks."""
+    parameter.is_shard_of_replica = is_shard  # type: ignore[attr-defined]
 
 
-def is_part(tensor: Tensor) -> bool:
-    """Return whether the other ranks of the replica hold other shards of the tensor."""
-    return isinstance(tensor, DTensor) or getattr(tensor, "is_part_of_replica", False)
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether a tensor is sharded over the ranks of the replica."""
+    return isinstance(tensor, DTensor) or getattr(tensor, "is_shard_of_replica", False)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor; collective over the ranks that hold its shards."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Return nested dictionaries, lists and tuples with some values replaced.
+    """Return a copy of nested dictionaries, lists and tuples with some values replaced.
 
     Args:
         value: the outermost container.
-        convert: gets a value and its dotted name, and returns it or another one. It gets containers
-            too, whose values are converted unless it replaces the container.
-        name: of the value.
+        convert: takes a value and its dotted name; returns the value or a replacement. It is called
+            for containers too; the items of a container that it replaces are not visited.
+        name: dotted name of `value`.
     """
     converted = convert(value, name)
     if converted is not value:
@@ -65,24 +65,23 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 
 
 def full_tensors(state: Any, keep: bool) -> Any:
-    """Return nested containers with full tensors in host memory in place of shards.
+    """Return a copy of nested containers with full tensors in host memory in place of shards.
 
-    Collective over the ranks that hold the shards, in the order of the containers.
-
-    torch's `get_model_state_dict` would store a tied weight under each of its names, and its twin
-    for optimizers takes an optimizer step to fill an empty state: `DistributedLion` would vote.
+    Collective over the ranks that hold the shards. torch's `get_model_state_dict` would store a
+    tied weight once per name, and `get_optimizer_state_dict` takes an optimizer step to fill an
+    empty state, in which `DistributedLion` would vote.
 
     Args:
-        state: nested containers; a tensor that is in it twice is gathered once.
-        keep: whether this rank wants the result; the others get empty tensors.
+        state: nested containers; a tensor that occurs twice is gathered once.
+        keep: whether this rank needs the result; if not, its tensors are empty.
     """
-    gathered: dict[int, Tensor] = {}  # by the id of a shard, which `state` keeps alive
+    gathered: dict[int, Tensor] = {}  # by the shard's id; `state` keeps the shards alive
 
     def gather(value: Any, _: str) -> Any:
         if not isinstance(value, Tensor):
             return value
         if id(value) not in gathered:
-            full = whole(value)  # on all ranks: a gather needs each of them
+            full = full_tensor(value)  # on all ranks: a gather needs each of them
             gathered[id(value)] = full.cpu() if keep else full.new_empty(0)
         return gathered[id(value)]
 
@@ -90,14 +89,14 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor as `like` is held: a shard of it where that is one.
+    """Return `values` sharded like `like`; unchanged if `like` is not sharded.
 
     Args:
         values: the full tensor, on any device, or this rank's shard of it.
-        like: a tensor of the full shape.
+        like: the tensor whose sharding to copy.
 
     Raises:
-        ValueError: `values` is neither.
+        ValueError: the shape of `values` is neither the full one nor the shard's.
     """
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
@@ -106,8 +105,9 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
     if values.shape != mine.shape:
         if values.shape != like.shape:
             raise ValueError(
-                f"A tensor of shape {list(values.shape)} was found for one of {list(like.shape)},"
-                f" of which this rank holds {list(mine.shape)}: it must be one of the two."
+                f"A saved tensor has shape {list(values.shape)}, but the model's has shape"
+                f" {list(like.shape)}, of which this rank's shard is {list(mine.shape)}. Load a"
+                " checkpoint of the same model."
             )
         # FSDP gives each rank ceil(rows / ranks) rows, and the last ranks fewer or none
         rows = values.shape[placement.dim]
@@ -123,17 +123,13 @@ def shard_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 class RowShards:
-    """Full states of a module that FSDP has sharded, and this rank's shards of such states.
-
-    Args:
-        module: the sharded one.
-    """
+    """Full states of a module that FSDP2 has sharded, and this rank's shards of such states."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, with `DTensor`s; a tied weight is one object."""
+        """Return the module's state with `DTensor`s; a tied weight is a single object."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         found: dict[Any, Any] = {}
         return {
@@ -141,14 +137,14 @@ class RowShards:
             for name, value in self._module.state_dict().items()
         }
 
-    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
+    def full_state_dict(self, keep: bool) -> dict[str, Any]:
         """Return the module's full state in host memory, {} where `keep` is False; collective."""
         state = full_tensors(self.sharded_state_dict(), keep)
         return state if keep else {}
 
     def gather_from_here(self, keep: bool) -> None:
-        """Let the module's own `state_dict` gather full tensors from now on."""
-        # a launcher of forked ranks calls it by itself, without asking the strategy
+        """Make the module's own `state_dict` return full tensors from now on."""
+        # Lightning's launcher of forked ranks calls `state_dict` without asking the strategy
 
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             del module
@@ -156,8 +152,8 @@ class RowShards:
 
         self._module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
 
-    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a module's state, full or this rank's, as the module holds it."""
+    def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert a state of the module, full or this rank's, to this rank's shards."""
         held = self._module.state_dict()
         return {
             name: shard_like(value, held[name]) if name in held else value
@@ -165,21 +161,21 @@ class RowShards:
         }
 
     def sharded_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state, with `DTensor`s for all tensors that are sharded.
+        """Return an optimizer's state, with `DTensor`s in place of plain local shards.
 
-        `DistributedLion` keeps a plain tensor for a shard.
+        `DistributedLion` keeps plain tensors.
         """
         return _map_optimizer_state(optimizer, optimizer.state_dict(), shard_like)
 
-    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Return an optimizer's full state as `whole_state_dict` returns the module's."""
+    def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """Return an optimizer's full state, {} where `keep` is False; collective."""
         state: dict[str, Any] = full_tensors(self.sharded_optimizer_state(optimizer), keep)
         return state if keep else {}
 
-    def part_optimizer_state(
+    def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return an optimizer's state, full or this rank's, as the optimizer holds it."""
+        """Convert an optimizer state, full or this rank's, to this rank's shards."""
         return _map_optimizer_state(optimizer, state, shard_like)
 
 
@@ -188,14 +184,11 @@ def _map_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's `state_dict` with its tensors converted.
 
-    Args:
-        optimizer: whose state it is.
-        state: as it was returned, or is to be loaded.
-        convert: gets a tensor of the state that has a dimension, and its parameter.
+    `convert` takes a tensor of the state, not a scalar, and the parameter that it belongs to.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
-    # the optimizer itself refuses the state of another model
+    # not strict: the optimizer itself refuses the state of another model
     parameter_of = dict(zip(saved, parameters, strict=False))
     return {
         **state,

@@ -1,7 +1,7 @@
-"""Put the weights that replicas share into the module for a while, and the local ones back.
+"""Swap the weights that replicas share into the module for a while, then the local ones back.
 
-Replicas that train apart have weights of their own between two exchanges. Validations and
-checkpoints use the weights that they share.
+Replicas that train apart have different local weights between two exchanges. Validations and
+checkpoints use the shared weights.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 
 ADVICE = (
-    "It holds them during a validation and where a checkpoint is written. Callbacks that put"
-    " weights of their own in for a validation cannot work here, but for Lightning's"
+    "It does so during validations and while a checkpoint is saved. Callbacks that put other"
+    " weights into the module for a validation are not supported, except for Lightning's"
     " `WeightAveraging`: remove them, or average `outer_weights()` yourself."
 )
 
 
 class SharedPart(Protocol):
-    """Some tensors of a module, and the shared values for them."""
+    """Some tensors of a module, together with the shared values for them."""
 
     @property
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """The names of the parameters, and of the buffers."""
+        """Names of the parameters, and of the buffers."""
         ...
 
     @property
@@ -38,30 +38,29 @@ class SharedPart(Protocol):
         ...
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values, as tensors like `local`."""
+        """Return the shared values, in the shapes and order of `local`."""
         ...
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values, or `shown` in their place, into the module."""
+        """Copy the shared values, or `shown` instead, into the module."""
         ...
 
-    def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the module holds the shared values; buffers on demand."""
+    def local_equals_shared(self, buffers: bool = True) -> bool:
+        """Return whether the module already contains the shared values; `buffers` too on demand."""
         ...
 
     def take_local(self) -> None:
-        """Make the module's values the shared ones."""
+        """Set the shared values to the module's."""
         ...
 
 
 class SharedCopy:
-    """A copy of the whole model as one part: trained parameters and floating-point buffers.
+    """A shared copy of all trained parameters and persistent floating-point buffers of a model.
 
-    Args:
-        module: the model; all replicas hold the same weights now.
+    All replicas must hold the same weights when it is created.
 
     Attributes:
-        names: of the trained parameters, and of the buffers that a checkpoint has.
+        names: names of the trained parameters, and of the persistent buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,11 +80,11 @@ class SharedCopy:
         return [tensor.detach() for tensor in (*parameters, *buffers)]
 
     def outer(self) -> list[Tensor]:
-        """Return the shared values in the order of `local`; not to be written to."""
+        """Return the shared values in the order of `local`; do not write to them."""
         return self._shared
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values into the module, or `shown`, flat, in their place."""
+        """Copy the shared values, or `shown` (flat) instead, into the module."""
         parts = self._shared
         if shown is not None:
             sizes = [tensor.numel() for tensor in parts]
@@ -95,68 +94,68 @@ class SharedCopy:
             tensor.copy_(part)
 
     def load(self, shared: Sequence[Tensor]) -> None:
-        """Make these the shared values, in the order of `outer`."""
+        """Set the shared values, in the order of `outer`."""
         for own, value in zip(self._shared, shared, strict=True):
             own.copy_(value)
 
-    def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the module holds the shared values; buffers on demand."""
+    def local_equals_shared(self, buffers: bool = True) -> bool:
+        """Return whether the module already contains the shared values; `buffers` too on demand."""
         count = None if buffers else len(self.names[0])
         return all(map(torch.equal, self.local[:count], self._shared[:count]))
 
     def take_local(self) -> None:
-        """Make the module's values the shared ones."""
+        """Set the shared values to the module's."""
         self.load(self.local)
 
 
 class WeightSwap:
-    """Puts the shared weights into the module and keeps the local ones.
+    """Swap between the local and the shared weights of a module.
 
     Args:
-        parts: of the model, all of them; the list may grow.
+        parts: parts that together cover the model; the list may grow.
 
     Attributes:
-        is_in: the module holds the shared weights.
+        swapped_in: whether the module contains the shared weights now.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
         self._aside: list[Tensor] = []  # the local weights
-        self._held: list[Tensor] = []  # hashes of the values that replaced them in the module
-        self.is_in = False
+        self._held: list[Tensor] = []  # hashes of the shared weights in the module
+        self.swapped_in = False
 
     @property
     def in_module(self) -> list[Tensor]:
-        """The module's tensors now, in the order of `local`."""
+        """The tensors in the module now, part by part, parameters before buffers."""
         return [tensor for part in self._parts for tensor in part.local]
 
     @property
     def local(self) -> list[Tensor]:
-        """The local weights, wherever they are: part by part, parameters before buffers."""
-        return self._aside if self.is_in else self.in_module
+        """The local weights, in the module or set aside, in the order of `in_module`."""
+        return self._aside if self.swapped_in else self.in_module
 
     @torch.no_grad()
     def load_local(self, saved: Sequence[Tensor]) -> None:
-        """Restore the local weights."""
+        """Restore saved local weights, in the order of `local`."""
         for tensor, value in zip(self.local, saved, strict=True):
             tensor.copy_(value)
 
     @torch.no_grad()
-    def is_local(self, buffers: bool = True) -> bool:
-        """Return whether the module holds the shared weights; averaged buffers on demand."""
-        return all(part.is_local(buffers) for part in self._parts)
+    def local_equals_shared(self, buffers: bool = True) -> bool:
+        """Return whether the module contains the shared weights; averaged buffers on demand."""
+        return all(part.local_equals_shared(buffers) for part in self._parts)
 
     @torch.no_grad()
     def take_local(self) -> None:
-        """Make the module's values the shared ones, before the first step."""
+        """Set the shared weights to the module's, before the first step."""
         for part in self._parts:
             part.take_local()
 
     def outer_tensors(self) -> dict[str, Tensor]:
-        """Return the shared weights and averaged buffers by name; not to be written to.
+        """Return the shared weights and averaged buffers by name; do not write to them.
 
-        In the dtypes of the module's tensors, on the device of the shared copy. Collective within a
-        replica.
+        They have the dtypes of the module's tensors and are on the device of the shared copy.
+        Collective within a replica.
         """
         return {
             name: tensor
@@ -166,55 +165,55 @@ class WeightSwap:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """Let the module hold the local weights in the body."""
-        swapped = self.is_in
-        self.put_back()
+        """Put the local weights into the module for the body."""
+        swapped = self.swapped_in
+        self.swap_out()
         yield
         if swapped:
-            self.put_in()
+            self.swap_in()
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Let the module hold the shared weights in the body; a nested use changes nothing."""
-        if self.is_in:
+        """Put the shared weights into the module for the body; nested uses do nothing."""
+        if self.swapped_in:
             yield
             return
-        self.put_in(shown)
+        self.swap_in(shown)
         try:
             yield
         finally:
-            self.put_back()
+            self.swap_out()
 
     @torch.no_grad()
-    def put_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Put the shared weights and averaged buffers into the module, if they are not there.
+    def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
+        """Put the shared weights and averaged buffers into the module, unless they are there.
 
         Args:
-            shown: values for the module in their place: for every part as its `show` takes them.
+            shown: other values to put in instead, one entry per part, as its `show` takes them.
         """
-        if not self.is_in:
+        if not self.swapped_in:
             self._aside = [tensor.clone() for tensor in self.in_module]
             for p, part in enumerate(self._parts):
                 part.show(None if shown is None else shown[p])
-            # Hashes and not versions: callbacks write through `parameter.data`, which has its own.
+            # Hashes, as writes through `parameter.data` do not change the parameter's version.
             self._held = self._hashes()
-            self.is_in = True
+            self.swapped_in = True
 
     @torch.no_grad()
-    def put_back(self, check: bool = True) -> None:
-        """Put the local weights back, bit for bit, if they are not there.
+    def swap_out(self, check: bool = True) -> None:
+        """Put the local weights back, bit for bit, unless they are there.
 
-        A buffer that was written to in between keeps the new values: a module may count in it
-        during a validation.
+        A buffer that was written to in between keeps its new values: a module may use it as a
+        counter during a validation.
 
         Args:
-            check: refuse parameters that were written to.
+            check: whether to refuse writes to parameters.
 
         Raises:
-            RuntimeError: a parameter was written to in between. The local weights are back then
-                too.
+            RuntimeError: a parameter was written to in between. The local weights are restored
+                anyway.
         """
-        if not self.is_in:
+        if not self.swapped_in:
             return
         names = [
             (name, name in part.names[0]) for part in self._parts for name in chain(*part.names)
@@ -226,13 +225,13 @@ class WeightSwap:
         ):
             if trained and not is_same:
                 written.append(name)
-            if trained or is_same:  # parameters always: training continues with the local ones
+            if trained or is_same:  # parameters always: training continues from the local weights
                 tensor.copy_(kept)
-        self._aside, self._held, self.is_in = [], [], False
+        self._aside, self._held, self.swapped_in = [], [], False
         if written and check:
             raise RuntimeError(
-                f"The parameters {written[:3]}{' and others' if written[3:] else ''} were written"
-                f" to while the module held the outer weights. {ADVICE}"
+                f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
+                f" while the module contained the outer weights. {ADVICE}"
             )
 
     def _hashes(self) -> list[Tensor]:
@@ -240,22 +239,20 @@ class WeightSwap:
 
 
 class OuterView:
-    """A view of a module in which the shared weights replace the exchanged tensors.
+    """View of a module in which the shared weights replace the local ones.
 
-    Args:
-        module: the module.
-        swap: has its shared weights, which are asked for once.
+    The shared weights are gathered once, at the first use.
     """
 
     def __init__(self, module: nn.Module, swap: WeightSwap) -> None:
         self._module, self._swap = module, swap
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters, shared ones where there are; not to be written to."""
+        """Yield the parameters, with shared values where there are any; do not write to them."""
         return (self._values.get(name, own) for name, own in self._module.named_parameters())
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers, shared ones where there are; not to be written to."""
+        """Yield the buffers, with shared values where there are any; do not write to them."""
         return (self._values.get(name, own) for name, own in self._module.named_buffers())
 
     def __getattr__(self, name: str) -> Any:

@@ -1,17 +1,18 @@
 """Checkpoints and exact resume, for any algorithm.
 
-A checkpoint is Lightning's own, with full tensors, plus one entry: the algorithm's state that all
-replicas share, saved once, and rank 0's own state; every other rank writes its own state into a
-file beside it.
+A checkpoint is a Lightning checkpoint with full tensors, plus one entry: the state shared by all
+replicas, saved once, and rank 0's own state. Every other rank writes its own state to a file beside
+the checkpoint.
 
-    exact            what a checkpoint contains; saving, and resuming from it
-    rank_files       the files of single ranks
+    exact            contents of a checkpoint; saving, and resuming from it
+    rank_files       one file per rank, beside the checkpoint
     own_tensors      untrained tensors that can differ between ranks
     data_position    loaders, random numbers, half-accumulated gradients
-    loops            Lightning's loops at the moment of the save
-    files            files that are complete or absent, and checked when they are read
-    folders          checkpoints of large sharded models that are folders
-    checkpoint_io    Lightning's plugins that read and write checkpoints
+    loops            Lightning's loops, set back to the moment of the save
+    files            atomic writes, and checksums when reading
+    folders          checkpoints of large sharded models, as folders
+    checkpoint_io    Lightning's checkpoint plugins
 
-No module here knows an algorithm; private names of Lightning come from `lightning_internals`.
+Nothing here is specific to an algorithm; private names of Lightning come from
+`lightning_internals`.
 """

@@ -1,4 +1,4 @@
-"""Lightning's plugins for checkpoints: ours, and those of users."""
+"""Lightning's checkpoint plugins: the library's default, and how users' plugins are wrapped."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from typing_extensions import override
 
-from lightning_commfree.resume.files import FilePath, local_path, write_whole
+from lightning_commfree.resume.files import FilePath, local_path, write_atomic
 from lightning_commfree.resume.folders import read_folder
 
-# earlier releases of Lightning do not ask how a file is to be read
+# earlier releases of Lightning have no such argument
 _ASKS = "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`, with files that are complete or absent.
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's `TorchCheckpointIO` with atomic writes; also reads checkpoint folders.
 
     Args:
-        maps: map files on a disk instead of reading them, so that a rank with shards reads only
-            these: the file that a fit resumes from may be replaced or removed meanwhile, but not
-            written to. Tensors of a folder are read when they are used.
+        maps: memory-map local files, and read tensors of a folder lazily, so that a rank that holds
+            shards reads only those. While a fit resumes from a file, it may be replaced or removed,
+            but not modified in place.
     """
 
     def __init__(self, maps: bool = False) -> None:
@@ -33,7 +33,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: FilePath, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return a checkpoint, as Lightning does, from a file or a folder."""
+        """Load a checkpoint from a file or a folder."""
         local = local_path(path)
         asked = kwargs.get("weights_only", args[1] if len(args) > 1 else None)
         if local is not None and local.is_dir():
@@ -51,28 +51,29 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: FilePath, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint; Lightning does it where `path` is not on a disk of this machine.
+        """Write a checkpoint atomically; Lightning writes it if `path` is remote.
 
         Raises:
-            RuntimeError: it cannot be written; the file that was there before is unchanged.
+            RuntimeError: it cannot be written; an existing file is unchanged.
         """
         if storage_options is not None or local_path(path) is None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            write_whole(checkpoint, path)
+            write_atomic(checkpoint, path)
 
 
-def writing_whole(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
-    """Return the user's plugin, or ours; asynchronous plugins get ours to write with."""
+def with_atomic_writes(plugin: CheckpointIO | None, maps: bool) -> CheckpointIO:
+    """Return the user's plugin or the default; plugins that wrap another one wrap the default."""
     if plugin is None:
-        return WholeCheckpointIO(maps)
+        return AtomicCheckpointIO(maps)
     if hasattr(plugin, "checkpoint_io"):
-        plugin.checkpoint_io = WholeCheckpointIO(maps)  # it keeps the first one that it gets
+        # it accepts only the first one, so set it before Lightning does
+        plugin.checkpoint_io = AtomicCheckpointIO(maps)
     return plugin
 
 
 def writes_later(checkpoint_io: Any) -> bool:
-    """Return whether a plugin, or one inside it, may still be writing when it returns."""
+    """Return whether a plugin, or one that it wraps, writes asynchronously."""
     while checkpoint_io is not None and not isinstance(checkpoint_io, AsyncCheckpointIO):
-        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # of one that wraps another
+        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)  # the wrapped plugin
     return checkpoint_io is not None

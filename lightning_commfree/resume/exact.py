@@ -1,26 +1,28 @@
-"""Exact resume: what a checkpoint contains, and how each rank gets its own state back.
+"""Exact resume: the contents of a checkpoint, and how each rank restores its own state.
 
-`ExactResume` belongs to a strategy, which calls its methods in the order in which they are here.
+`ExactResume` belongs to a strategy, which calls its methods in the order in which they appear here.
 It adds one entry to a Lightning checkpoint:
 
     checkpoint["lightning_commfree"] = {
-        "ranks", "token", "folder",      # of this save, and where its rank files are
-        "algorithm", "fingerprint",      # what must be the same for an exact resume
-        "shared",                        # the algorithm's state that all replicas have equally
-        "own",                           # rank 0's own state; every other rank's is in its file
+        "ranks", "token", "folder",      # number of ranks, the save's id, folder of its rank files
+        "algorithm", "fingerprint",      # must be the same for an exact resume
+        "shared",                        # the algorithm's state that is the same on all replicas
+        "own",                           # rank 0's own state; other ranks' states are in rank files
     }
 
-A rank's own state has these entries (`_own_state`):
+A rank's own state has these entries (`ExactResume._state`):
 
-    "algorithm"                           the algorithm's: local weights, fragments in flight
-    "optimizers", "precision", "tensors"  where every rank has a model of its own
-    "inside", "gradients", "schedulers"   of the layout, of a half-accumulated step, of this rank
-    "random", "epoch_start", "loaders", "ahead"   the position in the data: `data_position`
-    "shared"                              of ranks that hold another shard than rank 0: theirs
-    "lost"                                texts: what an exact resume will not restore
+    "algorithm"                            the algorithm's: local weights, fragments in flight
+    "optimizers", "precision", "tensors"   only if replicas have models of their own
+    "inside"                               the layout's (`Inside.state_dict`)
+    "gradients", "schedulers"              half-accumulated gradients; learning-rate schedulers
+    "random", "epoch_start", "loaders", "ahead"   position in the data (`data_position`)
+    "shared"                               only on ranks that hold other shards than rank 0
+    "lost"                                 messages about state that could not be saved
 
-A fit that resumes on as many ranks with the same settings continues bit for bit. Any other fit
-starts from the checkpoint's weights, uses what its algorithm can (`adopt`), and a message says why.
+A fit that resumes on the same number of ranks with the same settings continues bit for bit. Any
+other fit starts from the checkpoint's weights, reuses what its algorithm can (`adopt`), and warns
+why it is not exact.
 """
 
 from __future__ import annotations
@@ -44,13 +46,19 @@ from lightning_commfree.resume.data_position import (
     data_state,
     half_accumulated,
     not_saved,
-    restore_place,
+    restore_data_position,
 )
 from lightning_commfree.resume.files import FilePath
 from lightning_commfree.resume.folders import write_folder
 from lightning_commfree.resume.loops import restore_loops
 from lightning_commfree.resume.own_tensors import OwnTensors
-from lightning_commfree.resume.rank_files import Owner, RankFiles, copied, local_tensors, plain
+from lightning_commfree.resume.rank_files import (
+    Owner,
+    RankFiles,
+    copy_to_cpu,
+    local_tensors,
+    plain_or_none,
+)
 
 KEY = "lightning_commfree"  # the checkpoint's entry
 _ENTRY = {"ranks", "token", "folder", "algorithm", "fingerprint", "shared", "own"}
@@ -59,58 +67,61 @@ State = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """What exact resume asks of an algorithm between replicas.
+    """The interface of an algorithm for saving and exact resume.
 
     Attributes:
-        name: of the algorithm; another one has no use for its state.
-        replicas: every rank, or group of ranks, has a model of its own, with optimizers and
-            untrained tensors of its own. Else all ranks hold shards of one, which a checkpoint puts
-            together.
-        free_at_resume: names in `fingerprint` that may have other values at a resume.
+        name: the algorithm's name; a resume uses only states saved under the same name.
+        replicas: True if each replica has its own model, optimizers and untrained tensors. False if
+            all ranks hold shards of one model, which a checkpoint contains in full.
+        free_at_resume: names in `fingerprint` whose values may change at a resume.
     """
 
     name: str
-    replicas: bool
-    free_at_resume: frozenset[str]
+    replicas: bool = True
+    free_at_resume: frozenset[str] = frozenset()
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be the same for an exact resume."""
+        """Return the settings that must be the same on all ranks and at an exact resume."""
+        return {}
 
     def state_dict(self) -> tuple[State, State]:
-        """Return the state that all replicas have equally, and this rank's own.
+        """Return the state shared by all replicas, and this rank's own state.
 
-        Plain values and tensors, which need not be copies.
+        Both consist of plain values and tensors, which need not be copies.
         """
 
     def load_state_dict(self, shared: State, own: State | None) -> None:
-        """Put back what `state_dict` returned, into an algorithm that has not begun.
+        """Restore the state that `state_dict` returned, before the first step.
 
         Args:
-            shared: the state of all replicas.
-            own: this rank's; None: this replica joins others, and has none.
+            shared: the state shared by all replicas.
+            own: this rank's own state; None for a replica that is new.
         """
 
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Choose what this rank can use of a save by other ranks or with other settings.
-
-        Collective over the world: all ranks return something, or all return None.
+        """Reuse parts of a save by other ranks, or with other settings; collective.
 
         Args:
-            was: the fingerprint of the save, by the same algorithm.
-            ranks: that saved.
-            load: returns the own states of some ranks, or nothing if any rank lacks a file.
+            was: the fingerprint of the save, which is from the same algorithm.
+            ranks: the number of ranks that saved.
+            load: returns the own states of given ranks, or an empty list if any file is missing.
 
         Returns:
-            Some entries of an own state, and a text on what is kept, to follow "Every rank starts
-            from the checkpoint's weights, ".
+            Some entries of an own state, and a description of what is kept, which continues "Every
+            rank starts from the checkpoint's weights, ". Or None on all ranks, to reuse nothing.
         """
+        del was, ranks, load
+        return None
 
 
 @contextmanager
-def failing_as_one(ranks: Any) -> Iterator[None]:
-    """If the body fails on some rank, raise on all ranks: their own error, or that rank's text."""
+def fail_together(ranks: Any) -> Iterator[None]:
+    """If the `with` block fails on any rank, raise an error on all ranks.
+
+    A rank that has not failed raises the error text of the first rank that has.
+    """
     failure = None
     try:
         yield
@@ -124,28 +135,28 @@ def failing_as_one(ranks: Any) -> Iterator[None]:
 
 @dataclass
 class _Fit:
-    """A fit from `begin` to `end`."""
+    """The objects of one fit, from `begin` to `end`."""
 
     trainer: pl.Trainer
     algorithm: Resumable
-    inside: Any  # of `strategies.contracts.Inside`
+    inside: Any  # a `strategies.contracts.Inside`
     tensors: OwnTensors
 
 
 class Save:
-    """A checkpoint that a fit resumes from, and the rank states of its save.
+    """A checkpoint to resume from, with its rank files.
 
     Args:
         path: where the checkpoint was read.
-        checkpoint: as it was read.
-        ranks: of the fit (`strategies.ranks.Ranks`).
-        weights_only: as `Trainer.fit` got it; None stands for True.
+        checkpoint: the loaded checkpoint.
+        ranks: all ranks of the fit (`strategies.ranks.Ranks`).
+        weights_only: the argument of `Trainer.fit`; None means True.
 
     Attributes:
-        entry: the checkpoint's entry, empty if it has none.
+        entry: the checkpoint's entry `KEY`, empty if it has none.
 
     Raises:
-        RuntimeError: the entry has another format.
+        RuntimeError: the entry was written by another version.
     """
 
     def __init__(
@@ -155,17 +166,17 @@ class Save:
         self.entry: State = checkpoint.get(KEY, {})
         if self.entry and not self.entry.keys() >= _ENTRY:
             raise RuntimeError(
-                f"The entry {KEY!r} of the checkpoint {str(path)!r} was written by another version."
-                " Load its weights alone (`load_from_checkpoint`), or resume with the version that"
-                " saved it."
+                f"The checkpoint {str(path)!r} was written by another version of"
+                " lightning_commfree. Load only its weights (`load_from_checkpoint`), or resume"
+                " with the version that saved it."
             )
         self._ranks, self._weights_only = ranks, weights_only is not False
 
     def own_state(self, rank: int) -> State | None:
-        """Return a rank's own state, None if its file is missing.
+        """Return a rank's own state; None if its file is missing.
 
         Raises:
-            RuntimeError: the file is another rank's, of another save, or damaged.
+            RuntimeError: the file is from another rank or save, or damaged.
         """
         if rank == 0:
             return self.entry["own"]  # type: ignore[no-any-return]
@@ -176,16 +187,16 @@ class Save:
         return found
 
     def load(self, wanted: Iterable[int]) -> list[State]:
-        """Return the own states of some ranks, or nothing if any rank lacks one; collective."""
-        with failing_as_one(self._ranks):
+        """Return the own states of the `wanted` ranks, or [] if any is missing; collective."""
+        with fail_together(self._ranks):
             found = [self.own_state(rank) for rank in wanted]
         complete = all(self._ranks.all_flags(None not in found))
         return [state for state in found if state is not None and complete]
 
     def why_not_exact(self, algorithm: Resumable, found: bool) -> str:
-        """Return why the ranks cannot use their own states, "" if they can; collective.
+        """Return why an exact resume is impossible, "" if it is possible; collective.
 
-        `found` says whether this rank has its own state.
+        `found`: whether this rank has found its own state.
         """
         if not self.entry:
             return (
@@ -193,7 +204,7 @@ class Save:
                 " `fit`)"
             )
         if self.entry["algorithm"] != algorithm.name:
-            return f"it was saved by {self.entry['algorithm']}, and this is {algorithm.name}"
+            return f"it was saved by {self.entry['algorithm']}, but this is {algorithm.name}"
         now, was = algorithm.fingerprint(), self.entry["fingerprint"]
         changed = [
             f"{name} was {was.get(name, 'absent')} and is {now.get(name, 'absent')}"
@@ -201,17 +212,17 @@ class Save:
             if now.get(name) != was.get(name)
         ]
         if self.entry["ranks"] != self._ranks.size:
-            number = f"it was saved by {self.entry['ranks']} ranks, these are {self._ranks.size}"
-            changed.insert(0, number)
+            size = f"it was saved by {self.entry['ranks']} ranks, but this fit has"
+            changed.insert(0, f"{size} {self._ranks.size}")
         if changed:
             return "; ".join(changed)
         flags = self._ranks.all_flags(found)
         missing = ", ".join(str(rank) for rank, has in enumerate(flags) if not has)
         folder = self.entry["folder"]
-        return f"the files of rank {missing} below {folder!r} are gone" if missing else ""
+        return f"the rank files of rank {missing} in {folder!r} are missing" if missing else ""
 
-    def adopted_by(self, algorithm: Resumable) -> tuple[State, str]:
-        """Return what a rank uses that does not resume exactly, and a text; collective."""
+    def adopt(self, algorithm: Resumable) -> tuple[State, str]:
+        """Return the own state for an inexact resume, and a description of it; collective."""
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
             adopted = algorithm.adopt(self.entry["fingerprint"], self.entry["ranks"], self.load)
@@ -228,50 +239,50 @@ class ExactResume:
     """Saves and restores each rank's own state.
 
     Args:
-        strategy: whose ranks save and resume.
-        ranks: all ranks of its job (`strategies.ranks.Ranks`).
+        strategy: the strategy that saves and resumes.
+        ranks: all ranks of the job (`strategies.ranks.Ranks`).
     """
 
     def __init__(self, strategy: Any, ranks: Any) -> None:
         self._strategy, self._ranks = strategy, ranks
         self._fit: _Fit | None = None
-        self._save: Save | None = None  # that the fit resumes from, until `begin` or `read`
-        self._own: State | None = None  # what this rank resumes with, until all is restored
+        self._save: Save | None = None  # the save to resume from, until `begin` or `read` uses it
+        self._own: State | None = None  # this rank's state to restore, until all of it is restored
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Record a fit's random numbers from its first loader on; in `setup_environment`."""
+        """Start to record random generator states, before the first loader is made."""
         self._epoch_start = EpochStart(trainer, patches)
 
     # -- resuming
 
     def read(self, path: FilePath, checkpoint: State, weights_only: bool | None = None) -> None:
-        """Read this rank's own state of a checkpoint that a fit resumes; after `load_checkpoint`.
+        """Read this rank's own state of a checkpoint that a fit resumes from; collective.
 
-        Collective. Optimizers and schedulers of this rank then replace rank 0's in `checkpoint`,
-        because Lightning restores them later.
+        This rank's optimizer and scheduler states then replace rank 0's in `checkpoint`, because
+        Lightning restores them from there later.
 
         Raises:
-            RuntimeError: the state is another rank's, of another save, or damaged; on all ranks.
+            RuntimeError: a rank file is from another rank or save, or damaged; on all ranks.
         """
         strategy, module = self._strategy, self._strategy.lightning_module
         fits = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         if not fits or (self._fit is not None and not strategy.restore_checkpoint_after_setup):
-            return  # a hook of the user's reads a file
+            return  # a user's hook loads a checkpoint; this is not a resume
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
         if save.entry.get("ranks") == self._ranks.size:
-            with failing_as_one(self._ranks):
+            with fail_together(self._ranks):
                 self._own = save.own_state(self._ranks.rank)
         self._save = save
         if self._fit is not None:
             self._restore_own(self._fit, save)
 
     def begin(self, trainer: pl.Trainer, algorithm: Resumable, inside: Any) -> None:
-        """Begin a fit, and restore this rank's own weights and tensors if it resumes.
+        """Begin a fit; if it resumes, restore this rank's own weights and tensors. Collective.
 
-        Collective; in `setup`, when module, optimizers, algorithm and layout (`inside`) are made.
-        A checkpoint that Lightning restores after setup is restored by `read`.
+        Called in `setup`, when module, optimizers, algorithm and layout (`inside`) exist. If
+        Lightning restores checkpoints after setup, `read` restores them instead.
         """
         tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
@@ -282,7 +293,7 @@ class ExactResume:
         """Restore loops, position in the data and random numbers; in `on_train_start`.
 
         Returns:
-            Whether this rank has some state of its own back.
+            Whether any of this rank's own state was restored.
         """
         fit, own = self._fit, self._own
         if fit is None or own is None:
@@ -293,30 +304,30 @@ class ExactResume:
         if "random" not in own:
             restore_loops(fit.trainer)
             return bool(own)
-        lost = [*own["lost"], *restore_place(fit.trainer, self._epoch_start, own)]
+        lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
         _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
         if lost:
-            rank_zero_warn(f"The fit resumes where it was saved, but: {'; '.join(lost)}.")
+            rank_zero_warn(f"Resuming is not exact in these points: {'; '.join(lost)}.")
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
-        """Restore what must be in place before Lightning restores the rest."""
+        """Restore the state that must be in place before Lightning restores the rest."""
         self._save = None
         if reason := save.why_not_exact(fit.algorithm, self._own is not None):
-            self._own, said = save.adopted_by(fit.algorithm)
+            self._own, kept = save.adopt(fit.algorithm)
             rank_zero_warn(
                 f"Resuming from {str(save.path)!r} is not exact: {reason}. Every rank starts from"
-                f" the checkpoint's weights, {said}."
+                f" the checkpoint's weights, {kept}."
             )
         own, checkpoint = self._own or {}, save.checkpoint
         self._own = {"shared": save.entry.get("shared"), **own} if own else {}
 
-        # Lightning restores these later, from the checkpoint, which has rank 0's
+        # Lightning restores these later, from the checkpoint, which contains rank 0's
         if own.get("schedulers"):
             checkpoint["lr_schedulers"] = own["schedulers"]
         if "optimizers" in own:
             checkpoint["optimizer_states"] = own["optimizers"]
-        if own.get("precision"):  # empty without a gradient scaler, which refuses an empty state
+        if own.get("precision"):  # empty without a gradient scaler; a scaler refuses empty states
             plugin = type(self._strategy.precision_plugin).__qualname__
             checkpoint[plugin] = own["precision"]
         if not self._strategy.restore_checkpoint_after_setup:
@@ -324,7 +335,7 @@ class ExactResume:
 
     @staticmethod
     def _restore_weights(fit: _Fit, own: State) -> None:
-        # first, because the algorithm restores the tensors that it exchanges
+        # first, because the algorithm overwrites the tensors that it exchanges
         fit.tensors.load(own.get("tensors", {}))
         if "algorithm" in own:
             fit.algorithm.load_state_dict(own["shared"], own["algorithm"])
@@ -334,10 +345,12 @@ class ExactResume:
     # -- saving
 
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
-        """Write a checkpoint, and in a fit the rank files; collective.
+        """Write a checkpoint and, in a fit, the rank files; collective.
 
-        `checkpoint` gets our entry on rank 0, whose `filepath` counts; `options` are for the plugin
-        that writes.
+        Args:
+            checkpoint: Lightning's; rank 0 adds the entry `KEY` to it.
+            filepath: rank 0's is used on all ranks.
+            options: for the checkpoint plugin.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.
@@ -346,15 +359,15 @@ class ExactResume:
         if fit is None or "optimizer_states" not in checkpoint:  # weights only
             self._write(checkpoint, filepath, options)
             return
-        # a file's name, and which one is removed, may depend on a metric that differs by rank
+        # names of saved and removed files may depend on a metric that differs between ranks
         token = f"{fit.trainer.global_step}-{time.time_ns():x}"
         filepath, token, removed = ranks.broadcast((filepath, token, self._removed))
-        # a path that is free again may be this save's
+        # this save may reuse the path of a removed checkpoint
         self._remove_files_of(path for path in removed if path != filepath)
 
         owner, files = Owner(ranks.rank, ranks.size, token), RankFiles(filepath)
         shared, own = self._state(fit, checkpoint)
-        with failing_as_one(ranks):
+        with fail_together(ranks):
             if owner.rank == 0:
                 checkpoint[KEY] = {
                     "ranks": ranks.size,
@@ -368,25 +381,25 @@ class ExactResume:
             else:
                 files.write(owner, own)
         self._write(checkpoint, filepath, options)
-        # a checkpoint that is written later may not be there yet, and the one before still needs
-        # its rank files; at the next save it is taken to be there
+        # with an asynchronous plugin the new checkpoint may not be written yet: keep the rank files
+        # of the previous one until the next save
         files.remove_older(token, keep=int(writes_later(self._strategy.checkpoint_io)))
 
     def _state(self, fit: _Fit, checkpoint: State) -> tuple[State, State]:
-        """Return the algorithm's shared state and this rank's own state; no copies."""
+        """Return the algorithm's shared state and this rank's own state, not copied."""
         strategy, trainer = self._strategy, fit.trainer
-        shared, of_algorithm = fit.algorithm.state_dict()
+        shared, algorithm_own = fit.algorithm.state_dict()
         own: State = {
-            "algorithm": of_algorithm,
+            "algorithm": algorithm_own,
             "inside": fit.inside.state_dict(),
             "gradients": half_accumulated(trainer),
-            "schedulers": plain(checkpoint.get("lr_schedulers")),
+            "schedulers": plain_or_none(checkpoint.get("lr_schedulers")),
             **data_state(trainer, checkpoint, self._epoch_start),
         }
         own["lost"] = not_saved(trainer, checkpoint, own)
         if fit.algorithm.replicas:
             own |= {
-                # Lightning's: the strategy's own gathers the states of several ranks
+                # Lightning's method, because the strategy's gathers shards of several ranks
                 "optimizers": [
                     DDPStrategy.optimizer_state(strategy, one) for one in strategy.optimizers
                 ],
@@ -394,20 +407,20 @@ class ExactResume:
                 "tensors": fit.tensors.state(strategy.channels),
             }
         if strategy.channels.within.rank:
-            own["shared"] = shared  # of this rank's shards; the checkpoint has rank 0's
+            own["shared"] = shared  # for this rank's shards; the checkpoint has rank 0's
         return shared, own
 
     def _write(self, checkpoint: State, filepath: FilePath, options: Any) -> None:
-        """Write a checkpoint on rank 0, or a folder on all ranks of the first replica."""
+        """Write a checkpoint file on rank 0, or a folder on all ranks of the first replica."""
         strategy = self._strategy
-        with failing_as_one(self._ranks):
+        with fail_together(self._ranks):
             if strategy.inside.saves_folders:
                 if self._ranks.rank < strategy.inside.size:
                     write_folder(checkpoint, filepath, strategy.channels.within)
                 return
             if strategy.is_global_zero and writes_later(strategy.checkpoint_io):
-                # Lightning before 2.6 writes what the tensors have become meanwhile
-                checkpoint = copied(checkpoint)
+                # Lightning before 2.6 does not copy, and would write tensors that changed meanwhile
+                checkpoint = copy_to_cpu(checkpoint)
             DDPStrategy.save_checkpoint(strategy, checkpoint, filepath, options)
 
     # -- removing
@@ -415,14 +428,14 @@ class ExactResume:
     def remove(self, filepath: FilePath) -> None:
         """Remove the rank files of a checkpoint that rank 0 removes; in `remove_checkpoint`.
 
-        Those on disks of other machines are removed at the next save, or in `remove_leftovers`.
+        Files on other machines' disks are removed at the next save, or in `remove_leftovers`.
         """
         if self._ranks.rank == 0:
             RankFiles(filepath).remove()
             self._removed.append(filepath)
 
     def remove_leftovers(self) -> None:
-        """Remove the last removed checkpoints' rank files here; collective, in `on_train_end`."""
+        """Remove this machine's rank files of the last removed checkpoints; collective."""
         if self._fit is not None:
             self._remove_files_of(self._ranks.broadcast(self._removed))
 
@@ -437,7 +450,7 @@ class ExactResume:
 
 
 def _put_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Put the gradients of a half-accumulated step back, before a resumed fit's first batch."""
+    """Restore the gradients of a half-accumulated step, before a resumed fit's first batch."""
     for name, gradient in gradients.items():
         parameter = module.get_parameter(name)
         parameter.grad = gradient.to(parameter.device, parameter.dtype)

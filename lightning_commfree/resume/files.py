@@ -1,13 +1,13 @@
-"""Checkpoint files that are complete or absent: how one is written, and checked when it is read.
+"""Atomic writing of checkpoint files, and verification when they are read.
 
-A file is written under a hidden name beside its final one, flushed to the disk, and renamed; then
-the folder is flushed. A process that is killed, or a full disk, leaves the file that was there
-before. (Lightning writes below `$TMPDIR` and moves; where the folder is a mount of its own, the
-move is a copy onto the file that was there.) The hidden name is always the same, so the next save
-to that name replaces what a killed one has left.
+A file is written under a hidden name in the same folder, flushed to the disk, and renamed; then
+the folder is flushed. If the process is killed or the disk is full, the old file stays as it was.
+(Lightning writes below `$TMPDIR` and moves the file; across file systems the move is a copy over
+the old file.) The hidden name is always the same, so the next save replaces the leftovers of a
+killed one.
 
-`torch.save` writes a checksum (CRC-32) of every record, and `torch.load` ignores them:
-`check_whole` compares them, at about 0.3 s per GB in the page cache.
+`torch.save` writes a checksum (CRC-32) of every record, but `torch.load` ignores them.
+`verify_file` compares them, at about 0.3 s per GB in the page cache.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 FilePath = str | Path
 
-_WRITING = ".writing"  # ends the hidden name
-_FOLDER_BIT = 0x10  # of a record's attributes in a zip archive
+_WRITING = ".writing"  # suffix of the hidden name
+_FOLDER_BIT = 0x10  # in a zip record's attributes: the record is a folder
 
 
-def write_whole(state: Any, path: FilePath) -> None:
-    """Write a file as `torch.save` does, complete or not at all; folders are made.
+def write_atomic(state: Any, path: FilePath) -> None:
+    """Write a file atomically with `torch.save`; missing parent folders are made.
 
     Args:
         state: tensors and other values, which must not change meanwhile.
-        path: of the file. On a file system other than a disk, that one's transaction must keep the
-            file complete.
+        path: the file. On a remote file system, the write is as atomic as its fsspec transactions.
 
     Raises:
-        RuntimeError: it cannot be written; the file that was there before is unchanged.
+        RuntimeError: it cannot be written; an existing file is unchanged.
     """
     target = local_path(path)
     if target is None:
@@ -67,10 +66,10 @@ def write_whole(state: Any, path: FilePath) -> None:
 
 
 class _Sink:
-    """A file for `torch.save` that survives a full disk.
+    """A file object for `torch.save` that survives a full disk.
 
-    After an error it writes nothing more and keeps counting. torch, which would raise an error of
-    its own over a half-written file, ends as usual, and the message can say how much is missing.
+    After an error it stops writing but keeps counting bytes. So torch finishes normally, without
+    its own error about a half-written file, and the message can say how much space is missing.
     """
 
     def __init__(self) -> None:
@@ -82,7 +81,7 @@ class _Sink:
         """Write a state to the disk.
 
         Raises:
-            OSError: the first one that came.
+            OSError: the first error while writing.
         """
         self._write = file.write
         torch.save(state, cast("IO[bytes]", self))  # it calls `write` and `flush`
@@ -102,14 +101,14 @@ class _Sink:
         return size
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed at the end."""
+        """Do nothing: `write_all` flushes the file at the end."""
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush a folder's entries to the disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some network disks cannot, and need not
+        with suppress(OSError):  # some network file systems do not support it
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -119,14 +118,14 @@ def _why_not_written(target: Path, error: OSError, needed: int, written: int) ->
     missing = ""
     if needed > written:
         missing = (
-            f" It has {_megabytes(needed)}, of which {_megabytes(written)} could be written:"
-            f" {_megabytes(needed - written)} are missing."
+            f" It needs {_megabytes(needed)}, but only {_megabytes(written)} could be written"
+            f" ({_megabytes(needed - written)} missing)."
         )
-    before = "What was there before is as it was" if target.exists() else "Nothing is there"
+    before = "The existing file is unchanged" if target.exists() else "No file was left behind"
     return (
         f"The checkpoint file {str(target)!r} cannot be written: {type(error).__name__}:"
-        f" {error}.{missing} {before}. Make room, or give `ModelCheckpoint(dirpath=...)`, or the"
-        " Trainer's `default_root_dir`, another folder."
+        f" {error}.{missing} {before}. Free disk space, or set another folder in"
+        " `ModelCheckpoint(dirpath=...)` or the Trainer's `default_root_dir`."
     )
 
 
@@ -134,18 +133,17 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.2f} MB"
 
 
-def read_whole(path: FilePath, weights_only: bool = True) -> Any:
-    """Read what `torch.save` wrote, tensors on the CPU.
+def read_verified(path: FilePath, weights_only: bool = True) -> Any:
+    """Verify and read a file that `torch.save` wrote, with tensors on the CPU.
 
     Args:
-        path: of the file.
-        weights_only: whether no code may be run from the file.
+        path: the file.
+        weights_only: refuse anything whose loading could run code.
 
     Raises:
-        RuntimeError: the file is damaged, or holds objects that only unpickling loads; with its
-            name and what to do.
+        RuntimeError: the file is damaged, or contains objects that `weights_only` refuses.
     """
-    check_whole(path)
+    verify_file(path)
     try:
         with fsspec.open(str(path), "rb") as file:
             return torch.load(file, map_location="cpu", weights_only=weights_only)
@@ -153,21 +151,21 @@ def read_whole(path: FilePath, weights_only: bool = True) -> Any:
         if not isinstance(error, pickle.UnpicklingError) or not _is_archive(path):
             raise damaged(path, error) from error
         raise RuntimeError(
-            f"The checkpoint file {str(path)!r} holds more than tensors and plain values, and to"
-            " read that may run code from it. If you trust it, pass `weights_only=False` to"
-            f" `Trainer.fit`, or `--trust` to the command that makes one file. What was found:"
-            f" {error}"
+            f"The checkpoint file {str(path)!r} contains more than tensors and plain values, and"
+            " loading that may run code from the file. If you trust it, pass `weights_only=False`"
+            " to `Trainer.fit`, or `--trust` to `python -m lightning_commfree.resume.folders`."
+            f" torch reports: {error}"
         ) from error
 
 
 @contextmanager
-def reading_whole(path: FilePath) -> Iterator[None]:
-    """Check a checkpoint before a plugin reads it in the body, and explain its errors.
+def verified_reading(path: FilePath) -> Iterator[None]:
+    """Verify a checkpoint that a `with` block then reads, and explain its read errors.
 
     Raises:
-        RuntimeError: the file is damaged; with its name and what to do.
+        RuntimeError: the file is damaged.
     """
-    check_whole(path)
+    verify_file(path)
     try:
         yield
     except (RuntimeError, EOFError, OSError, ValueError) as error:
@@ -177,60 +175,60 @@ def reading_whole(path: FilePath) -> Iterator[None]:
         raise damaged(path, error) from error
 
 
-def check_whole(path: FilePath) -> None:
-    """Compare every record of a file that `torch.save` wrote with its checksum.
+def verify_file(path: FilePath) -> None:
+    """Verify the checksums of a file that `torch.save` wrote.
 
-    Files of other kinds, and on file systems other than this machine's, are not checked.
+    Other kinds of files, and files on remote file systems, are not checked.
 
     Raises:
-        RuntimeError: a record is not as it was written.
+        RuntimeError: the file is damaged.
     """
     local = local_path(path)
     if local is None or not local.is_file():
         return
     try:
         if zipfile.is_zipfile(local):
-            check_records(local)
-    except Exception as error:  # a damaged directory makes zipfile raise anything
+            verify_records(local)
+    except Exception as error:  # zipfile raises all kinds of errors for a damaged directory
         raise damaged(path, error) from error
 
 
-def check_records(archive: Path | IO[bytes]) -> None:
-    """Compare every record of an archive that `torch.save` wrote with its checksum.
+def verify_records(archive: Path | IO[bytes]) -> None:
+    """Verify the checksums of all records in a zip archive that `torch.save` wrote.
 
     Raises:
-        ValueError: a record is not as it was written. A damaged directory makes zipfile raise
-            anything.
+        ValueError: a record is damaged. If the archive's directory is damaged, zipfile raises other
+            errors too.
     """
     with zipfile.ZipFile(archive) as opened:
         records = opened.infolist()
-        # torch reads nothing for a record that is marked as a folder, and does not notice
+        # torch silently reads no data for a record that is marked as a folder
         bad = next((r.filename for r in records if r.external_attr & _FOLDER_BIT), None)
-        if any(record.CRC for record in records):  # else `set_crc32_options(False)` was on
+        if any(record.CRC for record in records):  # else saved with `set_crc32_options(False)`
             bad = bad or opened.testzip()
     if bad is not None:
-        raise ValueError(f"its record {bad!r} is not as it was written")
+        raise ValueError(f"its record {bad!r} is damaged")
 
 
 def damaged(path: FilePath, error: Exception) -> RuntimeError:
     """Return the error for a checkpoint that cannot be read."""
     return RuntimeError(
         f"The checkpoint file {str(path)!r} cannot be read: {type(error).__name__}: {error}. It was"
-        " probably cut short, by a full disk or an interrupted copy, or changed on its disk."
-        " Nothing was loaded; resume from an earlier checkpoint."
+        " probably truncated by a full disk or an interrupted copy, or corrupted on disk. Nothing"
+        " was loaded; resume from an earlier checkpoint."
     )
 
 
 def local_path(path: FilePath) -> Path | None:
-    """Return the path of a file on this machine, None on any other file system."""
+    """Return the path on this machine's file system; None if it is on a remote one."""
     fs, place = url_to_fs(str(path))
     return Path(place) if "file" in fs.protocol else None
 
 
 def _is_archive(path: FilePath) -> bool:
-    """Return whether the file has the end that `torch.save` writes: a cut file does not."""
+    """Return whether the file ends as a zip archive does; a truncated file does not."""
     with fsspec.open(str(path), "rb") as file:
         try:
             return zipfile.is_zipfile(file)
-        except zipfile.BadZipFile:  # it ends in a damaged way
+        except zipfile.BadZipFile:  # its end is damaged
             return False

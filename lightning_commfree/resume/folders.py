@@ -1,21 +1,21 @@
-"""Checkpoints that are folders: the ranks of a replica write their shards of a large model.
+"""Checkpoint folders: each rank of a replica writes its shards of a large model.
 
-A file takes as long as one rank needs to gather and write it. FSDP's shards can be written where
-they are, by `torch.distributed.checkpoint`, by all ranks of the first replica at once:
+Writing one file means that one rank gathers and writes everything. With FSDP, all ranks of the
+first replica can write their shards at once instead, by `torch.distributed.checkpoint`:
 
     last.ckpt/checkpoint.pt    the checkpoint, with names in place of sharded tensors
-    last.ckpt/.metadata        where the shards of each tensor are, by its name
+    last.ckpt/.metadata        which file contains which shards of each tensor, by name
     last.ckpt/__1_0.distcp     the shards of rank 1
 
-The folder is written under a hidden name and renamed when it is complete. An older one is moved
-aside first, so between two renames there is none of that name.
+The folder is written under a hidden name and renamed when it is complete. An older folder of that
+name is moved aside first, so for a moment, between the two renames, neither exists.
 
-This makes one file of it, on a machine whose memory holds the whole model:
+To convert a folder to a single file, on a machine with enough memory for the full model:
 
     python -m lightning_commfree.resume.folders last.ckpt one.ckpt
 
-In the directory of the folder that file resumes as exactly as the folder does. torch's
-`dcp_to_torch_save` is no help: it turns the numbers of an optimizer's parameters into a list.
+In the same directory as the folder, that file resumes exactly too. torch's `dcp_to_torch_save` does
+not work here: it turns the parameter indices of an optimizer's state into a list.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from lightning_commfree.comm.handshake import gather_texts
 from lightning_commfree.model.shards import map_nested
 from lightning_commfree.resume.files import (
     FilePath,
-    check_records,
     damaged,
     local_path,
-    read_whole,
+    read_verified,
     sync_folder,
-    write_whole,
+    verify_records,
+    write_atomic,
 )
 
 REST, _METADATA = "checkpoint.pt", ".metadata"
-NAME = "in the folder"  # the key of a dictionary that stands for a sharded tensor
-TOKEN = "lightning_commfree.token"  # of the save, in every file of it
-# types that the metadata may consist of: these modules' own, whose constructors do nothing
+NAME = "in the folder"  # {NAME: name} replaces a sharded tensor in checkpoint.pt
+TOKEN = "lightning_commfree.token"  # key of a number that is unique to the save, in all its files
+# unpickling the metadata may construct only types of these modules, whose constructors are harmless
 _DCP = "torch.distributed.checkpoint"
 _MODULES = (f"{_DCP}.metadata", f"{_DCP}.filesystem", "torch")
 _ALSO = {
@@ -70,7 +70,7 @@ _ALSO = {
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a checkpoint that is a folder is at this path."""
+    """Return whether the path is a checkpoint folder."""
     return (path / REST).is_file() and (path / _METADATA).is_file()
 
 
@@ -78,24 +78,25 @@ def is_folder(path: Path) -> bool:
 
 
 def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
-    """Write a checkpoint, with `DTensor`s in it; collective over the first replica.
+    """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
     Args:
-        checkpoint: of this rank. The first rank's counts, but for the shards.
-        path: of the folder; anything that is there is replaced.
-        channel: to the ranks of the replica.
+        checkpoint: this rank's; of ranks other than the first, only the shards are used.
+        path: the folder; anything at this path is replaced.
+        channel: connects the ranks of the replica.
 
     Raises:
-        RuntimeError: it cannot be written; the checkpoint that was there before is unchanged.
+        RuntimeError: it cannot be written; an existing checkpoint is unchanged.
     """
     target = local_path(path)
     if target is None:
         raise RuntimeError(
-            f"The checkpoint {str(path)!r} cannot be a folder: `folder_above_bytes` needs a disk,"
-            " which all ranks of a replica share. Save to a disk, or set `folder_above_bytes=None`."
+            f"The checkpoint {str(path)!r} cannot be a folder: `folder_above_bytes` needs a file"
+            " system mounted on this machine and shared by all ranks of a replica. Save to one, or"
+            " set `folder_above_bytes=None`."
         )
     shards: dict[str, Tensor] = {}
-    names: dict[int, str] = {}  # by id: a tied weight is one object
+    names: dict[int, str] = {}  # by id: a tied weight is written once
 
     def named(value: Any, name: str) -> Any:
         if not isinstance(value, DTensor):
@@ -107,23 +108,23 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     rest = map_nested(checkpoint, named)
     half, before = _hidden(target, "writing"), _hidden(target, "before")
     first = channel.rank == 0
-    problem = _made_empty(half) if first else ""
-    said = gather_texts(channel, json.dumps((time.time_ns(), problem)))[0]
-    token, problem = json.loads(said)
+    problem = _make_empty(half) if first else ""
+    from_first = gather_texts(channel, json.dumps((time.time_ns(), problem)))[0]
+    token, problem = json.loads(from_first)
     if problem:
         raise _not_written(target, problem)
     rest[TOKEN] = token, channel.size
     shards[f"{TOKEN}.{channel.rank}"] = torch.tensor([token, channel.rank])
     try:
         save(shards, storage_writer=FileSystemWriter(half), process_group=channel.group)
-    except CheckpointException as error:  # not an `Exception`; the same on all ranks
+    except CheckpointException as error:  # a `BaseException`; raised on all ranks
         failures = [f"{one} (rank {rank})" for rank, (one, _) in error.failures.items()]
         raise _not_written(target, "; ".join(failures)) from error
     if not first:
         return
     try:
         _check_complete(half)
-        write_whole(rest, half / REST)
+        write_atomic(rest, half / REST)
         _remove(before)
         if target.exists():
             os.replace(target, before)
@@ -134,8 +135,8 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
         raise _not_written(target, error) from error
 
 
-def _made_empty(folder: Path) -> str:
-    """Make a folder, in place of one that a killed save left; return why it cannot be made."""
+def _make_empty(folder: Path) -> str:
+    """Make an empty folder, replacing leftovers of a killed save; return an error text or ""."""
     try:
         _remove(folder)
         folder.mkdir(parents=True)
@@ -149,8 +150,8 @@ def _check_complete(folder: Path) -> None:
     missing = sorted(file for file in files if not (folder / file).exists())
     if missing:
         raise OSError(
-            f"{', '.join(missing)} of other ranks are not there: the ranks of a replica must"
-            " share the disk"
+            f"files of other ranks are missing ({', '.join(missing)}): all ranks of a replica must"
+            " write to a shared disk"
         )
 
 
@@ -160,8 +161,8 @@ def _hidden(folder: Path, word: str) -> Path:
 
 def _not_written(folder: FilePath, why: object) -> RuntimeError:
     return RuntimeError(
-        f"The checkpoint {str(folder)!r} cannot be written: {why}. Make room, or give"
-        " `ModelCheckpoint(dirpath=...)`, or the Trainer's `default_root_dir`, another folder."
+        f"The checkpoint {str(folder)!r} cannot be written: {why}. Free disk space, or set another"
+        " folder in `ModelCheckpoint(dirpath=...)` or the Trainer's `default_root_dir`."
     )
 
 
@@ -177,7 +178,7 @@ def _remove(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class FolderTensor:
-    """A tensor in a folder, read when it is used: all of it, or this rank's shard."""
+    """A tensor in a checkpoint folder, read lazily: in full, or only this rank's shard."""
 
     reader: FileSystemReader
     name: str
@@ -185,34 +186,35 @@ class FolderTensor:
     dtype: torch.dtype
 
     def read(self, like: Tensor | None = None) -> Tensor:
-        """Return the tensor, or the shard that `like` is of it."""
+        """Read the tensor; if `like` is a shard of it, read only that shard."""
         if isinstance(like, DTensor) and like.shape == self.shape:
             values: Tensor = torch.empty_like(like.detach(), dtype=self.dtype)
         else:
             values = torch.empty(self.shape, dtype=self.dtype)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+            # `no_dist` is intended: each rank reads what it needs
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load({self.name: values}, storage_reader=self.reader, no_dist=True)
         return values
 
 
-def with_values(state: Any) -> Any:
-    """Return nested containers with full tensors in place of `FolderTensor`s."""
+def read_folder_tensors(state: Any) -> Any:
+    """Read all `FolderTensor`s in nested containers, in full."""
     return map_nested(state, lambda one, _: one.read() if isinstance(one, FolderTensor) else one)
 
 
 def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
-    """Return a checkpoint; not collective.
+    """Read a checkpoint folder; not collective.
 
     Args:
-        folder: of the checkpoint.
-        weights_only: whether no code may be run from it.
-        lazy: return `FolderTensor`s for sharded tensors, which are read when they are used.
+        folder: the checkpoint.
+        weights_only: refuse anything whose loading could run code.
+        lazy: return `FolderTensor`s for sharded tensors, to be read later.
 
     Raises:
-        RuntimeError: it is damaged, or holds objects that only unpickling loads.
+        RuntimeError: it is damaged, or contains objects that `weights_only` refuses.
     """
-    rest = read_whole(folder / REST, weights_only)
+    rest = read_verified(folder / REST, weights_only)
     try:
         reader = _Reader(folder)
         metadata = reader.read_metadata()
@@ -233,32 +235,32 @@ def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> 
 
     try:
         saved = map_nested(rest, in_folder)
-    except KeyError as error:  # another save's
+    except KeyError as error:  # checkpoint.pt and .metadata are from different saves
         raise damaged(folder / _METADATA, error) from error
-    return saved if lazy else with_values(saved)
+    return saved if lazy else read_folder_tensors(saved)
 
 
 def _check_shard(path: Path, offset: int, length: int) -> None:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            check_records(BytesIO(file.read(length)))
+            verify_records(BytesIO(file.read(length)))
     except Exception as error:
         raise damaged(path, error) from error
 
 
 def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
-    """Check that a rank's shards are of this save, and its own."""
+    """Check that a rank's file is from this save and this rank."""
     tensor = FolderTensor(reader, f"{TOKEN}.{rank}", torch.Size([2]), torch.int64)
     try:
         if tensor.read().tolist() != [token, rank]:
-            raise ValueError(f"it is another save's or another rank's than `{REST}` says")
+            raise ValueError(f"it is from another save or another rank than `{REST}` expects")
     except Exception as error:
         raise damaged(folder / f"__{rank}_0.distcp", error) from error
 
 
 class _Reader(FileSystemReader):
-    """Reads a folder's metadata once, and runs no code from it."""
+    """A reader that loads the metadata once, without running code from it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -279,41 +281,42 @@ class _Unpickler(pickle.Unpickler):
             is_own_type = isinstance(found, type) and found.__module__ == module_name
             if is_own_type or isinstance(found, torch.dtype):
                 return found
-        raise pickle.UnpicklingError(f"`{module_name}.{global_name}` does not belong there")
+        raise pickle.UnpicklingError(f"`{module_name}.{global_name}` is not a type of metadata")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return where the shards of tensors are; no code is run from the file."""
+    """Read a folder's metadata (which file contains which shards), without running code from it."""
     with (folder / _METADATA).open("rb") as file:
         metadata: Metadata = _Unpickler(file).load()
     return metadata
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make one file of a folder."""
+    """Convert a checkpoint folder to a single file (command line)."""
     parser = argparse.ArgumentParser(
         prog="python -m lightning_commfree.resume.folders",
-        description="Make one file of a checkpoint that is a folder.",
+        description="Convert a checkpoint folder to a single file.",
     )
-    parser.add_argument("folder", type=Path, help="the checkpoint")
-    parser.add_argument("file", type=Path, help="to be written; an existing one is replaced")
+    parser.add_argument("folder", type=Path, help="the checkpoint folder")
+    parser.add_argument("file", type=Path, help="the file to write; an existing one is replaced")
     parser.add_argument(
-        "--trust", action="store_true", help="read more than plain values, which may run code"
+        "--trust", action="store_true", help="load arbitrary objects too, which may run code"
     )
     options = parser.parse_args(arguments)
     if not is_folder(options.folder):
         parser.error(
-            f"{str(options.folder)!r} is no such folder: it must have `{REST}` and `{_METADATA}`."
+            f"{str(options.folder)!r} is not a checkpoint folder: it must contain `{REST}` and"
+            f" `{_METADATA}`."
         )
     if options.file.is_dir():
-        parser.error(f"{str(options.file)!r} is a folder. Name a file.")
+        parser.error(f"{str(options.file)!r} is a folder. Give the path of a file.")
     try:
-        write_whole(read_folder(options.folder, not options.trust), options.file)
+        write_atomic(read_folder(options.folder, not options.trust), options.file)
     except RuntimeError as error:
         parser.exit(1, f"{error}\n")
     print(
-        f"Wrote {str(options.file)!r}. Beside the folder it resumes as exactly as the folder does;"
-        " elsewhere without the state of single ranks."
+        f"Wrote {str(options.file)!r}. In the same directory as the folder it resumes exactly;"
+        " elsewhere it resumes without per-rank state."
     )
 
 

@@ -1,19 +1,19 @@
-"""Set Lightning's loops to the moment at which a checkpoint was written.
+"""Set Lightning's loops back to the moment at which a checkpoint was written.
 
-Lightning restores the counters of its loops and derives from them what is left to do; around the
-end of an epoch it skips something or does it twice. Here the loops are set so that a resumed fit
-does what the saved one did after the save:
+Lightning restores the counters of its loops and derives the remaining work from them. Around the
+end of an epoch it gets that wrong: it skips or repeats steps. Here the loops are set so that a
+resumed fit does exactly what the saved fit did after the save:
 
 ===================================  ===============================================================
 saved                                the resumed fit begins with
 ===================================  ===============================================================
-after a batch, not the epoch's last  the validation that this batch was to bring, if it had not run;
-                                     then the next batch
+after a batch, not the epoch's last  the validation due after this batch, if it had not run; then
+                                     the next batch
 after the epoch's last batch         that validation, if it had not run; then the epoch's end
 at the epoch's end, or before the    the next epoch
-first batch of one
-at the end of a fit that ended       the next batch of this epoch, which Lightning has counted as
-within an epoch                      over: it is continued
+first batch of an epoch
+at the end of a fit that ended       the next batch of that epoch, although Lightning counted the
+within an epoch                      epoch as finished
 ===================================  ===============================================================
 """
 
@@ -35,32 +35,28 @@ from lightning_commfree.lightning_internals import (
 
 
 class Moment(NamedTuple):
-    """The moment of a save, at which a resumed fit continues."""
+    """The point in a fit at which a checkpoint was saved and the resumed fit continues."""
 
-    epoch: int  # from 0
-    batches: int  # of this epoch that have been trained on
+    epoch: int  # counted from 0
+    batches: int  # how many batches of this epoch have been trained on
     begun: bool  # this epoch has begun and is not over
-    trained: bool  # of a begun epoch: only its end is left
+    trained: bool  # all batches of this epoch have been trained on; only its end is left
     in_hook: bool  # the save was in `on_train_batch_end`
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
-    """Set the loops to the moment of the save.
-
-    Args:
-        trainer: in `Strategy.on_train_start` of a resumed fit.
-    """
+    """Set the loops to the moment of the save; in `on_train_start` of a resumed fit."""
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
     batch: Any = progress.current
-    # in `on_train_batch_end`; a batch that was skipped is processed and never started
+    # in `on_train_batch_end` the batch is not completed yet; a skipped batch is never started
     in_hook = batch.started == batch.processed == batch.completed + 1
     trained = batch.processed >= trainer.num_training_batches or (
         progress.is_last_batch and batch.processed == batch.ready
     )
     begun, over = loop.restarted_mid_epoch or in_hook, 0
     if begun:
-        # the one case in which `_FitLoop.reset` has already ended the epoch
+        # the only case in which `_FitLoop.reset` has already ended the epoch
         over = (
             loop.restarted_mid_epoch
             and loop.epoch_loop.restarted_on_train_batch_end
@@ -88,13 +84,13 @@ def _begin_epoch(trainer: pl.Trainer) -> None:
     loop = trainer.fit_loop
     loop.on_iteration_done()
     loop.epoch_loop.reset_restart_stage()
-    loop.epoch_loop.restarting = False  # of its children too
+    loop.epoch_loop.restarting = False  # the setter does the same for its child loops
 
 
 def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:
-    """Continue after so many batches of an epoch.
+    """Continue an epoch after its first `batches` batches.
 
-    A validation that is due follows `on_train_batch_end`, in which the save may have been.
+    If the save was in `on_train_batch_end`, a validation may be due right after it.
     """
     restart_in_mid_epoch(trainer)
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -104,23 +100,23 @@ def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_h
         setattr(progress.total, name, getattr(progress.total, name) - extra)
     progress.is_last_batch = trained
 
-    if trained:  # the loop ends as it does when the data are used up
+    if trained:  # an exhausted fetcher makes the loop end the epoch
         fetcher = data_fetcher(trainer)
         fetcher.reset()
         fetcher.iterator, fetcher.done = iter(()), True
 
-    # with a validation Lightning comes through the batch's end, where it counts the step
+    # with a validation, Lightning runs the rest of the batch's end and counts the step itself
     if in_hook and not validate_first(trainer) and not accumulates(trainer):
         count_step(trainer)
 
 
-def left_out(trainer: pl.Trainer, moment: Moment) -> list[str]:
-    """Return texts on what Lightning would have done after the save and skips after a resume."""
+def skipped_hooks(trainer: pl.Trainer, moment: Moment) -> list[str]:
+    """Return messages about hooks that ran after the save but not after a resume."""
     texts, module = [], trainer.lightning_module
     if moment.in_hook and is_overridden("on_train_batch_end", module, pl.LightningModule):
         texts.append(
-            f"`{type(module).__name__}.on_train_batch_end` does not run for the batch of the save,"
-            " which was in a callback's `on_train_batch_end`, and these come first. What training"
-            " depends on belongs into `training_step` or `optimizer_step`"
+            f"`{type(module).__name__}.on_train_batch_end` does not run for the batch of the save:"
+            " a callback saved in its own `on_train_batch_end`, which runs before the module's. Put"
+            " code that training depends on into `training_step` or `optimizer_step`"
         )
     return texts

@@ -1,10 +1,9 @@
 """Untrained tensors that can differ between ranks: mean teachers, counters, queues, caches.
 
-Hooks change them. A checkpoint holds rank 0's, and no non-persistent buffers at all, so each rank
-saves those that a resume would otherwise get wrong: the persistent ones that are not what the
-checkpoint gives this rank, and the non-persistent ones that have changed since the fit began.
-Trained parameters and averaged floating-point buffers are not among them: the strategy restores
-those.
+Hooks change such tensors. A checkpoint contains only rank 0's, and no non-persistent buffers. So
+each rank saves its persistent tensors that differ from rank 0's, and its non-persistent buffers
+that changed during the fit. Trained parameters and averaged floating-point buffers are not
+included: the strategy restores them.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.job import ReplicaChannels
 from lightning_commfree.model.replication import differ_from_first
-from lightning_commfree.model.shards import is_part, own
+from lightning_commfree.model.shards import is_shard, local_tensor
 
-TAG = "save"  # of the ledger
+TAG = "save"  # in the ledger
 
 
 class OwnTensors:
     """The untrained tensors of one fit.
 
     Args:
-        module: as the fit finds it, the same on all ranks: no rank's own state is restored yet.
-        optimizers: of this rank; the parameters that they train are left out.
+        module: the same on all ranks: no rank has restored its own state yet.
+        optimizers: this rank's; the parameters that they train are not included.
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -38,28 +37,26 @@ class OwnTensors:
         self._at_begin = _digests(self._tensors()[1])
 
     def state(self, channels: ReplicaChannels) -> dict[str, Tensor]:
-        """Return the tensors that this rank must save, not copies; collective.
-
-        Args:
-            channels: to all ranks, and to those that hold the same shards in other replicas.
-        """
+        """Return the tensors that this rank must save, without copying them; collective."""
         persistent, others = self._tensors()
         found: dict[str, Tensor] = {}
-        # A large frozen base model is equal everywhere. The comparison, 8 bytes a tensor, keeps it
-        # out of every rank's file.
+        # A large frozen base model is the same on all ranks. Comparing digests, 8 bytes per tensor,
+        # keeps it out of the rank files.
         for channel, sharded in ((channels.world, False), (channels.between, True)):
-            some = {name: one for name, one in persistent.items() if is_part(one) == sharded}
+            some = {name: one for name, one in persistent.items() if is_shard(one) == sharded}
             differ = differ_from_first(channel, list(some.values()), TAG)
             found |= {name: some[name] for name, is_own in zip(some, differ, strict=True) if is_own}
         now = _digests(others)
         changed = {name for name, one in now.items() if one != self._at_begin.get(name)}
         found |= {name: others[name] for name in changed}
-        return {name: own(tensor) for name, tensor in found.items()}
+        return {name: local_tensor(tensor) for name, tensor in found.items()}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` returned; a buffer that has another size now is replaced."""
-        tensors = {name: own(one) for kind in self._tensors() for name, one in kind.items()}
+        """Restore the tensors that `state` returned; replace buffers that now have another size."""
+        tensors = {
+            name: local_tensor(one) for kind in self._tensors() for name, one in kind.items()
+        }
         for name, saved in state.items():
             tensor = tensors.get(name)
             if tensor is not None and tensor.shape == saved.shape:
@@ -74,7 +71,7 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors that a checkpoint holds of rank 0, and those that it does not hold."""
+        """Return untrained tensors that a checkpoint contains, and those that it does not."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)
@@ -94,9 +91,11 @@ def _with_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if not (is_lazy(tensor) or tensor.is_meta) and own(tensor).layout == torch.strided
+        if not (is_lazy(tensor) or tensor.is_meta) and local_tensor(tensor).layout == torch.strided
     }
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: int(digest(own(tensor).contiguous())) for name, tensor in tensors.items()}
+    return {
+        name: int(digest(local_tensor(tensor).contiguous())) for name, tensor in tensors.items()
+    }

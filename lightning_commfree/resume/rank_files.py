@@ -1,22 +1,22 @@
-"""Rank files: what only one rank has, in a file per rank beside the checkpoint.
+"""Rank files: each rank's own state, in one file per rank beside the checkpoint.
 
-Replicas have weights, optimizers, random numbers and data positions of their own. A Lightning
-checkpoint has room for one of each, and gathering all of them on rank 0 would send more than the
-training does. So rank 0's own state is in the checkpoint, and every other rank writes a file:
+Replicas differ in weights, optimizers, random numbers and data positions. A Lightning checkpoint
+has room for one of each, and gathering them on rank 0 would send more than the training does. So
+rank 0's own state is in the checkpoint, and every other rank writes a file:
 
-    checkpoints/last.ckpt                                   a Lightning checkpoint, with rank 0's
-    checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's, of the save at step 120
+    checkpoints/last.ckpt                                   Lightning's, with rank 0's own state
+    checkpoints/.commfree/last.ckpt/120-5f3a.../rank_3.pt   rank 3's own state, saved at step 120
 
-The folder is beside the checkpoints, so that it is copied and moved with their folder, and it can
-be written wherever they can. It is hidden: `ls`, `glob("*")` and `cp folder/*` skip it,
+The `.commfree` folder is beside the checkpoints, so it is copied and moved together with them, and
+it is writable wherever they are. It is hidden: `ls`, `glob("*")` and `cp folder/*` skip it,
 `os.listdir` does not. A job of one rank has none.
 
-Whatever dies during a save, a checkpoint matches its rank files: those of the new save are complete
-before the checkpoint is replaced, and those of the previous save are removed after that. Ranks
-without a common disk write and read their own file on their own machine.
+A checkpoint always matches its rank files, even if a process dies during a save: new rank files are
+complete before the checkpoint is replaced, and old ones are removed afterwards. Ranks without a
+shared disk write and read their file on their own machine.
 
-Every file says its rank, the number of ranks and the token of its save; files that were swapped,
-copied to another rank or left by another save are refused by name.
+Every file contains its rank, the number of ranks and the token of its save. Files that were
+swapped, copied to another rank or left over from another save are refused by name.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch import Tensor
 
-from lightning_commfree.model.shards import map_nested, own
-from lightning_commfree.resume.files import FilePath, read_whole, write_whole
+from lightning_commfree.model.shards import local_tensor, map_nested
+from lightning_commfree.resume.files import FilePath, read_verified, write_atomic
 
 FOLDER = ".commfree"
 
 
 class Owner(NamedTuple):
-    """The rank whose state a file holds, and the save that wrote it."""
+    """Which rank a rank file belongs to, and which save wrote it."""
 
     rank: int
     ranks: int
@@ -50,10 +50,10 @@ class Owner(NamedTuple):
 
 
 class RankFiles:
-    """The rank files of one checkpoint, a folder for each save to its path.
+    """The rank files of one checkpoint path, with a folder for each save to that path.
 
     Args:
-        checkpoint_path: of the `.ckpt`; local, or anything that fsspec opens.
+        checkpoint_path: path of the `.ckpt`; local, or any URL that fsspec opens.
     """
 
     def __init__(self, checkpoint_path: FilePath) -> None:
@@ -63,74 +63,74 @@ class RankFiles:
         self._root = _beside(self._path, self._name)
 
     def folder(self, token: str) -> str:
-        """Return where the files of a save are, relative to the checkpoint's folder."""
+        """Return the folder with the files of a save, relative to the checkpoint's folder."""
         return f"{self._name}/{token}"
 
     def write(self, owner: Owner, state: dict[str, Any]) -> None:
-        """Write the state of a rank; of a sharded tensor its own shard.
+        """Write a rank's state, with its own shards of sharded tensors.
 
         Raises:
             RuntimeError: the file cannot be written.
         """
         file = f"{self._root}/{owner.token}/rank_{owner.rank}.pt"
         try:
-            write_whole({**owner._asdict(), "state": local_tensors(state)}, file)
+            write_atomic({**owner._asdict(), "state": local_tensors(state)}, file)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
-                f"Rank {owner.rank} cannot write its part of a checkpoint to {file!r}: {error}"
-                " Every rank writes beside the checkpoint, on its machine's own disk where none is"
-                " shared. The folder must be one that can be written by that path on every machine."
+                f"Rank {owner.rank} cannot write its rank file of a checkpoint, {file!r}: {error}"
+                " Every rank writes a file beside the checkpoint, so the checkpoint's folder must"
+                " be writable under that path on every machine, on a shared or a local disk."
             ) from error
 
     def read(self, owner: Owner, folder: str, weights_only: bool = True) -> Any:
-        """Return the state that a rank wrote, None if its file is missing.
+        """Read a rank's state; return None if its file is missing.
 
         Args:
-            owner: the rank and the save that are wanted.
-            folder: named by the checkpoint, relative to its own folder.
-            weights_only: whether no code may be run from the file.
+            owner: the expected rank and save.
+            folder: as recorded in the checkpoint, relative to the checkpoint's folder.
+            weights_only: refuse anything whose loading could run code.
 
         Raises:
-            RuntimeError: the file is another rank's, of another save, or damaged.
+            RuntimeError: the file is from another rank or save, or damaged.
         """
         file = self._find(folder, owner.rank)
         if file is None:
             return None
-        saved = read_whole(file, weights_only)
+        saved = read_verified(file, weights_only)
         if not isinstance(saved, dict) or not {*Owner._fields, "state"} <= saved.keys():
-            raise _refused(file, "it holds no rank's state")
+            raise _refused(file, "it is not a rank file")
         found = Owner(*(saved[field] for field in Owner._fields))
         if found != owner:
-            raise _refused(file, f"it is {found}, and {owner} is needed")
+            raise _refused(file, f"it contains {found}, but {owner} is needed")
         return saved["state"]
 
     def remove_older(self, token: str, keep: int = 0) -> None:
-        """Remove the files of saves before `token`, but for the `keep` latest of them.
+        """Remove the files of all saves other than `token`, except the `keep` latest.
 
-        Other ranks may do so at the same time.
+        Other ranks may do this at the same time.
         """
-        with suppress(OSError):  # no earlier save, or another rank was quicker
+        with suppress(OSError):  # no earlier save, or another rank was faster
             folders = [str(folder).rstrip("/") for folder in self._fs.ls(self._root, detail=False)]
             earlier = [folder for folder in folders if os.path.basename(folder) != token]
-            earlier.sort(key=lambda folder: folder.rpartition("-")[2])  # the time, in hexadecimals
+            earlier.sort(key=lambda folder: folder.rpartition("-")[2])  # by time, in hexadecimal
             for folder in earlier[: len(earlier) - keep]:
                 self._remove(folder)
 
     def remove(self) -> None:
-        """Remove all rank files of this checkpoint, and the common folder if it is empty then."""
+        """Remove all rank files of this checkpoint, and `.commfree` if it is then empty."""
         self._remove(self._root)
-        with suppress(OSError):  # not empty: it has files of another checkpoint
+        with suppress(OSError):  # not empty: it contains files of another checkpoint
             self._fs.rmdir(os.path.dirname(self._root))
 
     def _find(self, folder: str, rank: int) -> str | None:
         parts = PurePosixPath(folder).parts
         if len(parts) != 3 or parts[0] != FOLDER or ".." in parts:
             raise RuntimeError(
-                f"The checkpoint {self._path!r} names {folder!r} as the folder of its rank files."
-                f" They are below '{FOLDER}/' beside it and nowhere else, so the checkpoint was"
-                " changed after it was saved. Nothing was loaded; resume from another checkpoint."
+                f"The checkpoint {self._path!r} names {folder!r} as the folder of its rank files,"
+                f" but they are always in '{FOLDER}/' beside it: the checkpoint was modified after"
+                " it was saved. Nothing was loaded; resume from another checkpoint."
             )
-        # a link to a checkpoint finds the files beside the checkpoint that it points to
+        # if the path is a link, the files may be beside the checkpoint that it points to
         for path in dict.fromkeys((self._path, os.path.realpath(self._path))):
             file = f"{_beside(path, folder)}/rank_{rank}.pt"
             if self._fs.exists(file):
@@ -138,8 +138,8 @@ class RankFiles:
         return None
 
     def _remove(self, folder: str) -> None:
-        # another rank on this disk may be quicker, which every file system reports in its own way;
-        # files that stay do no harm
+        # another rank may remove it first, which each file system reports differently; leftover
+        # files are harmless
         with suppress(OSError):
             self._fs.rm(folder, recursive=True)
 
@@ -150,34 +150,36 @@ def _beside(path: str, name: str) -> str:
 
 def _refused(file: str, why: str) -> RuntimeError:
     return RuntimeError(
-        f"The file {file!r} is refused: {why}. Nothing was loaded. Put the files back as they were"
-        " saved, or resume from another checkpoint."
+        f"The rank file {file!r} cannot be used: {why}. Nothing was loaded. Restore the files as"
+        " they were saved, or resume from another checkpoint."
     )
 
 
 def local_tensors(state: Any) -> Any:
-    """Return nested containers with this rank's own memory in place of each tensor."""
-    return map_nested(state, lambda value, _: own(value) if isinstance(value, Tensor) else value)
+    """Return nested containers with each `DTensor` replaced by this rank's local tensor."""
+    return map_nested(
+        state, lambda value, _: local_tensor(value) if isinstance(value, Tensor) else value
+    )
 
 
-def copied(state: Any, only: Sequence[Tensor] | None = None) -> Any:
-    """Return nested containers with copies of their tensors in host memory.
+def copy_to_cpu(state: Any, only: Sequence[Tensor] | None = None) -> Any:
+    """Copy the tensors of nested containers to CPU memory.
 
     Args:
         state: tensors and other values.
-        only: copy tensors that share memory with one of these, and keep the others; None: copy all.
+        only: copy only tensors that share memory with one of these; None: copy all.
     """
     shared = None if only is None else {one.untyped_storage().data_ptr() for one in only}
-    copies: dict[Any, Tensor] = {}  # a tensor that is in a state twice is copied, and written, once
+    copies: dict[Any, Tensor] = {}  # tied tensors are copied, and later written, once
 
     def copy(value: Any, _: str) -> Any:
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
             return value
-        local = own(value)
+        local = local_tensor(value)
         if shared is not None and local.untyped_storage().data_ptr() not in shared:
             return value
         key: Any = id(value)
-        if local.numel():  # memory that a state holds under two objects is copied once too
+        if local.numel():  # two tensor objects may share the same memory
             key = local.data_ptr(), local.dtype, local.shape, local.stride()
         if key not in copies:
             copies[key] = value.detach().to("cpu", copy=True)
@@ -186,10 +188,10 @@ def copied(state: Any, only: Sequence[Tensor] | None = None) -> Any:
     return map_nested(state, copy)
 
 
-def plain(state: Any) -> Any:
-    """Return a state of plain values and tensors, None for one that holds anything else.
+def plain_or_none(state: Any) -> Any:
+    """Return the state if it consists of plain values and tensors, else None.
 
-    A rank file is read without running code from it, so only such states can be in one.
+    Rank files are loaded without unpickling arbitrary objects, so only such states can be saved.
     """
     return state if _is_plain(state) else None
 

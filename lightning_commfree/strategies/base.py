@@ -5,8 +5,8 @@ Launchers, samplers, the `torch.compile` guard and device handling are those of 
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
    algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
-2. Every optimizer step is Lightning's own, inside `FitSession.step`, where the algorithm exchanges
-   what is due.
+2. Every optimizer step is Lightning's own, inside `FitSession.step`. When the step of the algorithm
+   is over (`clock`), it exchanges what is due.
 3. At a validation, a checkpoint and the end, all ranks have taken equally many steps (`Stopping`),
    and the session lets the module hold the weights on which they agree.
 """
@@ -29,12 +29,13 @@ from typing_extensions import override
 
 from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
-from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
+from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.resume.checkpoint_io import writing_whole
+from lightning_commfree.resume.checkpoint_io import with_atomic_writes
 from lightning_commfree.resume.exact import ExactResume
-from lightning_commfree.resume.files import FilePath, reading_whole
-from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
+from lightning_commfree.resume.files import FilePath, verified_reading
+from lightning_commfree.strategies.checks import check_ddp_kwargs, present
+from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
@@ -128,7 +129,7 @@ class ReplicaStrategy(DDPStrategy):
     def launcher(self) -> Any:
         if self._orderly is None:
             check = self.inside.check_before_launch
-            self._orderly = orderly(super().launcher, self, self._starts_by, check)
+            self._orderly = with_clean_exits(super().launcher, self, self._starts_by, check)
         return self._orderly
 
     @property
@@ -138,7 +139,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = writing_whole(io, maps=self.inside.divides)
+        self._writer = with_atomic_writes(io, maps=self.inside.shards_model)
 
     @override
     def setup_environment(self) -> None:
@@ -154,9 +155,9 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
-        stopping = Stopping(trainer, self.ranks, self.patches)
-        with needing_one_optimizer(type(self).__name__):
-            super().setup(trainer)
+        clock = clock_for(self.module)
+        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
         self.session = self.session_type(
@@ -168,7 +169,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        if not self.inside.divides or self.module.trainer.state.fn != TrainerFn.FITTING:
+        if not self.inside.shards_model or self.module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
     @override
@@ -217,9 +218,9 @@ class ReplicaStrategy(DDPStrategy):
             self.inside.after_backward(steps=not self.session.accumulates)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.step():
-            return super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.session.step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -285,12 +286,12 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         read = super().lightning_module_state_dict
-        return self.session.module_state(lambda: self.inside.whole_module(read))
+        return self.session.module_state(lambda: self.inside.full_module_state(read))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         raw = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.inside.whole_optimizer(raw, super().optimizer_state(raw))
+        return self.inside.full_optimizer_state(raw, super().optimizer_state(raw))
 
     @property
     @override
@@ -299,11 +300,11 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(self.inside.with_module_parts(checkpoint), strict)
+        super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(self.inside.with_optimizer_parts(checkpoint))
+        super().load_optimizer_state_dict(self.inside.with_optimizer_shards(checkpoint))
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
@@ -318,7 +319,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        with reading_whole(checkpoint_path):  # later releases of Lightning pass more arguments
+        with verified_reading(checkpoint_path):  # later releases of Lightning pass more arguments
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         weights_only = kwargs.get("weights_only", args[0] if args else None)
         self._resume.read(checkpoint_path, checkpoint, weights_only)

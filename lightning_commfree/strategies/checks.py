@@ -1,11 +1,10 @@
-"""Arguments, settings and callbacks that a strategy refuses, or must know about."""
+"""Checks of arguments, Trainer settings and callbacks, with errors for unsupported ones."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -25,7 +24,7 @@ _HOOKS = ("on_after_backward", "on_before_optimizer_step")
 def why_gradients_change(
     trainer: pl.Trainer, module: pl.LightningModule, precision: Precision
 ) -> list[str]:
-    """Return the reasons for which gradients may change between backward and optimizer step."""
+    """Return the reasons why gradients may change between backward and optimizer step."""
     reasons = []
     if trainer.gradient_clip_val:
         reasons.append("`gradient_clip_val` is set")
@@ -44,7 +43,7 @@ def _overridden(owner: Any, parent: type, hooks: Sequence[str]) -> list[str]:
 
 
 def agree_on_overflow(precision: Precision, channel: Channel) -> None:
-    """Make all ranks skip an optimizer step that one of them must skip, with fp16 scaling."""
+    """With fp16 scaling, make all ranks skip an optimizer step if any rank overflowed."""
     if not isinstance(precision, MixedPrecision) or precision.scaler is None or channel.size == 1:
         return
     precision.scaler = CommonGradScaler(precision.scaler, precision.device, channel)
@@ -67,27 +66,27 @@ _NOT_OF_THE_USER = {"module", "device_ids", "output_device", "process_group", "k
 
 # by name, because Lightning before 2.6 has no `WeightAveraging`
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
-_OF_PARTS = "it copies the whole model before the ranks have divided it"
+_OF_PARTS = "it copies the full model before it is sharded"
 REPLICAS = {
     "LearningRateFinder": (
         "its trial steps would be counted and exchanged as steps of the fit. Run it, or"
-        " `Tuner.lr_find`, under the strategy `ddp`, and give this fit the learning rate it finds"
+        " `Tuner.lr_find`, with the strategy `ddp`, and use the learning rate it finds in this fit"
     ),
     "StochasticWeightAveraging": (
-        "it averages the local weights of each replica, and would leave different ones on every"
-        " rank. From Lightning 2.6 on `WeightAveraging` and `EMAWeightAveraging` average the outer"
-        " ones, on which they agree"
+        "it averages the local weights of each replica, so every rank would end with different"
+        " weights. In Lightning 2.6 and later, `WeightAveraging` and `EMAWeightAveraging` average"
+        " the outer weights, which are the same on all ranks"
     ),
     "ModelPruning": (
-        "in the middle of a fit it gives parameters other names, under which they are exchanged,"
-        " and masks that each replica makes of its own local weights"
+        "it renames parameters in the middle of a fit, although they are exchanged by name, and"
+        " each replica would compute masks from its own local weights"
     ),
 }
 PARTS = {
     **dict.fromkeys(_AVERAGES, _OF_PARTS),
     "ModelPruning": (
-        "it would choose what to prune in each rank's part of a weight, not in the whole, and it"
-        " gives parameters other names, under which checkpoints could not be put together"
+        "it would choose what to prune within each rank's shard instead of the full weight, and it"
+        " renames parameters, so checkpoints could not be gathered"
     ),
 }
 
@@ -96,12 +95,12 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
     """Refuse some of the Trainer's callbacks, including those that `Tuner` adds.
 
     Args:
-        trainer: has them.
-        strategy: its name.
-        reasons: why a callback of Lightning's cannot work, by class name.
+        trainer: the Trainer whose callbacks are checked.
+        strategy: name of the strategy, for messages.
+        reasons: by class name of a Lightning callback, why it cannot work.
 
     Raises:
-        ValueError: one of them, or of a class derived from it, is there.
+        ValueError: the Trainer has such a callback, or one of a derived class.
     """
     for name, reason in reasons.items():
         kind = getattr(callbacks, name, None)
@@ -109,38 +108,29 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
             if kind is not None and isinstance(callback, kind):
                 raise ValueError(
                     f"`{strategy}` does not support the callback `{type(callback).__name__}`:"
-                    f" {reason}. Leave it out; what it does can be done in a Trainer with the"
-                    " strategy `ddp` or on a single device."
+                    f" {reason}. Remove it, or use it in a Trainer with the strategy `ddp` or a"
+                    " single device."
                 )
 
 
-def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse settings with which ranks cannot train together.
+def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
+    """Refuse a validation that begins when each rank's own clock says so.
 
-    1. A validation that begins when each rank's own clock says so: Lightning does not let the ranks
-       agree on it, and one validates while the others train on.
-    2. A LightningModule that calls its optimizers itself.
+    Lightning does not let the ranks agree on it, and one validates while the others train on.
 
     Args:
         strategy: its name.
         trainer: in its fit.
-        module: to be trained.
 
     Raises:
-        ValueError: the Trainer has a time for `val_check_interval`, or optimization is manual.
+        ValueError: the Trainer has a time for `val_check_interval`.
     """
     seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
         raise ValueError(
             f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
-            " every rank would validate by its own clock, after another step than the others. Give"
-            " a number of batches, or a share of an epoch."
-        )
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"`{strategy}` does not support manual optimization: it counts optimizer steps, and a"
-            " LightningModule with `automatic_optimization=False` may take any number of them"
-            " per batch. Set it to True, or use the strategy `ddp`."
+            " ranks would validate by their own clocks, after different steps. Set a number of"
+            " batches or a fraction of an epoch."
         )
 
 
@@ -152,34 +142,33 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
     """
     if is_compiled(module):
         raise ValueError(
-            f"`{strategy}` does not support `torch.compile` of the LightningModule: the all-reduces"
-            " of a divided model are launched and landed by Python between its layers, where the"
-            " compiler fails. Give `fit` the module as it is."
+            f"`{strategy}` does not support `torch.compile` of the LightningModule: Python code"
+            " between the layers of a sharded model launches its all-reduces, and the compiler"
+            " fails on it. Pass the uncompiled module to `fit`."
         )
 
 
-@contextmanager
-def needing_one_optimizer(strategy: str) -> Iterator[None]:
-    """Let Lightning set up the optimizers in the body.
+def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
+    """Refuse manual optimization, and with it several optimizers.
+
+    Args:
+        strategy: its name.
+        module: to be trained.
+        reason: why it cannot work, a clause.
 
     Raises:
-        ValueError: there are several. Lightning's advice, manual optimization, would be refused
-            next.
+        ValueError: the module calls its optimizers itself.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if "multiple optimizers" not in str(error):
-            raise
+    if not module.automatic_optimization:
         raise ValueError(
-            f"`{strategy}` needs exactly one optimizer, but `configure_optimizers`"
-            " returned several. Put all parameters into one, with parameter groups where they"
-            " differ."
-        ) from error
+            f"`{strategy}` does not support manual optimization: {reason}. Set"
+            " `automatic_optimization` to True and use one optimizer, with parameter groups where"
+            " learning rates differ, or use the strategy `ddp`."
+        )
 
 
 def refuse_fp16(strategy: str, precision: Precision) -> None:
-    """Refuse gradient scaling where each rank would scale its own shard.
+    """Refuse fp16 gradient scaling for sharded models, where each rank would scale its own shard.
 
     Raises:
         ValueError: the Trainer's precision is fp16.
@@ -187,30 +176,30 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
     fp16 = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if fp16 or str(precision.precision).startswith("16"):
         raise ValueError(
-            f"`{strategy}` does not support precision={precision.precision!r} where ranks hold"
-            " parts of a model: they would scale and skip apart. Use 'bf16-mixed', 'bf16-true' or"
-            " '32-true'."
+            f"`{strategy}` does not support precision={precision.precision!r} for a sharded model:"
+            " each rank would scale gradients and skip steps on its own. Use 'bf16-mixed',"
+            " 'bf16-true' or '32-true'."
         )
 
 
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Refuse unknown arguments, and those of DDP where DDP is not used.
+    """Refuse unknown arguments, and DDP's arguments if DDP is not used.
 
-    LightningCLI passes every argument of DDP that a configuration leaves out, with its default
-    value: those are left out here too.
+    LightningCLI passes all arguments of DDP that a configuration omits, with their default values.
+    So arguments that equal DDP's defaults are dropped here.
 
     Args:
-        strategy: its class, which has arguments of its own.
-        ddp_kwargs: its further arguments.
-        with_ddp: DDP synchronizes gradients within groups of ranks, and takes its arguments.
+        strategy: the class of the strategy, which also has arguments of its own.
+        ddp_kwargs: the remaining arguments.
+        with_ddp: whether DDP averages gradients within replicas, so that its arguments apply.
 
     Returns:
-        Those that are not DDP's defaults.
+        The arguments that differ from DDP's defaults.
 
     Raises:
-        TypeError: an argument of that kind.
+        TypeError: an argument is unknown or does not apply.
     """
     taken = [inspect.signature(kind).parameters for kind in (DistributedDataParallel, DDPStrategy)]
     defaults = {name: known.default for names in taken for name, known in names.items()}
@@ -220,17 +209,17 @@ def check_ddp_kwargs(
         if name not in defaults or not _is_same(value, defaults[name])
     }
     legal: tuple[str, ...] = _DDP_KWARGS
-    why = "It synchronizes gradients in its own way, so of `DDPStrategy` it"
+    why = "DDP does not average its gradients, so of `DDPStrategy`'s arguments it"
     if with_ddp:
         legal = tuple(defaults.keys() - _NOT_OF_THE_USER)
-        why = "Of `DDPStrategy` and `DistributedDataParallel` it"
+        why = "Of the arguments of `DDPStrategy` and `DistributedDataParallel` it"
     for name in said:
         if name not in legal:
             own = [one for one in inspect.signature(strategy).parameters if one != "ddp_kwargs"]
             near = difflib.get_close_matches(name, (*own, *legal), n=1)
             hint = f" Did you mean `{near[0]}`?" if near and name not in defaults else ""
             raise TypeError(
-                f"`{strategy.__name__}` got the argument `{name}`.{hint} It takes"
+                f"`{strategy.__name__}` does not take the argument `{name}`.{hint} It takes"
                 f" {', '.join(f'`{one}`' for one in own)}. {why} takes only"
                 f" {', '.join(f'`{one}`' for one in sorted(legal))}."
             )
@@ -242,11 +231,7 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def present(found: T | None, without: str) -> T:
-    """Return `found`; raise if it is None.
-
-    Raises:
-        RuntimeError: it is None; `without` is the message.
-    """
+    """Return `found`; raise a `RuntimeError` with the message `without` if it is None."""
     if found is None:
         raise RuntimeError(without)
     return found

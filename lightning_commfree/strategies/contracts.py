@@ -1,13 +1,14 @@
-"""The two parts of a strategy: how ranks share a model, and how replicas are kept together.
+"""The two parts of a strategy: a layout inside each replica, and an algorithm between replicas.
 
 *Inside* a replica, one or several ranks hold and compute one model. *Between* replicas, an
-algorithm exchanges values that keep them one training. `ReplicaStrategy` calls one of each in the
-Trainer's hooks: a new strategy is a new algorithm, or a new layout inside, and some wiring.
+algorithm exchanges weights, gradients or votes. `ReplicaStrategy` calls one of each in the
+Trainer's hooks: to add a strategy, write an algorithm or a layout, and a subclass that combines
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -18,53 +19,56 @@ from torch.optim import Optimizer
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
 from lightning_commfree.model.weight_swap import WeightSwap
-from lightning_commfree.resume.exact import Resumable, State
+from lightning_commfree.resume.exact import Resumable
 
 
 class Inside(Protocol):
-    """How the ranks of a replica hold and compute one model.
+    """The layout of a model on the ranks of a replica.
 
     Attributes:
-        size: ranks of a replica.
-        uses_ddp: Lightning's DDP averages their gradients, and the strategy takes its arguments.
-        divides: they hold parts of one model; `prepare` moves what a rank holds to its device.
-        same_batch: the ranks of a replica must see the same batch.
-        restores_after_setup: the module can take a checkpoint's weights only after `prepare`.
+        size: number of ranks in a replica.
+        uses_ddp: whether Lightning's DDP averages gradients within a replica; if so, the strategy
+            takes DDP's arguments.
+        shards_model: whether each rank holds shards of one model; if so, `prepare` moves them to
+            the device.
+        same_batch: whether the ranks of a replica must get the same batch.
+        restores_after_setup: whether the module can load a checkpoint's weights only after
+            `prepare`.
     """
 
     size: int
     uses_ddp: bool = False
-    divides: bool = False
+    shards_model: bool = False
     same_batch: bool = False
     restores_after_setup: bool = False
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
-        """Refuse, in the process that will launch the ranks, what cannot be trained.
+        """Refuse unsupported settings in the launching process, before any rank starts.
 
         Args:
-            trainer: whose state says what runs; None for something that is not a Trainer's.
+            trainer: the Trainer that launches; None if something else does.
         """
         return
 
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        """Refuse settings and modules that this layout cannot train, before anything is made."""
+        """Refuse settings and modules that this layout does not support, before `prepare`."""
         ...
 
     def prepare(self, strategy: Any) -> None:
-        """Start all ranks from the same weights, and prepare the model for this layout.
+        """Give all ranks the same weights and prepare the model, before the optimizer is made.
 
-        Collective; the optimizer is made after it.
+        Collective.
 
         Raises:
-            ValueError: the ranks do not agree on settings or module; on all ranks.
+            ValueError: settings or modules of the ranks differ; on all ranks.
         """
         ...
 
     def mesh(self, world_size: int) -> Mesh:
-        """Lay the ranks of a job out; replicas on the first axis, a replica's ranks on the second.
+        """Arrange all ranks in a mesh: replicas on the first axis, a replica's ranks on the second.
 
         Raises:
-            ValueError: the sizes do not fit.
+            ValueError: the number of ranks is not a multiple of `size`.
         """
         ...
 
@@ -72,113 +76,110 @@ class Inside(Protocol):
         """Check the optimizers, which have just been made.
 
         Raises:
-            ValueError: they cannot train the parameters that `prepare` has made.
+            ValueError: they cannot train the prepared model's parameters.
         """
         del optimizers
 
     def accumulating(self) -> AbstractContextManager[None] | None:
-        """Keep gradients on this rank in the body: no step follows; None: as Lightning does."""
+        """Return a context that accumulates gradients without sync; None: use Lightning's."""
         return None
 
     def train_begins(self) -> None:
-        """Called when training begins; the state of a resumed fit has been restored."""
+        """Called when training begins, after a resumed fit has restored its state."""
         return
 
     def check_first(self, verb: str, batch: Any) -> None:
-        """Check that the ranks of a replica have the same first batch.
+        """Check that the ranks of a replica get the same first batch.
 
         Args:
             verb: "train" or "validate".
-            batch: of this rank; tensors in any nesting.
+            batch: this rank's; tensors in nested containers.
 
         Raises:
-            ValueError: their batches differ; on all ranks of the replica.
+            ValueError: the batches differ; on all ranks of the replica.
         """
         del verb, batch
 
     def after_backward(self, steps: bool) -> None:
-        """Combine the gradients of a batch within the replica; collective within it.
+        """Combine gradients within the replica after a batch's backward; collective within it.
 
         Args:
-            steps: an optimizer step follows, else they accumulate.
+            steps: whether an optimizer step follows; if not, gradients accumulate.
         """
         del steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an exact resume of this rank needs besides weights and optimizers."""
+        """Return this rank's own state for an exact resume, without weights and optimizers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         del state
 
     def release(self) -> None:
-        """Release the model; the fit is over, or has failed."""
+        """Release the model, after a fit or an error."""
         return
 
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:
-        """Set up the module outside of a fit, by Lightning's `setup` or in place of it."""
+        """Set up the module to validate, test or predict; by default with Lightning's `setup`."""
         setup(trainer)
 
     # -- states of a sharded model
 
     @property
     def saves_folders(self) -> bool:
-        """Whether checkpoints are folders now, which all ranks of the first replica write."""
+        """Whether checkpoints are now saved as folders, written by all ranks of a replica."""
         return False
 
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's state for a checkpoint: full tensors on rank 0 at least.
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's state for a checkpoint; collective within a replica.
 
-        `DTensor`s where a folder is saved. Collective within a replica.
+        Rank 0 gets full tensors; or each rank gets its `DTensor`s, if `saves_folders`.
 
         Args:
             read: returns the state of the module as it is.
         """
         return read()
 
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint, as `whole_module` returns the module's.
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint; otherwise like `full_module_state`.
 
         Args:
-            optimizer: of the latest fit.
-            state: as the optimizer itself returns it.
+            optimizer: an optimizer of the latest fit.
+            state: the optimizer's own `state_dict`.
         """
         del optimizer
         return state
 
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a checkpoint with this rank's shards of the module's state."""
+    def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a checkpoint with this rank's shards of the module's full state."""
         return checkpoint
 
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's shards of the optimizers' states.
 
-        They are full in it, or this rank's already: `ExactResume` puts them in.
+        The given states are full, or this rank's shards already, if `ExactResume` restored them.
         """
         return checkpoint
 
 
 class Between(Resumable, Protocol):
-    """An algorithm between replicas, for the length of a fit.
+    """An algorithm between replicas, for the duration of a fit.
 
-    It is made when model and optimizers are set up and all ranks hold the same weights. Its methods
-    run on all ranks after the same step, so that any of them may exchange something. `Resumable`
-    has the methods for checkpoints.
+    It is created when model and optimizers are set up and all ranks hold the same weights. Its
+    methods run on all ranks after the same step, so any of them may be collective. The methods for
+    checkpoints are in `Resumable`.
     """
 
-    replicas: bool = True
-    free_at_resume: frozenset[str] = frozenset()
-
     def stepping(self) -> AbstractContextManager[None]:
-        """Take an optimizer step in the body: forward, backward, clipping, update."""
+        """Wrap a step: forward, backward, clipping, update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Exchange what is due after an optimizer step.
+        """Run the algorithm's communication after a step, as the fit's clock counts them.
 
         Args:
-            stop: whether this rank wants the training to stop; the others must learn of it.
+            stop: whether this rank wants to stop training; sent to the other ranks.
 
         Returns:
             Whether all ranks stop now; the same on all ranks.
@@ -186,36 +187,25 @@ class Between(Resumable, Protocol):
         ...
 
     def figures(self) -> dict[str, float]:
-        """Return the latest figures by name, for the Trainer's loggers."""
+        """Return the latest metrics by name, for the Trainer's loggers."""
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return the bytes that this rank sends in a cycle by tag, and the steps of a cycle."""
+        """Return the bytes that this rank sends per cycle, by tag, and the steps per cycle."""
         ...
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, and as it was for an exact resume."""
-        return {}
-
-    def adopt(
-        self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
-    ) -> tuple[State, str] | None:
-        """Use nothing of a save by other ranks or with other settings."""
-        del was, ranks, load
-        return None
-
     def close(self) -> None:
-        """Release resources; the fit is over, or has failed."""
+        """Release resources, after a fit or an error."""
 
 
 class LocalUpdates(Between, Protocol):
-    """An algorithm whose replicas train apart, each on its own weights, between exchanges.
+    """An algorithm whose replicas train independently on local weights between exchanges.
 
     Attributes:
-        step: steps that all replicas have taken.
-        weight_swap: the weights that they share.
-        stops_after: the step after which all replicas know of a wish to stop that comes now; None:
-            it cannot be known.
+        step: number of steps that each replica has taken.
+        weight_swap: swaps the weights shared by all replicas into the module, and back.
+        stops_after: the step after which all replicas would know of a stop requested now; None if
+            unknown.
     """
 
     step: int
@@ -223,58 +213,55 @@ class LocalUpdates(Between, Protocol):
 
     @property
     def stops_after(self) -> int | None:
-        """See above; it is read in a signal handler."""
+        """The step after which all ranks would know of a stop requested now (signal-safe)."""
         return None
 
     def finish(self, stop: bool) -> bool:
-        """Make all replicas equal: afterwards the local weights are the shared ones on all of them.
+        """Synchronize fully: afterwards all replicas have the shared weights as local weights.
 
-        Args:
-            stop: as `after_step` takes it.
-
-        Returns:
-            As `after_step`.
+        Argument and return value are those of `after_step`.
         """
         ...
 
     def wait_in_flight(self) -> None:
-        """Wait for exchanges in flight; their results are used when they are due."""
+        """Wait until exchanges in flight have arrived; they are still applied at their step."""
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return the weights that a validation sees; None: the shared ones."""
+        """Return the weights to validate with; None for the shared weights."""
         return None
 
     def unready(self, what: str) -> str | None:
-        """Return why the shared weights are not useful yet for a "validation" or "checkpoint"."""
+        """Return why shared weights are not yet meaningful for a "validation" or "checkpoint"."""
         return None
 
     def refuse_to_save(self, world: Channel) -> None:
-        """Raise, on all ranks, if a checkpoint would hold useless weights."""
+        """Raise an error on all ranks if a checkpoint would contain NaN or Inf."""
 
     def average_moved(self) -> None:
-        """Average frozen weights that hooks have moved apart, before a validation; collective."""
+        """Average frozen weights that hooks have changed differently on replicas; collective."""
 
 
 class EveryStep(Between, Protocol):
-    """An algorithm that exchanges in every optimizer step: all replicas hold the same weights.
+    """An algorithm that communicates in every step, so that all replicas hold the same weights.
 
     Attributes:
-        stream_ended: the stream of some rank has ended with the latest step; the same on all ranks.
+        stream_ended: whether the data stream of any rank ended with the latest step; the same on
+            all ranks.
     """
 
     stream_ended: bool = False
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
-        """Send two flags of this rank with the exchange of every step.
+        """Set functions that return this rank's flags, to be sent in every step.
 
         Args:
-            stop: returns whether it wants all to stop; `after_step` returns whether some rank did.
-            stream_ends: returns whether its stream ends with this step.
+            stop: returns whether this rank wants to stop; `after_step` returns whether any does.
+            stream_ends: returns whether this rank's data stream ends with this step.
         """
         ...
 
     def follow_parameters(self) -> None:
-        """Accept what hooks have written to the weights before the first step."""
+        """Accept changes that hooks have made to the weights before the first step."""
 
     def average_buffers(self) -> None:
-        """Set the buffers of all replicas to their mean, for a validation or checkpoint."""
+        """Average the buffers of all replicas, before a validation or checkpoint; collective."""

@@ -1,4 +1,4 @@
-"""Distributed Lion, arXiv:2404.00438, in Lightning's life cycle."""
+"""The Lightning strategy for Distributed Lion, arXiv:2404.00438."""
 
 from __future__ import annotations
 
@@ -10,61 +10,67 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_commfree.domino import DominoSettings
-from lightning_commfree.lion import LionSettings, VotingSession, only_lion, refuse_without_momenta
+from lightning_commfree.lion import LionSettings, VotingSession, only_lions, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
-from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen, name_of
+from lightning_commfree.strategies.inside import (
+    FSDPSettings,
+    TensorParallel,
+    choose_layout,
+    layout_name,
+)
 from lightning_commfree.strategies.lockstep import LockstepSession
 
 
 class DistributedLionStrategy(ReplicaStrategy):
-    """Workers vote on the sign of every parameter's step instead of all-reducing gradients.
+    """Workers vote on the sign of every parameter's update instead of all-reducing gradients.
 
-    Every worker keeps its gradient and its momentum to itself and sends one bit per parameter up;
-    the result comes down in about as many. With odd n that is N (n - 1) / 4 n bytes a step for N
-    parameters and n workers, where fp32 DDP sends 8 N (n - 1) / n. The parameters stay
-    bit-identical on all ranks. `configure_optimizers` must return `DistributedLion`.
+    Each worker keeps its gradient and momentum local. It sends one bit per parameter up (its vote)
+    and receives about one bit per parameter down (the result). With N parameters and an odd number
+    n of workers, a worker sends N (n - 1) / 4 n bytes per step; fp32 DDP sends 8 N (n - 1) / n.
+    The parameters stay bit-identical on all ranks. `configure_optimizers` must return a
+    `DistributedLion`.
 
-    Gradient clipping acts on a worker's own gradient by its own norm: the norm of the mean gradient
-    cannot be known without sending gradients. It weighs the gradient against the momentum and does
-    not shorten the step, which is `lr` for every parameter. Accumulated gradients are voted on once
-    per optimizer step. A metric that `training_step` logs per step with `sync_dist=True` stays the
-    worker's own; per epoch it means all ranks.
+    Gradient clipping uses the norm of each worker's own gradient: the norm of the mean gradient
+    cannot be known without sending gradients. Clipping changes the weight of the gradient relative
+    to the momentum, not the size of the step, which is `lr` for every parameter. Accumulated
+    gradients are voted on once per optimizer step. A metric that `training_step` logs per step with
+    `sync_dist=True` is the worker's own; logged per epoch, it is averaged over all ranks.
 
     Args:
-        vote: "majority": the sign of the sum of votes; "average": their mean, in ceil(log2(n + 1))
-            bits down.
-        ties: "zero": a tie moves nothing, which takes a second bit down where there is one;
-            "random": a tie is drawn, once for all workers, and one bit comes down. On a parameter
-            where all workers have an exact zero nothing moves either way.
-        momentum_sync_every: steps from one averaging of the workers' momenta to the next, at 64 /
+        vote: "majority": the sign of the sum of votes; "average": the mean of the votes, which
+            takes ceil(log2(n + 1)) bits down.
+        ties: "zero": no update on a tie, which needs a second bit down where ties are possible;
+            "random": a random sign, the same on all workers, with one bit down. If all workers have
+            an exact zero for a parameter, it is not updated in either case.
+        momentum_sync_every: average the workers' momenta every so many steps, at 64 /
             `momentum_sync_every` bits per parameter and step; 0: never, as in the paper.
-        nonfinite: what happens when a worker's gradient holds NaN or Inf. "raise": all ranks stop
-            and name it. "abstain": that worker votes 0 on that bucket of parameters and leaves its
-            momentum as it was.
-        node_size: k, consecutive ranks that average their gradients in full precision and vote as
-            one worker; each carries 1/k of the vote.
-        inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
-            gradients and momentum, in units of a transformer block, or those of an `FSDPSettings`
-            (FSDP2); each rank votes on its part, and its figures are of that part. "domino", or a
-            `DominoSettings`: a part of every layer of a transformers model; they see the same
-            batch.
-        overlap: start a bucket's vote during backward, when its last gradient is there. Switched
-            off, with a message, where gradients are changed after backward: clipping, fp16 scaling,
+        nonfinite: the reaction to NaN or Inf in a worker's gradient. "raise": all ranks stop with
+            an error that names the worker. "abstain": that worker votes 0 on that bucket of
+            parameters and does not update its momentum.
+        node_size: k, the number of consecutive ranks that average their gradients in full precision
+            and vote as one worker; each rank sends 1/k of the vote.
+        inside: the layout of the model on these k ranks. "ddp": the full model on every rank.
+            "fsdp" or an `FSDPSettings`: 1/k of parameters, gradients and momentum per rank (FSDP2),
+            in units of a transformer block by default; each rank votes on its shard and logs
+            metrics of its shard. "domino" or a `DominoSettings`: tensor parallelism of a
+            transformers model; the k ranks get the same batch.
+        overlap: start the vote on a bucket during backward, when its last gradient is ready.
+            Disabled with a warning if gradients change after backward: clipping, fp16 scaling,
             `node_size` above 1, hooks between backward and step.
-        check_drift_every: steps from one comparison of the ranks' parameters to the next, by a hash
-            that travels with the votes; a difference ends the fit. 0: never.
-        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
-            them. A link may be down for half of `timeout` (30 minutes by default), and for at most
-            about 15 minutes, after which Linux gives its connections up.
+        check_drift_every: compare the ranks' parameters every so many steps, by a hash sent with
+            the votes; a difference ends the fit. 0: never.
+        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
+            A network link may be down for half of `timeout` (30 minutes by default), but for at
+            most about 15 minutes, after which Linux drops its connections.
 
     Attributes:
-        settings: the arguments above but `overlap`.
+        settings: the arguments above except `overlap`.
         ledger: bytes sent by this rank and seconds waited, by tag.
 
     Raises:
-        ValueError: an argument outside its range.
-        TypeError: an argument of another kind, or an unknown one.
+        ValueError: an argument is outside its range.
+        TypeError: an argument has the wrong type or is unknown.
 
     Example::
 
@@ -86,51 +92,53 @@ class DistributedLionStrategy(ReplicaStrategy):
         check_drift_every: int = 100,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(chosen(self, inside, node_size, "node_size"), **ddp_kwargs)
+        super().__init__(choose_layout(self, inside, node_size, "node_size"), **ddp_kwargs)
         self.settings = LionSettings(
             vote,
             ties,
             momentum_sync_every,
             nonfinite,
             node_size,
-            name_of(inside),
+            layout_name(inside),
             check_drift_every,
         )
         if ties == "random" and isinstance(self.inside, TensorParallel):
             raise ValueError(
-                "`ties='random'` does not go with `inside='domino'`: ranks of a tensor group would"
-                " draw other ties for what all of them hold. Leave `ties` at 'zero', or take"
-                " `inside='fsdp'`."
+                "`ties='random'` does not work with `inside='domino'`: the ranks of a tensor group"
+                " would draw different signs for parameters that all of them hold. Leave `ties` at"
+                " 'zero', or use `inside='fsdp'`."
             )
         if not isinstance(overlap, bool):
             raise TypeError(f"`overlap={overlap!r}` must be True or False.")
         self.overlap = overlap
-        self._overlaps = False  # in the latest fit
+        self._overlaps = False  # whether the latest fit overlapped votes with backward
 
     # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> VotingSession:
-        self._lion = only_lion(type(self).__name__, self.optimizers)
+        self._lions = only_lions(type(self).__name__, self.optimizers)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
+        if not self.module.automatic_optimization:
+            why.append("with manual optimization backward runs before the optimizer's step")
         if self.inside.size > 1:
             why.append(f"`node_size={self.inside.size}` averages them over the node first")
         if self.overlap and why:
             rank_zero_warn(
-                "Votes start after backward and not during it (`overlap`), because gradients may"
+                "Votes start only after backward, despite `overlap=True`, because gradients may"
                 f" change after backward: {'; '.join(why)}."
             )
         if trainer.gradient_clip_val:
             rank_zero_warn(
-                f"`gradient_clip_val={trainer.gradient_clip_val}` clips every worker's gradient by"
-                " its own norm, before the vote. The norm of the mean gradient is unknown, because"
-                " gradients are not sent."
+                f"`gradient_clip_val={trainer.gradient_clip_val}` clips each worker's gradient by"
+                " its own norm before the vote. The norm of the mean gradient is unknown, because"
+                " gradients are not exchanged."
             )
         self._overlaps = self.overlap and not why
-        return VotingSession(self.module, self._lion, self.settings, self.channels, self._overlaps)
+        return VotingSession(self.module, self._lions, self.settings, self.channels, self._overlaps)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        refuse_without_momenta(self._lion, checkpoint.get("global_step", 0))
+        refuse_without_momenta(self._lions, checkpoint.get("global_step", 0))

@@ -1,4 +1,4 @@
-"""Domino, arXiv:2409.15241, in Lightning's life cycle."""
+"""The Lightning strategy for Domino tensor parallelism, arXiv:2409.15241."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from lightning_commfree.strategies.inside.domino import TensorParallel
 
 
 class DominoSession(FitSession[GradientMean]):
-    """A fit whose ranks share a model, and so need each other in every batch.
+    """A fit whose ranks share a model, and therefore communicate in every batch.
 
-    Before each step they exchange three numbers: in which batch this rank is, whether its gradient
-    is not finite, and whether it wants to stop.
+    Before each optimizer step, the ranks exchange three numbers: the number of the batch, whether
+    the gradient has NaN or Inf, and whether the rank wants to stop.
     """
 
-    _stops = False  # some rank wants to, after the step that runs
+    _stops = False  # some rank wants to stop after the current step
 
     @override
     def batch_begins(self) -> None:
@@ -41,7 +41,7 @@ class DominoSession(FitSession[GradientMean]):
     @contextmanager
     @override
     def accumulating(self) -> Iterator[None]:
-        self.between.average.active = False  # gradients stay here
+        self.between.average.active = False  # do not send gradients yet
         try:
             with super().accumulating():
                 yield
@@ -50,11 +50,10 @@ class DominoSession(FitSession[GradientMean]):
 
     @override
     def after_backward(self, loss: Tensor) -> None:
-        """Put the mean of all replicas' gradients into place, if an optimizer step follows.
+        """Check all ranks and land the mean gradients, if an optimizer step follows.
 
         Raises:
-            RuntimeError: on all ranks: a gradient is not finite, or the ranks are in different
-                batches.
+            RuntimeError: a gradient is not finite, or ranks are in different batches; on all ranks.
         """
         if self.accumulates:
             return
@@ -65,8 +64,8 @@ class DominoSession(FitSession[GradientMean]):
         if len(set(batches.tolist())) > 1:
             found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
             raise RuntimeError(
-                f"The ranks of this fit are in different batches: {', '.join(found)}. Skip a batch"
-                " on all ranks or on none, in `training_step` and in callbacks."
+                f"The ranks are in different batches: {', '.join(found)}. Probably `training_step`"
+                " or a callback skipped a batch on some ranks only: skip it on all ranks or none."
             )
         self._stops = bool(stops.any())
         if nonfinite.any():
@@ -81,54 +80,55 @@ class DominoSession(FitSession[GradientMean]):
 
 
 class DominoTPStrategy(ReplicaStrategy):
-    """Tensor parallelism of an unmodified Hugging Face model, its all-reduces hidden.
+    """Tensor parallelism of an unmodified Hugging Face model, with overlapped all-reduces.
 
-    The `GPT2LMHeadModel` or Llama-like model (Llama, Mistral, Qwen2, Qwen3) anywhere inside the
-    LightningModule is divided in place when `fit` begins, before the optimizer is made: heads and
-    MLPs over the ranks of a tensor group, the vocabulary too. A batch is split into micro-batches
-    that take turns, so that the all-reduces of one fly while the others compute, in both
-    directions. Other models whose config has a tensor-parallel plan are divided by it, without a
-    schedule.
+    When `fit` begins, before the optimizer is created, the `GPT2LMHeadModel` or Llama-like model
+    (Llama, Mistral, Qwen2, Qwen3, Gemma) anywhere inside the LightningModule is sharded in place:
+    attention heads, MLPs and vocabulary are divided over the ranks of a tensor group. A batch is
+    split into micro-batches that take turns, so that the all-reduces of one overlap with the
+    computation of the others, in forward and backward. Any other model whose config has a
+    tensor-parallel plan is sharded by its plan, without overlap.
 
-    Checkpoints hold the whole model and the whole optimizer state, so they load at any tensor
-    parallel size, in a plain Trainer and, the model's part, by `from_pretrained`. After `fit` the
-    module is the plain Hugging Face model again, with all weights in it; `trainer.optimizers` keep
-    this rank's part, which `trainer.save_checkpoint` puts together, called on all ranks. The world
-    is data parallel times tensor parallel: all ranks of a tensor group must get the same batch,
-    which Lightning's sampler sees to. A fit that is resumed on as many ranks goes on bit for bit;
-    on other ones from the same weights and optimizer state, and a message says what begins anew.
+    Checkpoints contain the full model and optimizer state. They load at any tensor-parallel size,
+    in a plain Trainer and (the model's weights) with `from_pretrained`. After `fit` the module is
+    the plain Hugging Face model again, with all weights; `trainer.optimizers` keep this rank's
+    shards, which `trainer.save_checkpoint` gathers if all ranks call it. The world is data parallel
+    times tensor parallel: all ranks of a tensor group must get the same batch, which Lightning's
+    own sampler ensures. A fit resumed on the same number of ranks continues bit for bit. On another
+    number it continues from the same weights and optimizer state, and a warning says what is reset.
 
-    NaN or Inf in a gradient ends the fit on all ranks before the step, and the error names where.
-    `trainer.should_stop` on one rank and SIGTERM stop all ranks after the same step.
+    NaN or Inf in a gradient ends the fit on all ranks before the step, with an error that names the
+    rank and parameter. `trainer.should_stop` on any rank and SIGTERM stop all ranks after the same
+    step.
 
-    A model of those classes may be on the `meta` device when `fit` begins (built in
-    `configure_model`, under `torch.device("meta")`): each rank then makes its part only, of a
-    checkpoint's values (`ckpt_path`) or of fresh ones, drawn layer by layer by the model's own
+    A model of these classes may be on the `meta` device when `fit` begins (built in
+    `configure_model`, under `torch.device("meta")`): each rank then allocates only its shards, with
+    values from a checkpoint (`ckpt_path`) or initialized layer by layer by the model's own
     `_init_weights`.
 
-    If the model computes its own loss (`labels=`), logits of the whole vocabulary are never put
-    together, and the model's output has none; without `labels` it has them all.
+    If the model computes its own loss (`labels=`), the logits of the full vocabulary are never
+    gathered, and the model's output has no logits; without `labels` it has all of them.
 
     Args:
-        tensor_parallel_size: consecutive ranks that share one model; None: those of a node. The
-            rest of the world is data parallel.
-        split: "batch": rows of the batch (a batch of one is split by tokens instead); "token":
-            pieces of the sequence, under causal attention; "weight": outputs of the row linears,
-            which hides less; "hybrid": rows and outputs; "none": every all-reduce is waited for.
-            "auto": the fastest of "batch", "token" and "none", chosen by timing the first 30
-            batches of each size (`domino.auto_split`).
-        num_micro_batches: parts, 2 or more.
-        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
-            them. A link may be down for half of `timeout` (30 minutes by default), and for at most
-            about 15 minutes, after which Linux gives its connections up.
+        tensor_parallel_size: number of consecutive ranks that share one model; None: all ranks of a
+            node. The rest of the world is data parallel.
+        split: how to split a batch into micro-batches. "batch": by rows (a batch of one row is
+            split by tokens instead); "token": by chunks of the sequence, under causal attention;
+            "weight": by outputs of row linears, which hides less communication; "hybrid": by rows
+            and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"
+            and "none", chosen by timing the first 30 batches of each size (`domino.auto_split`).
+        num_micro_batches: number of micro-batches, 2 or more.
+        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
+            A network link may be down for half of `timeout` (30 minutes by default), but for at
+            most about 15 minutes, after which Linux drops its connections.
 
     Attributes:
         settings: the arguments above.
-        ledger: bytes sent by this rank, seconds waited and collectives, by tag.
+        ledger: bytes sent by this rank, seconds waited and number of collectives, by tag.
 
     Raises:
-        ValueError: an argument outside its range.
-        TypeError: an argument of another kind, or an unknown one.
+        ValueError: an argument is outside its range.
+        TypeError: an argument has the wrong type or is unknown.
 
     Example::
 
@@ -147,33 +147,32 @@ class DominoTPStrategy(ReplicaStrategy):
     ) -> None:
         self.settings = DominoSettings(tensor_parallel_size, split, num_micro_batches)
         super().__init__(TensorParallel(self, self.settings), **ddp_kwargs)
-        self.group_ledger = self.ledger  # bytes within a tensor group count like all others
+        self.group_ledger = self.ledger  # one ledger for both axes, told apart by tags
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks that share one model."""
+        """Number of ranks that share one model."""
         return self.inside.size
 
     @override
     def traffic(self, tokens_per_step: int) -> Traffic:  # type: ignore[override]
-        """Return what this rank will send in training steps; available from `on_fit_start` on.
+        """Forecast the bytes that this rank sends per training step; from `on_fit_start` on.
 
-        By the tags of the ledger, whose phase `STEPS` then says the same. If the module computes a
-        loss of its own, from whole logits, these are gathered in place of `tensor_loss`.
+        The forecast is by ledger tag, like the measured bytes in the ledger's phase `STEPS`. If the
+        module computes its own loss from full logits, they are gathered instead of `tensor_loss`.
 
         Args:
-            tokens_per_step: of the batches of one tensor group between two optimizer steps.
+            tokens_per_step: tokens in the batches of one tensor group per optimizer step.
         """
         trainer = self.module.trainer
         mixed = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
         clips = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm != "value"
-        how = tokens_per_step, mixed, clips
-        sent = self.algorithm.bytes_per_step(self.module, *how)
+        sent = self.algorithm.bytes_per_step(self.module, tokens_per_step, mixed, clips)
         return Traffic(sent, 1, super().traffic().ddp_bytes_per_step)
 
     # -- the hooks of a fit
 
     @override
     def begin(self, trainer: pl.Trainer) -> GradientMean:
-        sharded = present(self.inside.sharded, "no model has been divided")
+        sharded = present(self.inside.sharded, "no model has been sharded yet")
         return GradientMean(sharded, self.channels, self.settings)

@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from lightning_commfree.comm.ledger import END
 from lightning_commfree.lightning_internals import Patches
-from lightning_commfree.model.replication import common_start
+from lightning_commfree.model.replication import broadcast_initial_weights
 from lightning_commfree.model.weight_swap import ADVICE, OuterView, WeightSwap
-from lightning_commfree.resume.rank_files import copied
+from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -60,15 +60,20 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Whether the algorithm has finished after its latest step."""
         return self._finished_at == self.between.step
 
+    @override
+    def steps_before(self) -> int:
+        # Lightning does not save how many batches have stepped; the algorithm does
+        return self.between.step if self.clock.spans_batch else super().steps_before()
+
     # -- the hooks of a fit
 
     @override
     def begin(self, resumed: bool) -> None:
-        differ = any(self._ranks.all_flags(not self._swap.is_local()))
+        differ = any(self._ranks.all_flags(not self._swap.local_equals_shared()))
         if differ and not resumed:
             # a hook has written to the weights, maybe on one rank only: as under DDP, all ranks
             # train, and share, what rank 0 has now
-            common_start(self._world, self._module, {}, self._channels.between)
+            broadcast_initial_weights(self._world, self._module, {}, self._channels.between)
             self._swap.take_local()
         if resumed and not differ:
             # it may have been saved when a fit had ended: to finish again would move nothing
@@ -93,17 +98,17 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self._finish()
         if not self._trainer.sanity_checking:
             self._say_unready("validation")
-        if self.finished and not self._swap.is_local(buffers=False):
+        if self.finished and not self._swap.local_equals_shared(buffers=False):
             raise RuntimeError(
                 f"Parameters were written to after the last step of the fit. {ADVICE}"
             )
         if self._trains and not self.finished:
             self.between.average_moved()
-        self._swap.put_in(self._shown())
+        self._swap.swap_in(self._shown())
 
     @override
     def validation_ends(self) -> None:
-        self._swap.put_back()
+        self._swap.swap_out()
         super().validation_ends()
 
     @override
@@ -111,7 +116,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         with self._settled() as stays:
             state = read()
             # what is frozen stays what it is: it may be large
-            return state if stays else copied(state, only=self._swap.in_module)
+            return state if stays else copy_to_cpu(state, only=self._swap.in_module)
 
     @override
     def check_save(self) -> None:
@@ -125,10 +130,10 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @override
     def end(self) -> None:
-        self._swap.put_back(check=False)  # an exception may have come in the middle of a validation
+        self._swap.swap_out(check=False)  # an exception may have come in the middle of a validation
         interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
         if self._finished_at is None and not interrupted:
-            self._swap.put_in()  # a resumed fit had nothing left to train
+            self._swap.swap_in()  # a resumed fit had nothing left to train
         super().end()
 
     # -- inside
@@ -156,7 +161,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             self._finish()
         self.between.wait_in_flight()
         shown = self._shown()
-        stays = self._swap.is_in
+        stays = self._swap.swapped_in
         with self._swap.outer_weights(shown):
             yield stays
 
@@ -186,7 +191,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     def _shown(self) -> Sequence[Tensor] | None:
         """Return what the module shows in place of the shared weights; None: these."""
-        if self.finished or self._trainer.sanity_checking or self._swap.is_in:
+        if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown()
 
@@ -229,11 +234,11 @@ def average_shared_weights(
         ends.append(callback.on_train_end)
         patches.put(callback, "on_train_end", lambda *_: None)
 
-    def put_in() -> None:
+    def swap_in() -> None:
         for end in ends:
             end(trainer, trainer.lightning_module)
 
-    return put_in
+    return swap_in
 
 
 def _update(

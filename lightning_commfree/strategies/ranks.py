@@ -18,7 +18,7 @@ from lightning_commfree.comm.job import (
     leave_time_at_exit,
     waiting_for_all,
 )
-from lightning_commfree.comm.sockets import GlooInterface, Unshared, unreachable
+from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
 from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Ranks:
         open_channels: Callable[[Member], ReplicaChannels],
     ) -> None:
         self._strategy, self._timeout, self._open_channels = strategy, timeout, open_channels
-        self._sockets, self._interface = Unshared(), GlooInterface()
+        self._sockets, self._interface = CloseOnFork(), GlooInterface()
         self._channels: ReplicaChannels | None = None
 
     # -- from joining the job to leaving it
@@ -54,7 +54,7 @@ class Ranks:
         """
         member = self._member()
         if member.main_address is not None:
-            self._interface.tell(member.main_address)
+            self._interface.select(member.main_address)
         leave_time_at_exit(hosts_store=member.rank == 0 and member.size > 1)
         try:
             # A rank's connections must break when it is killed, whatever it has forked off.
@@ -63,7 +63,7 @@ class Ranks:
                 lightnings()
         except RuntimeError as error:
             if member.main_address is not None and "gloo" in str(error).lower():
-                raise RuntimeError(unreachable(error)) from error
+                raise RuntimeError(connection_error(error)) from error
             raise
         self._open()
 
@@ -80,7 +80,7 @@ class Ranks:
 
     def leave(self) -> None:
         """Close the channels, and restore this process's environment."""
-        self._interface.take_back()
+        self._interface.restore()
         if self._channels is not None:
             self._channels.close()
             self._channels = None

@@ -46,6 +46,7 @@ from lightning_commfree.lightning_internals import (
     limit_epochs,
     may_stop_early,
 )
+from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand
 
@@ -62,20 +63,22 @@ class Stopping:
     Args:
         trainer: of the fit.
         ranks: all of them.
+        clock: says what a step is.
         patches: get what runs around the methods of Lightning's loops.
 
     Attributes:
+        clock: as given.
         sigterm: SIGTERM on this rank.
     """
 
-    def __init__(self, trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
-        self._trainer, self._ranks = trainer, ranks
+    def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
+        self._trainer, self._ranks, self.clock = trainer, ranks, clock
         self._several = trainer.world_size > 1  # a single rank has nobody to agree with
         self._wish = self._agreed = self._trains = False
         self._unsized = self._uneven_said = self._apart_on_streams = False
-        self._step = 0  # steps begun
+        self._step = 0  # steps begun, or batches where a step spans one
         self._ends: EpochEnds | None = None
-        self.sigterm = DeferredSigterm(trainer, patches)
+        self.sigterm = DeferredSigterm(trainer, clock, patches)
         if self._several:
             self._follow_loops(patches)
 
@@ -112,16 +115,16 @@ class Stopping:
     def agree_in_step(self) -> None:
         """Stop after the step that runs: its exchange had the wish of some rank. On all ranks."""
         if self._several:
-            self._agree(self._trainer.global_step + 1)
+            self._agree()
 
     def agree_here(self) -> None:
         """Stop here if some rank wants to; collective, where all ranks are."""
         if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
             self._hold()
-            self._agree(self._trainer.global_step)
+            self._agree()
 
     def no_step_follows(self, in_step: bool = False) -> bool:
-        """Return whether the latest optimizer step is the last one, as far as it can be known now.
+        """Return whether the latest step is the last one, as far as it can be known now.
 
         `Strategy.on_train_end` is the last hook of a fit: callbacks have validated and written
         their last checkpoint by then. What must be in that checkpoint has to happen before, so the
@@ -129,16 +132,17 @@ class Stopping:
         decision at one moment.
 
         Args:
-            in_step: it runs, and the Trainer has not counted it yet.
+            in_step: it runs, and the Trainer has not counted all of it yet.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
+        uncounted = self.clock.uncounted if in_step else 0
         if self._leaves_now:
             return False
-        if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
+        if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
             return True
         # a `should_stop` of this rank alone is a wish that the others do not know yet
         stops = self._agreed if self._several else trainer.should_stop
-        if stops and may_stop_early(trainer, in_step):
+        if stops and may_stop_early(trainer, uncounted):
             return True
         epoch: Any = loop.epoch_progress.current
         if loop.max_epochs in (None, -1):
@@ -317,8 +321,8 @@ class Stopping:
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._wish, trainer.should_stop = True, False
 
-    def _agree(self, step: int) -> None:
-        """Stop after `step` if some rank wants to; collective over all ranks."""
+    def _agree(self) -> None:
+        """Stop after the latest step if some rank wants to; collective over all ranks."""
         if self._agreed:
             return
         said = self._ranks.all_values(self._wish + 2 * self.sigterm.requested)
@@ -332,8 +336,9 @@ class Stopping:
         if len(wishes) < len(said):
             rank_zero_warn(
                 f"{_named(wishes)} wanted to stop (`trainer.should_stop`) and the others did not:"
-                f" all ranks stop after step {step}, with the same weights. Decide on something"
-                " that is the same on all ranks, such as a metric logged with `sync_dist=True`."
+                f" all ranks stop after step {self.clock.steps}, with the same weights. Decide on"
+                " something that is the same on all ranks, such as a metric logged with"
+                " `sync_dist=True`."
             )
 
 

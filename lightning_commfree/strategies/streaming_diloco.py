@@ -1,4 +1,4 @@
-"""Streaming DiLoCo, arXiv:2501.18512, in Lightning's life cycle."""
+"""The Lightning strategy for Streaming DiLoCo, arXiv:2501.18512."""
 
 from __future__ import annotations
 
@@ -23,78 +23,80 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import REPLICAS, refuse_callbacks
-from lightning_commfree.strategies.inside import FSDPSettings, chosen, name_of
+from lightning_commfree.strategies.inside import FSDPSettings, choose_layout, layout_name
 
 
 class StreamingDiLoCoStrategy(ReplicaStrategy):
-    """Replicas train apart and exchange outer gradients while they continue to compute.
+    """Replicas train independently and exchange outer gradients in the background.
 
-    Every replica takes its own optimizer steps on its own share of the data. After every
-    `sync_every` of them a fragment of the model is launched: the difference between the parameters
-    on which all replicas last agreed and the local ones travels while training continues.
-    `overlap_steps` later it lands: the mean difference is the gradient of an outer optimizer, and
-    the result is mixed into the local parameters. Between exchanges a run sends nothing.
+    Each replica takes its own optimizer steps on its own share of the data. After `sync_every`
+    steps, a fragment of the model is launched: the difference between the parameters on which all
+    replicas last agreed and the local parameters is sent while training continues. `overlap_steps`
+    steps later it lands: the mean difference is the gradient for an outer optimizer, whose result
+    is mixed into the local parameters. Between exchanges, nothing is sent.
 
-    Validation and the `state_dict` of checkpoints use the *outer* weights, on which all replicas
-    agree; `fit` ends with the mean of all replicas' weights on all ranks. `WeightAveraging`
-    averages the outer weights. Gradient clipping, weight decay and learning-rate schedules act
-    inside a replica. A metric that `training_step` logs per step with `sync_dist=True` stays the
-    replica's own; per epoch it means all ranks.
+    Validation and checkpoints (`state_dict`) use the *outer* weights, on which all replicas agree.
+    `fit` ends with the mean of all replicas' weights on all ranks. `WeightAveraging` averages the
+    outer weights. Gradient clipping, weight decay and learning-rate schedules act within a replica.
+    A metric that `training_step` logs per step with `sync_dist=True` is the replica's own; logged
+    per epoch, it is averaged over all ranks.
 
-    Frozen parameters are never sent. Parameters that a callback thaws between two steps
-    (`BackboneFinetuning`) become a fragment of their own. Frozen ones that hooks move apart on the
-    replicas (the teacher of BYOL or DINO) are averaged at validations and at the end of `fit`. The
-    forecast `traffic()` does not know of either.
+    Frozen parameters are never sent. Parameters that a callback thaws during the fit
+    (`BackboneFinetuning`) become a new fragment. Frozen parameters that hooks change differently on
+    the replicas (the teacher of BYOL or DINO) are averaged at validations and at the end of `fit`.
+    The forecast `traffic()` includes neither.
 
     Args:
-        sync_every: H, inner (optimizer) steps between two syncs of one fragment. 30 to 100 in the
-            paper; 1 is the worst.
-        num_fragments: P. None: 3 transformer blocks per fragment, plus one fragment for everything
-            else.
-        fragment_pattern: "strided" (block i to fragment i mod P), "sequential" (consecutive blocks)
+        sync_every: H, inner (optimizer) steps between two syncs of a fragment. 30 to 100 in the
+            paper; 1 gives the worst quality.
+        num_fragments: P, the number of fragments. None: 3 transformer blocks per fragment, plus one
+            fragment for everything else.
+        fragment_pattern: "strided" (block i in fragment i mod P), "sequential" (consecutive blocks)
             or "balanced" (tensors, equal bytes; for models without blocks).
         overlap_steps: tau, inner steps from launch to landing; 0 blocks. Several fragments may be
-            in flight. At most 5 is advised.
-        mix: alpha in [0, 1], weight of the local parameters at a landing: 0 takes the global ones,
-            1 ignores them.
-        wire_dtype: how outer gradients are rounded for the wire: a name, or a codec of your own;
+            in flight. At most 5 is recommended.
+        mix: alpha in [0, 1], the weight of the local parameters at a landing: 0 replaces them by
+            the global parameters, 1 keeps them.
+        wire_dtype: the number format in which outer gradients are sent: a name, or your own codec;
             see `lightning_commfree.diloco.codec`.
-        outer_optimizer: factory, from a list of fp32 parameters to a `torch.optim.Optimizer`; None
-            for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may return a tuple of the optimizer
-            and a learning-rate scheduler, stepped with every landing of its fragment. With
-            `start_method="spawn"` it must pickle: a `functools.partial`, not a lambda.
-        replica_size: k, consecutive ranks that form one replica: data parallelism inside it, with
-            `devices=k, num_nodes=M` one replica per node. Each of its ranks holds and exchanges 1/k
-            of the outer state.
-        inside: how they hold the model. "ddp": every rank all of it. "fsdp": 1/k of its parameters,
-            gradients and optimizer state, in units of a transformer block, or those of an
-            `FSDPSettings` (FSDP2). "domino", or a `DominoSettings`: a part of every layer of a
-            transformers model, as `DominoTPStrategy` divides it; they see the same batch.
-        nonfinite: what happens when a replica's weights hold NaN or Inf as a fragment of them
-            leaves. "raise": all ranks stop and name it, and no checkpoint with such weights is
-            written. "abstain": it does not count in that fragment's mean and goes on from the
-            global copy; see `lightning_commfree.diloco.nonfinite`.
-        evaluate: what a validation, and the checkpoints written for it, hold. "outer": the outer
-            weights, which until a fragment's first landing are the initial ones, and later up to
-            `sync_every` steps old. "mean": the plain mean of the replicas' local weights, exchanged
-            for it (N/2 bytes in fp4): early stopping and best checkpoints
-            then mean something in short runs. A checkpoint without a validation at its step takes
-            an exchange of its own. Nothing is trained on it: the fit goes the same way.
-        check_drift_every: cycles from one comparison of the replicas' global copies to the next,
-            by a hash that travels with the exchange; a difference ends the fit. 0: never.
-        outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory: 8 bytes
-            per parameter less on the device. None: where the parameters are.
-        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as `DDPStrategy` takes
-            them. A link may be down for half of `timeout` (30 minutes by default), and for at most
-            about 15 minutes, after which Linux gives its connections up.
+        outer_optimizer: a factory that takes a list of fp32 parameters and returns a
+            `torch.optim.Optimizer`; None for `SGD(lr=0.4, momentum=0.9, nesterov=True)`. It may
+            also return a tuple of optimizer and learning-rate scheduler, stepped at every landing
+            of its fragment. With `start_method="spawn"` it must pickle: use `functools.partial`,
+            not a lambda.
+        replica_size: k, the number of consecutive ranks that form a replica, with data parallelism
+            inside it; with `devices=k, num_nodes=M`, one replica per node. Each of the k ranks
+            holds and exchanges 1/k of the outer state.
+        inside: the layout of the model on these k ranks. "ddp": the full model on every rank.
+            "fsdp" or an `FSDPSettings`: 1/k of parameters, gradients and optimizer state per rank
+            (FSDP2), in units of a transformer block by default. "domino" or a `DominoSettings`:
+            tensor parallelism of a transformers model, as in `DominoTPStrategy`; the k ranks get
+            the same batch.
+        nonfinite: the reaction to NaN or Inf in a replica's weights when a fragment is launched.
+            "raise": all ranks stop with an error that names the replica, and no checkpoint with
+            such weights is written. "abstain": the replica is left out of that fragment's mean and
+            continues from the global copy; see `lightning_commfree.diloco.nonfinite`.
+        evaluate: the weights for validation and for checkpoints written with it. "outer": the outer
+            weights, which are the initial weights until a fragment first lands, and later up to
+            `sync_every` steps old. "mean": the mean of the replicas' local weights, which takes an
+            extra exchange (N/2 bytes in fp4) but makes early stopping and best checkpoints
+            meaningful in short runs. A checkpoint without a validation at its step takes an
+            exchange of its own. The choice does not affect training.
+        check_drift_every: compare the replicas' global copies every so many cycles, by a hash sent
+            with the exchange; a difference ends the fit. 0: never.
+        outer_device: "cpu" keeps global copies and outer optimizer in (pinned) host memory, which
+            saves 8 bytes per parameter on the device. None: where the parameters are.
+        **ddp_kwargs: `start_method`, `process_group_backend`, `timeout`, ... as in `DDPStrategy`.
+            A network link may be down for half of `timeout` (30 minutes by default), but for at
+            most about 15 minutes, after which Linux drops its connections.
 
     Attributes:
         settings: the arguments above.
         ledger: bytes sent by this rank and seconds waited, by tag.
 
     Raises:
-        ValueError: an argument outside its range.
-        TypeError: `outer_optimizer` cannot be called, or an argument is unknown.
+        ValueError: an argument is outside its range.
+        TypeError: `outer_optimizer` is not callable, or an argument is unknown.
 
     Example::
 
@@ -119,7 +121,7 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
         outer_device: str | None = None,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__(chosen(self, inside, replica_size, "replica_size"), **ddp_kwargs)
+        super().__init__(choose_layout(self, inside, replica_size, "replica_size"), **ddp_kwargs)
         self.settings = DiLoCoSettings(
             sync_every,
             num_fragments,
@@ -129,21 +131,21 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
             wire_dtype,
             default_outer_optimizer if outer_optimizer is None else outer_optimizer,
             replica_size,
-            name_of(inside),
+            layout_name(inside),
             nonfinite,
             evaluate,
             check_drift_every,
             outer_device,
         )
-        self._diloco: StreamingDiLoCo | None = None  # of the fit that runs
+        self._diloco: StreamingDiLoCo | None = None  # during a fit
         self._fragments: list[list[str]] = []
 
     @property
     def fragments(self) -> list[list[str]]:
-        """The parameter names of every fragment, fragment 0 first; from `on_fit_start` on.
+        """The parameter names of each fragment, in order; available from `on_fit_start` on.
 
-        Fragments that join while a fit runs come after the others: thawed parameters, and, without
-        names here, frozen ones that hooks move.
+        Fragments that are added during a fit come last: thawed parameters, and frozen parameters
+        that hooks change, whose names are not listed.
         """
         if self._diloco is not None:
             self._fragments = [list(outer.names[0]) for outer in self._diloco.fragments]
@@ -151,14 +153,14 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Let the LightningModule hold the outer weights in the body, the local ones after it.
+        """Swap the outer weights into the LightningModule for a `with` block.
 
-        Validation and checkpoints do this by themselves. A callback that looks at the model in
-        between may use it; on all ranks with `replica_size` above 1, whose ranks hold a shard each.
-        Outside of a fit nothing changes.
+        Validation and checkpoints do this automatically; a callback that inspects the model may use
+        it too. With `replica_size` above 1 all ranks must call it, because each holds a shard.
+        Outside of a fit it does nothing.
 
         Raises:
-            RuntimeError: the body has written to parameters.
+            RuntimeError: the `with` block has changed parameters.
         """
         if self._diloco is None:
             yield
@@ -171,8 +173,10 @@ class StreamingDiLoCoStrategy(ReplicaStrategy):
     @override
     def begin(self, trainer: pl.Trainer) -> StreamingDiLoCo:
         refuse_callbacks(trainer, type(self).__name__, REPLICAS)
-        how = self.settings.num_fragments, self.settings.fragment_pattern
-        fragments = split_into_fragments(self.module, *how)
+        settings = self.settings
+        fragments = split_into_fragments(
+            self.module, settings.num_fragments, settings.fragment_pattern
+        )
         replicas, within = FixedMembership(self.channels.between), self.channels.within
         self._diloco = StreamingDiLoCo(self.module, fragments, self.settings, replicas, within)
         self._diloco.optimizers = self.optimizers

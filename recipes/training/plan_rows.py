@@ -7,7 +7,7 @@ import os
 import lightning.pytorch as pl
 
 from lightning_commfree import StreamingDiLoCoStrategy
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.shards import local_tensor
 from lightning_commfree.strategies import Traffic
 from recipes.data.training_data import TrainingData
 from recipes.training.language_model import LanguageModel
@@ -22,7 +22,7 @@ def plan_rows(
     """Return the rows of the panel before a run, label to text; call in `on_fit_start`."""
     strategy, traffic = trainer.strategy, recorder.meter.plan
     sizes = {name: p.numel() for name, p in module.named_parameters()}
-    held = sum(own(p).numel() for p in module.parameters())
+    held = sum(local_tensor(p).numel() for p in module.parameters())
     fragments = [sum(sizes[n] for n in names) for names in getattr(strategy, "fragments", [])]
     per_step = recorder.tokens_per_step(trainer)
     rows_per_step = per_step / data.tokens_per_row()
@@ -48,7 +48,7 @@ def plan_rows(
         f" {human_bytes(recorder.meter.ddp_start_bytes)} before the first",
     }
     if isinstance(strategy, StreamingDiLoCoStrategy):
-        aside = sum(own(p).nbytes for p in module.parameters() if p.requires_grad)
+        aside = sum(local_tensor(p).nbytes for p in module.parameters() if p.requires_grad)
         rows["a save takes"] = (
             f"{human_bytes(aside)} more memory on each rank, as does a validation: the model"
             " then has the outer weights, beside a copy of its own"

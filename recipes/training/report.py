@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_commfree import DominoTPStrategy
 from lightning_commfree.comm.ledger import VALIDATION
-from lightning_commfree.model.shards import is_part
-from lightning_commfree.resume.files import write_whole
+from lightning_commfree.model.shards import is_shard
+from lightning_commfree.resume.files import write_atomic
 from lightning_commfree.resume.folders import is_folder, read_folder
 from recipes.data.training_data import TrainingData
 from recipes.stages import stage
@@ -144,7 +144,7 @@ class RunReport(pl.Callback):
             self._report_failure(trainer, "After training", failure)
             return
         summary = self._summarize(trainer, loss)
-        if any(map(is_part, module.parameters())):  # rank 0 has only a shard of them
+        if any(map(is_shard, module.parameters())):  # rank 0 has only a shard of them
             assert summary.checkpoint is not None, "a fit ends with one"
             module = load_trained(Path(summary.checkpoint))
         with stage("exporting the model"):
@@ -244,5 +244,5 @@ def load_trained(checkpoint: Path) -> LanguageModel:
         return LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")
     with TemporaryDirectory(dir=checkpoint.parent) as place:
         file = Path(place) / "one.ckpt"
-        write_whole(read_folder(checkpoint), file)
+        write_atomic(read_folder(checkpoint), file)
         return LanguageModel.load_from_checkpoint(file, map_location="cpu")

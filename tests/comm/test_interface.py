@@ -40,7 +40,8 @@ def test_where_it_leads_nowhere_gloos_own_choice_or_the_only_one(
     address: str | None, host: pytest.MonkeyPatch
 ) -> None:
     towards(host, address)
-    with pytest.raises(ValueError, match=re.escape("it has eth0, eth1. Set GLOO_SOCKET_IFNAME to")):
+    text = "its interfaces are: eth0, eth1. On every host, set GLOO_SOCKET_IFNAME to"
+    with pytest.raises(ValueError, match=re.escape(text)):
         choose_interface("main")
     host.setattr(sockets, "interface_address", {**LAN, "eth1": None}.get)
     assert choose_interface("main") == "eth0"
@@ -54,14 +55,14 @@ def test_the_environment_is_as_it_was_and_the_users_word_stands(host: pytest.Mon
     for before in (None, ""):
         if before is not None:
             host.setenv(VARIABLE, before)
-        told.tell("main")
+        told.select("main")
         assert os.environ[VARIABLE] == "eth0"
-        told.take_back()
-        told.take_back()
+        told.restore()
+        told.restore()
         assert os.environ.get(VARIABLE) == before
     host.setenv(VARIABLE, "eth1")
-    told.tell("main")
-    told.take_back()
+    told.select("main")
+    told.restore()
     assert os.environ[VARIABLE] == "eth1"
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.sockets import Unshared
+from lightning_commfree.comm.sockets import CloseOnFork
 from tests.comm.watches import LONG
 from tests.mortal import run_mortals
 
@@ -53,14 +53,14 @@ def test_a_rank_that_is_killed_is_gone_though_a_child_of_it_lives_on(tmp_path: P
     assert seconds < 15, "the timeout is 60 s"
 
 
-def look(unshared: Unshared, descriptors: list[int], pipe: Any) -> None:
+def look(unshared: CloseOnFork, descriptors: list[int], pipe: Any) -> None:
     pipe.send([os.path.exists(f"/dev/fd/{descriptor}") for descriptor in descriptors])
 
 
 def test_children_close_what_was_opened_and_nothing_else() -> None:
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe()
-    unshared = Unshared()
+    unshared = CloseOnFork()
     with socket.socket() as before, socket.socket() as listener:
         with unshared.opening():
             listener.bind(("127.0.0.1", 0))
@@ -87,7 +87,7 @@ def test_children_close_what_was_opened_and_nothing_else() -> None:
 
 def test_nothing_is_left_of_it() -> None:
     before = len(util._afterfork_registry)  # type: ignore[attr-defined]
-    unshared = Unshared()
+    unshared = CloseOnFork()
     for _ in range(2):
         with unshared.opening():
             pass

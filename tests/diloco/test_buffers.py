@@ -144,5 +144,5 @@ def test_a_rank_whose_shard_has_no_parameter_steps_nothing(rank: int) -> None:
         left = outer.outer_gradient()
         outer.outer_step(left)
         outer.average_buffers(left)
-        assert outer.is_local()
+        assert outer.local_equals_shared()
         outer.load_state_dict(outer.state_dict())

@@ -53,7 +53,7 @@ def finish_twice(
     for _ in range(2):
         diloco.finish()
         states.append(state_of(module))
-        assert diloco.weight_swap.is_local()
+        assert diloco.weight_swap.local_equals_shared()
     states.append({"copies": torch.cat([f.global_copy.clone() for f in diloco.fragments])})
     diloco.close()
     return states
@@ -154,7 +154,7 @@ def finish_in_pairs(rank: int, size: int, replica_size: int) -> Any:
     module.mean.fill_(float(rank))
     before = state_of(module)
     diloco.finish()
-    assert diloco.weight_swap.is_local()
+    assert diloco.weight_swap.local_equals_shared()
     diloco.close()
     return before, state_of(module), module.mean.tolist()
 

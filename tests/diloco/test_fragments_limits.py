@@ -71,7 +71,7 @@ def test_a_tensor_without_elements_leaves_no_fragment_empty() -> None:
 
 
 def test_nothing_to_train_is_refused() -> None:
-    message = r"no trainable parameters.*Set `requires_grad=True` on what is to be trained"
+    message = r"no trainable parameters.*Set `requires_grad=True` on some"
     for module in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
         with pytest.raises(ValueError, match=message):
             split_into_fragments(module, None, "strided")
@@ -79,7 +79,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 def test_complex_parameters_are_refused() -> None:
     module = nn.Linear(2, 2, dtype=torch.complex64)
-    message = r"'weight' is of dtype torch\.complex64.*real floating-point.*`requires_grad=False`"
+    message = r"'weight' has dtype torch\.complex64.*real floating-point.*`requires_grad=False`"
     with pytest.raises(ValueError, match=message):
         split_into_fragments(module, None, "strided")
     module.requires_grad_(False)
@@ -100,7 +100,7 @@ def test_more_fragments_than_blocks_and_the_rest_are_refused(pattern: str) -> No
     assert len(split_into_fragments(gpt2(3), 4, pattern)) == 4
     message = (
         rf"`num_fragments=5` is more than .* `fragment_pattern='{pattern}'`: it has 3 blocks and"
-        r" something besides, so at most 4\. Lower `num_fragments`, or use"
+        r" other parameters, so at most 4\. Lower `num_fragments`, or use"
         r" `fragment_pattern='balanced'`"
     )
     with pytest.raises(ValueError, match=message):
@@ -116,7 +116,7 @@ def test_more_fragments_than_blocks_alone_are_refused() -> None:
 def test_two_fragments_without_blocks_are_refused() -> None:
     """Layers of several classes in one `Sequential` are no blocks."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="it has 0 blocks and something besides, so at most 1"):
+    with pytest.raises(ValueError, match="it has 0 blocks and other parameters, so at most 1"):
         split_into_fragments(model, 2, "strided")
 
 

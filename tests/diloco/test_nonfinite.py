@@ -137,7 +137,7 @@ def test_one_that_abstains_equals_the_twin(size: int, tmp_path: Path) -> None:
         assert not all(bool(tensor.isfinite().all()) for tensor in sick.values())
     (told,) = ranks[1][0].told
     assert "fragment 2 were not finite" in told
-    assert "after inner step 7. It goes on from the global copy of fragments 0, 1, 2" in told
+    assert "It continues from the global copy of fragments 0, 1, 2" in told
 
 
 def assert_same(got: Outcome, expected: list[dict[str, Tensor]], case: Any) -> None:
@@ -151,8 +151,9 @@ def assert_same(got: Outcome, expected: list[dict[str, Tensor]], case: Any) -> N
 def test_by_default_all_stop_and_it_is_named(tmp_path: Path) -> None:
     ranks = run_ranks(train, 3, tmp_path, {1: 6}, {"nonfinite": "raise"})
     for outcome in ranks:
-        assert "What replica 1 (rank 1) sent of fragment 2 is not finite (NaN, Inf or" in (
-            outcome.error
+        assert (
+            "The outer gradient of fragment 2 from replica 1 (rank 1) is not finite (NaN, Inf or"
+            in outcome.error
         )
         assert "it was to land after inner step 7. All ranks stop" in outcome.error
         assert len(outcome.local) == 6
@@ -164,7 +165,7 @@ def test_by_default_all_stop_and_it_is_named(tmp_path: Path) -> None:
 def test_where_nobody_is_left_all_stop(tmp_path: Path) -> None:
     for outcome in run_ranks(train, 2, tmp_path, {0: 6, 1: 5}, {}):
         assert "replica 0 (rank 0), replica 1 (rank 1)" in outcome.error
-        assert "No replica is left whose weights are finite" in outcome.error
+        assert "No replica with finite weights is left" in outcome.error
 
 
 # What of it is a mean, by shards too, with buffers

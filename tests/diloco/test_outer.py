@@ -48,11 +48,11 @@ def test_equal_copies_are_equal_whatever_they_hold(dtype: torch.dtype) -> None:
     module = Weights(dtype)
     fragment = OuterFragment(module, WHOLE, AVERAGING)
     fragment.outer_step(torch.tensor([math.nan, 0.3, math.inf, 0.7, 0.0, 0.0]))
-    assert not fragment.is_local()
+    assert not fragment.local_equals_shared()
     fragment.merge(0.0)
-    assert fragment.is_local(), "NaN and Inf of a diverged run"
+    assert fragment.local_equals_shared(), "NaN and Inf of a diverged run"
     add(module.b, 1.0)
-    assert not fragment.is_local()
+    assert not fragment.local_equals_shared()
 
 
 # The outer gradient
@@ -154,7 +154,7 @@ def test_any_torch_optimizer_gets_fp32_tensors_in_the_parameters_shapes() -> Non
 @pytest.mark.parametrize(("made", "name"), [(None, "NoneType"), ("sgd", "str")])
 def test_a_factory_that_makes_no_optimizer_is_refused(made: Any, name: str) -> None:
     text = (
-        rf"`outer_optimizer` returned a {name}; it must take a list of parameters and return a"
+        rf"`outer_optimizer` returned a {name}, but it must take a list of parameters and return a"
         r" `torch\.optim\.Optimizer`, like `functools\.partial\(torch\.optim\.SGD, lr=0\.4\)`"
     )
     with pytest.raises(TypeError, match=text):

@@ -61,14 +61,14 @@ def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
 REFUSED = [
     (
         {"evaluate": "local"},
-        r"`evaluate='local'` is unknown. Choose 'outer', the outer weights, or 'mean'",
+        r"`evaluate='local'` is unknown. Choose 'outer' \(the outer weights\) or 'mean'",
     ),
     ({"nonfinite": "skip"}, r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'"),
     ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),
-    ({"check_drift_every": -1}, r"`check_drift_every=-1` must be 0 \(never\) or more"),
+    ({"check_drift_every": -1}, r"`check_drift_every=-1` must be at least 0, where 0 means never"),
     ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),
     ({"sync_every": -5}, r"`sync_every=-5` must be at least 1"),
-    ({"num_fragments": 0}, r"`num_fragments=0` must be at least 1, or None to choose it"),
+    ({"num_fragments": 0}, r"`num_fragments=0` must be at least 1, or None to derive it"),
     (
         {"fragment_pattern": "stripes"},
         r"`fragment_pattern='stripes'` is unknown\. Choose one of"
@@ -78,7 +78,7 @@ REFUSED = [
     (
         {"sync_every": 4, "overlap_steps": 4},
         r"`overlap_steps=4` must be at least 0 and below `sync_every=4`: a fragment has to land"
-        r" before it leaves again\. Lower `overlap_steps` or raise `sync_every`\.",
+        r" before its next launch\. Lower `overlap_steps` or raise `sync_every`\.",
     ),
     ({"sync_every": 4, "overlap_steps": 9}, r"`overlap_steps=9` must be .* `sync_every=4`"),
     ({"overlap_steps": -1}, r"`overlap_steps=-1` must be at least 0"),

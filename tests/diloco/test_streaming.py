@@ -224,16 +224,16 @@ def test_a_parameter_written_to_in_between_is_refused_and_the_local_copy_is_back
     module, diloco = after_some_steps(6)
     local = all_bits(module)
     with (
-        pytest.raises(RuntimeError, match=r"\['head.weight'\] were written to while the module"),
+        pytest.raises(RuntimeError, match=r"\['head.weight'\] were modified while the module"),
         diloco.weight_swap.outer_weights(),
         torch.no_grad(),
     ):
         module.head.weight.add_(1.0)
     assert_equal_states(all_bits(module), local)
-    diloco.weight_swap.put_in()
+    diloco.weight_swap.swap_in()
     with torch.no_grad():
         module.head.weight.add_(1.0)
-    diloco.weight_swap.put_back(check=False)
+    diloco.weight_swap.swap_out(check=False)
     assert_equal_states(all_bits(module), local)
 
 
@@ -252,12 +252,12 @@ def test_a_buffer_written_to_in_between_keeps_what_was_written() -> None:
 def test_swapping_twice_in_one_direction_does_nothing_more() -> None:
     module, diloco = after_some_steps(6)
     local = all_bits(module)
-    diloco.weight_swap.put_back()
+    diloco.weight_swap.swap_out()
     assert_equal_states(all_bits(module), local)
-    diloco.weight_swap.put_in()
+    diloco.weight_swap.swap_in()
     outer = all_bits(module)
-    diloco.weight_swap.put_in()
+    diloco.weight_swap.swap_in()
     assert_equal_states(all_bits(module), outer)
-    diloco.weight_swap.put_back()
-    diloco.weight_swap.put_back()
+    diloco.weight_swap.swap_out()
+    diloco.weight_swap.swap_out()
     assert_equal_states(all_bits(module), local)

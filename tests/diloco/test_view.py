@@ -94,7 +94,7 @@ def test_values_are_not_kept_where_members_stay() -> None:
     exchange = cheaper_exchange(View.of(alone()), CODECS["fp32"], NUMEL)
     flight = Flight.launch(exchange, gradient(0), Header(stop=False, step=1, digest=0))
     assert flight.values is None
-    with pytest.raises(AssertionError, match="values are kept where members may change"):
+    with pytest.raises(AssertionError, match="values are kept only if members may change"):
         flight.relaunch(exchange)
 
 

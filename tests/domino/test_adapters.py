@@ -92,18 +92,18 @@ def test_equals_one_process(ranks: list[list[Any]], number: int) -> None:
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [  # kind, split, changes, text
-    ("llama", "batch", {"lora_dropout": 0.1}, "its dropout would differ from rank to rank"),
-    ("llama", "batch", {"use_dora": True}, "DoRA and other variants need full weights"),
+    ("llama", "batch", {"lora_dropout": 0.1}, "its dropout mask would differ between ranks"),
+    ("llama", "batch", {"use_dora": True}, "DoRA and other LoRA variants need full weights"),
     (
         "llama",
         "batch",
         {"lora_bias": True, "target_modules": ["o_proj"]},
-        "`lora_bias` would be added",
+        "would add `lora_bias` to",
     ),
     ("llama", "batch", {"target_modules": ["lm_head"]}, "it is around the embedding or the head"),
     ("llama", "batch", {"target_modules": ["embed_tokens"]}, "it is not LoRA of a plain linear"),
     ("olmo", "batch", {}, "`OlmoForCausalLM` has adapters, which the tensor-parallel plan"),
-    ("llama", "weight", {}, "`split='weight'` sends slices before an adapter has added its own"),
+    ("llama", "weight", {}, "`split='weight'` does not support a model with LoRA"),
 ]
 
 

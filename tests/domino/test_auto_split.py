@@ -143,7 +143,7 @@ def test_the_fastest_split_is_chosen_and_reported(ranks: list[dict[str, Any]], w
         early, late, (said,), _, calls = found[winner]
         assert early == []
         assert late == [(2, 8, winner)]
-        assert f"batches of 2 x 8 tokens are split by {winner!r}" in said
+        assert f"chose {winner!r} for batches of 2 x 8 tokens" in said
         assert calls == 2 * 3 * OF_EACH, "nothing is timed after the choice"
 
 
@@ -170,7 +170,7 @@ def test_tokens_are_not_split_without_causal_attention(ranks: list[dict[str, Any
 def test_a_resumed_trial_continues_and_a_choice_persists(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         (said,), chosen, calls = found["resumed"]
-        assert "are split by 'token'" in said
+        assert "chose 'token' for batches of" in said
         assert chosen == [(2, 8, "token")]
         assert calls == 0
 

@@ -15,6 +15,7 @@ from lightning_commfree.domino import (
     GradientAverage,
     ShardedModule,
     check_batch,
+    gradient_norm,
     looks_finite,
     refuse_nonfinite,
 )
@@ -99,7 +100,7 @@ class Step:
             looks_finite(parameters)
             self.average.land(parameters)
             sharded.sum_shared_gradients()
-            norm = sharded.gradient_norm(parameters)
+            norm = gradient_norm(parameters, sharded.specs, self.parallel.group)
             torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
         assert is_walked(norm)
 

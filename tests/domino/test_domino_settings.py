@@ -58,7 +58,7 @@ def test_key_heads_that_do_not_fit() -> None:
     model = make("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
     text = (
         "LlamaForCausalLM has 4 key-value heads, and 6 tensor-parallel ranks can neither share them"
-        r" equally nor all hold one\. Choose a `tensor_parallel_size` that divides 4 or is a"
+        r" equally nor hold one each\. Choose a `tensor_parallel_size` that divides 4 or is a"
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 6)
@@ -91,9 +91,10 @@ def test_a_plan_with_a_style_that_is_not_supported() -> None:
     model = make("phi3")
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "sequence_parallel"}
     text = (
-        r"The tensor-parallel plan of `Phi3ForCausalLM` shards 'layers\.0\.mlp\.down_proj', a"
-        r" `Linear`, as 'sequence_parallel', which is not supported\. Supported are 'colwise', .*"
-        r" of linear layers, and 'moe_tp_experts' of `gate_up_proj` and `down_proj`\."
+        r"The tensor-parallel plan of `Phi3ForCausalLM` gives 'layers\.0\.mlp\.down_proj', a"
+        r" `Linear`, the style 'sequence_parallel', which is not supported\. Supported are"
+        r" 'colwise', .* for linear layers, and 'moe_tp_experts' for experts with `gate_up_proj`"
+        r" and `down_proj`\."
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 2)
@@ -124,7 +125,9 @@ def test_a_plan_for_single_parameters_is_not_supported() -> None:
     """They belong to experts; otherwise they would stay full on every rank and be summed."""
     model = make("olmo")
     model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj.weight": "colwise"}
-    with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, as"):
+    with pytest.raises(
+        ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, the style"
+    ):
         divided(model, 2)
 
 
@@ -154,7 +157,7 @@ def test_a_refused_model_is_untouched(kind: str) -> None:
 
 def test_key_heads_that_a_plan_cannot_share() -> None:
     text = (
-        "OlmoForCausalLM has 2 key-value heads, which its plan cannot share among 4 ranks"
+        "OlmoForCausalLM has 2 key-value heads, which its plan cannot divide among 4 ranks"
         r"\. Choose a `tensor_parallel_size` that divides 2\."
     )
     with pytest.raises(ValueError, match=text):

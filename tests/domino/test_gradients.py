@@ -141,7 +141,7 @@ def test_mean_and_norm(played: Any, call: int) -> None:
             whole = expected[name]
             assert (gradient is None) == (whole is None) == (not wanted), name
             if gradient is not None and whole is not None:
-                part = whole if spec is None else spec.part(whole, found["rank"])
+                part = whole if spec is None else spec.shard(whole, found["rank"])
                 torch.testing.assert_close(
                     gradient, part, **EXACT, msg=lambda m, n=name: f"{n}: {m}"
                 )

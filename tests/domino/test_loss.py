@@ -38,7 +38,7 @@ def labels_of(words: int, ignored: str) -> Tensor:
 def own_part(channel: Any, logits: Tensor) -> tuple[Tensor, int]:
     """This rank's logits; what a head makes of padding words is large, so that it would show."""
     spec = ShardSpec.even(logits.dim() - 1, logits.shape[-1], channel.size)
-    part = spec.part(logits, channel.rank)
+    part = spec.shard(logits, channel.rank)
     first = spec.ranges[channel.rank][0]
     part[..., max(logits.shape[-1] - first, 0) :] = 50.0
     return part.requires_grad_(), first
@@ -95,7 +95,7 @@ def assert_parts(gradients: list[Tensor], whole: Tensor) -> None:
     """Each rank's gradient is its part of the whole one; padding words get zeros."""
     spec = ShardSpec.even(whole.dim() - 1, whole.shape[-1], len(gradients))
     for rank, gradient in enumerate(gradients):
-        torch.testing.assert_close(gradient, spec.part(whole, rank), **EXACT)
+        torch.testing.assert_close(gradient, spec.shard(whole, rank), **EXACT)
 
 
 @pytest.mark.parametrize("case", range(len(CAUSAL)))
@@ -131,7 +131,7 @@ def test_bf16_logits_are_scored_in_float32(played: list[Any]) -> None:
     for rank, found in enumerate(played):
         ((loss, gradient, sent),) = found["low"]
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=0)
-        torch.testing.assert_close(gradient, spec.part(logits.grad, rank), rtol=2**-7, atol=1e-6)
+        torch.testing.assert_close(gradient, spec.shard(logits.grad, rank), rtol=2**-7, atol=1e-6)
         assert sent == {LOSS_TAG: 1}
 
 

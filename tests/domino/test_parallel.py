@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commfree.domino import ParallelModel, whole_tensor
+from lightning_commfree.domino import ParallelModel, gather_full_tensor
 from tests.domino.models import (
     WORDS,
     Case,
@@ -149,7 +149,7 @@ def shard_and_join(channel: Any, kind: str, again: bool) -> Joined:
         during = [type(module).__name__ for module in model.modules()]
         specs = parallel.sharding.specs
         parallel.join(
-            {p: whole_tensor(p.detach(), spec, channel, "t") for p, spec in specs.items()}
+            {p: gather_full_tensor(p.detach(), spec, channel, "t") for p, spec in specs.items()}
         )
     del batch["labels"]
     with torch.no_grad():

@@ -19,7 +19,7 @@ from lightning_commfree.lion.ballot import (
 )
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import Average, Majority, Rule
-from lightning_commfree.lion.worker import Member, cast_ballot
+from lightning_commfree.lion.worker import LionParam, cast_ballot
 from tests.lion import serial
 from tests.lion.threads import ThreadChannel, in_threads
 from tests.planes import pack_bits
@@ -58,7 +58,9 @@ def ballot_of(
         own = nn.Parameter(parameter.detach().clone())
         own.grad = gradient
         state = {"momentum": torch.zeros_like(parameter)}
-        members.append(Member(own, state, {"lr": 1.0, "betas": (0.0, 0.99), "weight_decay": 0.0}))
+        members.append(
+            LionParam(own, state, {"lr": 1.0, "betas": (0.0, 0.99), "weight_decay": 0.0})
+        )
     raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
     cut = header_bytes(len(bucket.parameters))
     return Ballot(raw[:cut], *raw[cut:].view(2, -1))

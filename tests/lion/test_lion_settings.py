@@ -40,7 +40,7 @@ from lightning_commfree.lion import LionSettings
         (
             {"vote": "average", "ties": "random"},
             ValueError,
-            r"`ties='random'` means nothing with `vote='average'`",
+            r"`ties='random'` has no effect with `vote='average'`",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, mean_momenta
-from lightning_commfree.lion.worker import TAG, Member, average_momenta, momentum_bytes
+from lightning_commfree.lion.worker import TAG, LionParam, average_momenta, momentum_bytes
 from tests.lion import training
 from tests.lion.threads import in_nodes, in_threads
 from tests.lion.training import Worker, play
@@ -58,8 +58,8 @@ def test_all_hold_the_same_momenta_right_after_a_sync_and_not_later() -> None:
             assert not torch.equal(mine[other]["head"], runs[0][other]["head"])
 
 
-def member(momentum: Tensor) -> Member:
-    return Member(nn.Parameter(torch.zeros(momentum.shape)), {"momentum": momentum}, {})
+def member(momentum: Tensor) -> LionParam:
+    return LionParam(nn.Parameter(torch.zeros(momentum.shape)), {"momentum": momentum}, {})
 
 
 def momentum_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -162,7 +162,7 @@ def test_a_gpu_steps_with_the_cpus_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"lr": -0.1}, r"`lr=-0.1` must be 0 or more.*3 to 10 times less than AdamW"),
+        ({"lr": -0.1}, r"`lr=-0.1` must be 0 or more.*3 to 10 times smaller than for AdamW"),
         ({"lr": math.nan}, r"`lr=nan` must be 0 or more"),
         ({"lr": torch.tensor(-1.0)}, r"must be 0 or more"),
         ({"betas": (0.9, 1.0)}, r"`betas=\(0.9, 1.0\)` must be two numbers of at least 0"),
@@ -185,7 +185,7 @@ def test_a_wrong_value_is_refused_for_all_and_for_a_group(
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_only_real_parameters_have_a_sign(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(2, 3, dtype=dtype), requires_grad=False)
-    with pytest.raises(TypeError, match=rf"parameter of {dtype} and shape \[2, 3\]: only real"):
+    with pytest.raises(TypeError, match=rf"of dtype {dtype} and shape \[2, 3\], but can only vote"):
         DistributedLion([parameter])
 
 
@@ -206,7 +206,7 @@ def test_alone_a_gradient_with_nan_stops_before_anything_is_changed() -> None:
     lion = DistributedLion(parameters, lr=0.1)
     parameters[0].grad = torch.ones(3)
     parameters[1].grad = torch.tensor([1.0, math.nan, 1.0])
-    with pytest.raises(RuntimeError, match="gradient of 'parameter 1' on rank 0 holds NaN or Inf"):
+    with pytest.raises(RuntimeError, match="'parameter 1' on rank 0 contains NaN or Inf"):
         lion.step()
     assert all(torch.equal(p, torch.ones(3)) for p in parameters)
     assert not any(state["momentum"].any() for state in lion.state.values())

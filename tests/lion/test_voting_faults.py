@@ -64,7 +64,7 @@ def test_all_stop_with_rank_and_name_and_nothing_is_changed(
         for step in range(SICK_AT):
             before = one.step(data(step, channel.rank))
         momenta = one.momenta()
-        pattern = rf"gradient of {named} holds NaN or Inf{more}, before step {SICK_AT + 1}\. All"
+        pattern = rf"gradient of {named} contains NaN or Inf{more}, before step {SICK_AT + 1}\. All"
         with pytest.raises(RuntimeError, match=pattern) as error:
             one.step(data(SICK_AT, channel.rank))
         training.assert_same(training.snapshot(one.named), before)

@@ -167,7 +167,7 @@ def test_the_ledger_counts_what_was_foretold(ranks: list[Any], case: tuple[str, 
 def test_all_are_told_the_same(ranks: list[Any]) -> None:
     last = len(ranks) - 1
     for runs in ranks:
-        assert f"The gradient of 'conv' on rank {last} holds NaN or Inf, before" in runs["nan"]
+        assert f"The gradient of 'conv' on rank {last} contains NaN or Inf, before" in runs["nan"]
         assert "parameters differ before step 2, among them 'bias', 'conv'." in runs["drift"]
 
 

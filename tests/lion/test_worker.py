@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_commfree.lion.ballot import header_bytes, summarize_headers
 from lightning_commfree.lion.buckets import Bucket, split_into_buckets
 from lightning_commfree.lion.vote import PackedDelta
-from lightning_commfree.lion.worker import _CHUNK, Member, cast_ballot, take_step
+from lightning_commfree.lion.worker import _CHUNK, LionParam, cast_ballot, take_step
 from tests.lion.ballots import valid_of
 from tests.planes import pack_bits
 
@@ -36,18 +36,18 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
     return torch.stack([values, values], -1)[..., 0] if layout == "strided" else values
 
 
-def member(values: Tensor, gradient: Tensor | None, momentum: Tensor, **state: Any) -> Member:
+def member(values: Tensor, gradient: Tensor | None, momentum: Tensor, **state: Any) -> LionParam:
     parameter = nn.Parameter(values)
     parameter.grad = gradient
-    return Member(parameter, {"momentum": momentum.clone(), **state}, dict(GROUP))
+    return LionParam(parameter, {"momentum": momentum.clone(), **state}, dict(GROUP))
 
 
-def bucket_of(members: Sequence[Member]) -> Bucket:
+def bucket_of(members: Sequence[LionParam]) -> Bucket:
     named = [(f"p{i}", m.parameter) for i, m in enumerate(members)][::-1]
     return split_into_buckets(named, 2, numel=1 << 40)[0]
 
 
-def ballot(members: list[Member], stop: bool = False, digest: int = 0) -> tuple[Any, Any, Any]:
+def ballot(members: list[LionParam], stop: bool = False, digest: int = 0) -> tuple[Any, Any, Any]:
     """Return what the header says, and the planes of c > 0 and c != 0 as flags in order."""
     bucket = bucket_of(members)
     raw = cast_ballot(bucket, members, valid_of(bucket), stop, digest)
@@ -120,7 +120,7 @@ def test_a_ballot_changes_nothing() -> None:
     assert torch.equal(members[0].parameter.grad, before[0][1])
 
 
-def absent(numel: int) -> Member:
+def absent(numel: int) -> LionParam:
     return member(random(numel), None, random(numel, seed=4))
 
 

@@ -128,7 +128,7 @@ def test_tensors_without_an_initializer_are_refused() -> None:
     model = Reticent()
     with torch.device("meta"):
         model.linear = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="`_init_weights` gives no values to all of `Linear`"):
+    with pytest.raises(ValueError, match="does not initialize all tensors of `Linear`"):
         Materializer(model, 0).materialize(model)
     with torch.device("meta"):
         model.linear = nn.Linear(2, 2, bias=False)

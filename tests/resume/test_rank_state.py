@@ -33,7 +33,7 @@ def test_another_algorithms_state_is_not_used(tmp_path: Path) -> None:
     mine: Any = SimpleNamespace(
         name="mine", replicas=False, free_at_resume=frozenset(), fingerprint=dict
     )
-    assert save.why_not_exact(mine, True) == "it was saved by yours, and this is mine"
-    own, said = save.adopted_by(mine)
+    assert save.why_not_exact(mine, True) == "it was saved by yours, but this is mine"
+    own, said = save.adopt(mine)
     assert own == {}
     assert "The epoch's data, random numbers and the strategy's own state start afresh" in said

@@ -179,7 +179,7 @@ def test_every_rank_gets_the_place_of_its_own_loader_back(ranks: list[Any]) -> N
 
 def test_missing_files_and_changed_settings_are_named(ranks: list[Any]) -> None:
     for found in ranks:
-        assert "the files of rank 1 below" in found["gone"]["said"][0]
+        assert "the rank files of rank 1 in" in found["gone"]["said"][0]
         assert "mix was 0.5 and is 0.25" in found["settings"]["said"][0]
         for inexact in ("gone", "settings"):
             assert found[inexact]["from outer"]
@@ -211,7 +211,7 @@ def test_another_number_of_replicas_starts_from_the_outer_weights(
 ) -> None:
     path = folder / "straight" / "step=13.ckpt"
     ((resumed, validated, loaded),) = run_ranks(alone, 1, tmp_path, path)
-    assert "it was saved by 2 ranks, these are 1" in resumed["said"][0]
+    assert "it was saved by 2 ranks, but this fit has 1" in resumed["said"][0]
     assert resumed["from outer"]
     assert validated[0]["val_loss"] > 0
     assert_same(loaded, torch.load(path, weights_only=True)["state_dict"])
@@ -220,7 +220,7 @@ def test_another_number_of_replicas_starts_from_the_outer_weights(
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(
-        RuntimeError, match=r"(?s)Rank 3 cannot write its part .* `default_root_dir`"
+        RuntimeError, match=r"(?s)Rank 3 cannot write its rank file .* `default_root_dir`"
     ):
         RankFiles(tmp_path / "file" / "a.ckpt").write(Owner(3, 4, "1-a"), {})
 

@@ -167,7 +167,7 @@ def test_a_file_with_objects_is_told_from_a_cut_one(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for cut in (0, 1, 2, 3, 5, 30, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:cut])
-        with pytest.raises(RuntimeError, match="probably cut short"):
+        with pytest.raises(RuntimeError, match="probably truncated"):
             files.read(owner, folder)
 
 

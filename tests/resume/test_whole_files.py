@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
-from lightning_commfree.resume.files import _Sink, write_whole
+from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
+from lightning_commfree.resume.files import _Sink, write_atomic
 from tests.mortal import run_mortals
 from tests.strategies.any_strategy import KINDS, TIMEOUT, Saving, fit, make_strategy, same
 from tests.strategies.models import quiet_trainer
@@ -125,11 +125,11 @@ def too_large(rank: int, size: int, folder: Path, kind: str) -> Any:
 def test_a_disk_that_is_full_ends_all_ranks_with_a_sentence(kind: str, tmp_path: Path) -> None:
     texts = run_ranks(too_large, SIZE, tmp_path, tmp_path, kind)
     for text in texts:  # of whichever file was met first
-        assert "cannot be written: OSError: [Errno 27] File too large. It has 0." in text
-        assert "MB are missing. " in text
-        assert "Make room, or give `ModelCheckpoint(dirpath=...)`" in text
+        assert "cannot be written: OSError: [Errno 27] File too large. It needs 0." in text
+        assert "MB missing)." in text
+        assert "set another folder in `ModelCheckpoint(dirpath=...)`" in text
     assert texts[0] == texts[1]
-    assert ("Rank 1 cannot write its part of a checkpoint" in texts[0]) == (kind != "domino")
+    assert ("Rank 1 cannot write its rank file of a checkpoint" in texts[0]) == (kind != "domino")
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
     assert not list(tmp_path.rglob(".*.writing"))
 
@@ -144,9 +144,9 @@ def fill_a_disk(rank: int, size: int, folder: Path) -> tuple[str, list[str]]:
     disk.mkdir()
     if libc.mount(b"none", str(disk).encode(), b"tmpfs", 0, b"size=1m"):
         return "", []
-    write_whole({"old": torch.ones(100_000)}, disk / "last.ckpt")
+    write_atomic({"old": torch.ones(100_000)}, disk / "last.ckpt")
     try:
-        write_whole({"new": torch.ones(200_000), "more": torch.ones(50_000)}, disk / "last.ckpt")
+        write_atomic({"new": torch.ones(200_000), "more": torch.ones(50_000)}, disk / "last.ckpt")
         text = "no error"
     except RuntimeError as error:
         text = str(error)
@@ -158,17 +158,17 @@ def test_the_missing_space_of_a_full_disk_is_named(tmp_path: Path) -> None:
     ((text, files),) = run_ranks(fill_a_disk, 1, tmp_path, tmp_path)
     if not text:
         pytest.skip("a tmpfs can be mounted by root only")
-    assert "OSError: [Errno 28] No space left on device. It has 1.00 MB, of which 0.6" in text
-    assert "MB are missing. What was there before is as it was." in text
+    assert "OSError: [Errno 28] No space left on device. It needs 1.00 MB, but only 0.6" in text
+    assert "MB missing). The existing file is unchanged." in text
     assert files == ["last.ckpt"]
 
 
 def test_the_next_save_of_that_name_removes_a_half_written_file(tmp_path: Path) -> None:
     left = tmp_path / ".a.ckpt.writing"
     left.write_bytes(b"half")
-    write_whole({"x": 1}, tmp_path / "b.ckpt")
+    write_atomic({"x": 1}, tmp_path / "b.ckpt")
     assert left.exists(), "another writer may be at it"
-    write_whole({"x": 2}, tmp_path / "a.ckpt")
+    write_atomic({"x": 2}, tmp_path / "a.ckpt")
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
 
 
@@ -181,16 +181,16 @@ def test_a_users_plugin_stays_and_an_asynchronous_one_writes_whole_files() -> No
             trainer = quiet_trainer(strategy=make_strategy(kind, 1), devices=1, plugins=[plugin])
             assert trainer.strategy.checkpoint_io is plugin
         inside = plugin.checkpoint_io
-        assert type(inside) is WholeCheckpointIO or inside is theirs
-    assert type(make_strategy("domino", 1).checkpoint_io) is WholeCheckpointIO
+        assert type(inside) is AtomicCheckpointIO or inside is theirs
+    assert type(make_strategy("domino", 1).checkpoint_io) is AtomicCheckpointIO
 
 
 def test_other_file_systems_are_left_to_lightning(tmp_path: Path) -> None:
     state = {"x": torch.arange(5)}
-    WholeCheckpointIO().save_checkpoint(state, "memory://somewhere/a.ckpt")
+    AtomicCheckpointIO().save_checkpoint(state, "memory://somewhere/a.ckpt")
     loaded = make_strategy("lion", 1).load_checkpoint("memory://somewhere/a.ckpt")
     assert torch.equal(loaded["x"], state["x"])
-    WholeCheckpointIO().save_checkpoint(state, f"file://{tmp_path}/deep/er/a.ckpt")
+    AtomicCheckpointIO().save_checkpoint(state, f"file://{tmp_path}/deep/er/a.ckpt")
     assert os.listdir(tmp_path / "deep" / "er") == ["a.ckpt"]
 
 
@@ -205,7 +205,7 @@ def one_rank(rank: int, size: int, folder: Path) -> None:
 
 def test_a_mapped_checkpoint_is_read_where_it_is_used(tmp_path: Path) -> None:
     path, values = tmp_path / "a.ckpt", torch.arange(1000.0)
-    io = WholeCheckpointIO(maps=True)
+    io = AtomicCheckpointIO(maps=True)
     io.save_checkpoint({"w": values, "step": 3}, path)
     before = path.read_bytes()
 
@@ -221,7 +221,7 @@ def test_a_mapped_checkpoint_is_read_where_it_is_used(tmp_path: Path) -> None:
     del loaded
     assert not mapped()
 
-    kept = WholeCheckpointIO().load_checkpoint(path)
+    kept = AtomicCheckpointIO().load_checkpoint(path)
     assert not mapped()
     assert torch.equal(kept["w"], values)
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.domino import DominoSettings
-from lightning_commfree.model.shards import is_part
+from lightning_commfree.model.shards import is_shard
 from tests.strategies.causal_lm import CausalLM, words
 from tests.strategies.models import SavesAfterBatches, assert_same, quiet_trainer
 from tests.world import run_ranks
@@ -42,7 +42,7 @@ class Look(pl.Callback):
         self.parts: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-        named = [(name, p, is_part(p)) for name, p in module.named_parameters()]
+        named = [(name, p, is_shard(p)) for name, p in module.named_parameters()]
         self.copies.append({name: p.detach().clone() for name, p, part in named if not part})
         self.parts.append({name: p.detach().clone() for name, p, part in named if part})
 
@@ -247,7 +247,11 @@ def test_key_heads_that_several_ranks_hold_are_refused(played: Any) -> None:
     [
         (StreamingDiLoCoStrategy, {}, "with `replica_size=1` it has one"),
         (DistributedLionStrategy, {}, "with `node_size=1` it has one"),
-        (DistributedLionStrategy, {"node_size": 2, "ties": "random"}, "does not go with `inside="),
+        (
+            DistributedLionStrategy,
+            {"node_size": 2, "ties": "random"},
+            "does not work with `inside=",
+        ),
     ],
 )
 def test_settings_that_contradict_inside_are_refused(

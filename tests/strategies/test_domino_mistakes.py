@@ -94,17 +94,17 @@ if hasattr(callbacks, "WeightAveraging"):
     AVERAGES.append(callbacks.EMAWeightAveraging())
 MISTAKES = [
     Mistake(CausalLM),
-    Mistake(Early, ("The optimizer holds ", "Make both in `configure_optimizers`")),
-    Mistake(Rows, ("`Adafactor` keeps a '", "Use an optimizer that treats elements one by one")),
+    Mistake(Early, ("The optimizer holds ", "Create both in `configure_optimizers`")),
+    Mistake(Rows, ("`Adafactor` keeps a '", "Use an element-wise optimizer")),
     Mistake(CausalLM, ("ranks of a tensor group must validate on the same batch",), apart=True),
     *(with_callback(average, "it copies the whole") for average in AVERAGES),
     with_callback(callbacks.ModelPruning("l1_unstructured"), "it would choose what"),
-    Mistake(Tiny, ("found no model in `Tiny` that it can divide (its",)),
+    Mistake(Tiny, ("found no model in `Tiny` that it can shard (its",)),
     Mistake(Compiled, ("is compiled already, as `OptimizedModule`",)),
-    Mistake(Adapted, ("its dropout would differ from rank to rank. Set",)),
-    Mistake(Meta, ("2 tensors, 'head.weight' among them, are on the meta device and",)),
+    Mistake(Adapted, ("its dropout mask would differ between ranks. Set",)),
+    Mistake(Meta, ("2 tensors, including 'head.weight', are on the meta device and",)),
     Mistake(HalfMeta, ("2 tensors, 'wrapped.lm.transformer.ln_f.weight' among them",)),
-    Mistake(AllMeta, ("gives them values in `fit` only",), verb="validate"),
+    Mistake(AllMeta, ("initializes them only in `fit`",), verb="validate"),
     Mistake(Manual, ("`DominoTPStrategy` does not support manual optimization",)),
     Mistake(CausalLM, ("does not support precision='16-true'",), trainer={"precision": "16-true"}),
     Mistake(CausalLM),  # a refused fit leaves nothing behind

@@ -186,10 +186,10 @@ def test_a_resume_in_other_groups_keeps_data_and_optimizer_and_says_so(
         _, _, more = found["one of two"]
         if rank == 0:
             for text in (*said, *more):
-                assert "it was saved by 4 ranks, these are 2" in text
+                assert "it was saved by 4 ranks, but this fit has 2" in text
                 assert "from the checkpoint's weights, with its optimizer state" in text
             assert "tensor_parallel_size was 2 and is 1" in said[0]
-            assert "at the same place in the data. Random numbers that differ from" in said[0]
+            assert "at the same position in the data. Random numbers that differ from" in said[0]
             assert (
                 "The epoch's data, random numbers and the strategy's own state start afresh"
                 in more[0]
@@ -253,8 +253,8 @@ def test_a_resume_without_a_ranks_file_names_the_lost_state(ranks: list[Any], fo
         for gone, (local, got, said) in found.items():
             assert all(tensor.isfinite().all() for tensor in local[-1].values())
             if rank == 0:
-                assert f"the files of rank {gone} below '.commfree/step=5.ckpt/5-" in said[0]
+                assert f"the rank files of rank {gone} in '.commfree/step=5.ckpt/5-" in said[0]
                 assert "with its optimizer state" in said[0]
-                assert ("at the same place in the data" in said[0]) == (gone == 3)
+                assert ("at the same position in the data" in said[0]) == (gone == 3)
             same_place = len(got) == 1 and torch.equal(got[0], batches[5])
             assert same_place == (gone == 3)

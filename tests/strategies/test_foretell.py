@@ -72,32 +72,30 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_it_says_how_often_a_fragment_is_exchanged(said: Any) -> None:
     assert said["enough"] == (
         [
-            "Within 20 optimizer steps each of the 1 fragments is exchanged 5 times"
+            "Within 20 steps each of the 1 fragments is exchanged 5 times"
             " (`sync_every=4`), and all of them once more when the fit ends."
         ],
         [],
     )
     # 160 rows on 2 ranks in batches of 2; 4 blocks, and parameters outside them
     (text,) = said["epochs"][0]
-    assert text.startswith("Within 40 optimizer steps each of the 3 fragments is exchanged 9 to 10")
+    assert text.startswith("Within 40 steps each of the 3 fragments is exchanged 9 to 10")
 
 
 def test_few_exchanges_bring_the_advice(said: Any) -> None:
     infos, (warning,) = said["few"]
     assert infos == []
-    assert warning.startswith(
-        "Within 17 optimizer steps each of the 2 fragments is exchanged 3 to 4 times"
-    )
-    assert warning.endswith("Take `sync_every=2`.")
+    assert warning.startswith("Within 17 steps each of the 2 fragments is exchanged 3 to 4 times")
+    assert warning.endswith("Try `sync_every=2`.")
     assert Schedule(2, 2, 1).launches_until(1, 17) >= 5, "the advice is good"
-    assert said["none"][1][0].endswith("Take `sync_every=3`.")
+    assert said["none"][1][0].endswith("Try `sync_every=3`.")
     assert "is exchanged 0 times" in said["none"][1][0]
-    assert said["too short"][1][0].endswith("The fit is too short for more.")
+    assert said["too short"][1][0].endswith("The fit is too short for more exchanges.")
 
 
 def test_one_replica_is_told_that_nothing_is_exchanged(said: Any) -> None:
     (text,), warnings = said["one replica"]
-    assert text.startswith("There is one replica, so nothing is exchanged: the outer optimizer")
+    assert text.startswith("There is only one replica, so nothing is exchanged: the outer")
     assert warnings == []
 
 
@@ -106,6 +104,6 @@ def test_no_forecast_for_data_of_unknown_length(said: Any) -> None:
 
 
 def test_a_model_without_blocks_is_told_of_balanced_fragments(said: Any) -> None:
-    assert "`fragment_pattern='balanced'` cuts it into several" in said["no blocks"][0][0]
+    assert "`fragment_pattern='balanced'` splits it into several" in said["no blocks"][0][0]
     assert not any("No list of equal modules" in text for text in said["balanced"][0])
     assert not any("No list of equal modules" in text for text in said["enough"][0])

@@ -15,12 +15,12 @@ from lightning_commfree import (
     StreamingDiLoCoStrategy,
     from_pretrained_on_meta,
 )
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import quiet_trainer
 from tests.world import run_ranks
 
-CELLS = [("domino", "llama"), *([] if why_not_divided() else [("fsdp", "gpt2")])]
+CELLS = [("domino", "llama"), *([] if why_unavailable() else [("fsdp", "gpt2")])]
 
 
 class FromFolder(CausalLM):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
 from lightning_commfree.model import fsdp
-from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import own, whole
+from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.model.shards import full_tensor, local_tensor
 from tests.strategies.models import (
     SavesAfterBatches,
     Tiny,
@@ -28,7 +28,7 @@ from tests.strategies.models import (
 )
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS = 21
@@ -71,7 +71,7 @@ class Watch(pl.Callback):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p).clone() for name, p in module.named_parameters()}
+    return {name: full_tensor(p).clone() for name, p in module.named_parameters()}
 
 
 class Voter(Uneven):
@@ -125,7 +125,7 @@ def fit(
         "val_loss": float(trainer.callback_metrics["val_loss"]),
         "test_loss": trainer.validate(module, loader(4 * size), verbose=False),
         "bytes": strategy.ledger.bytes_by_tag["outer_gradient"],
-        "held": sum(own(p).numel() for p in module.parameters()),
+        "held": sum(local_tensor(p).numel() for p in module.parameters()),
         "momenta": sum(each["momentum"].numel() for each in state) if lion else 0,
         "said": " ".join(str(one.message) for one in said),
     }
@@ -311,7 +311,7 @@ def refused(rank: int, size: int) -> list[str]:
 
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
-        assert "was made before the fit" in early
+        assert "was created before the fit" in early
         assert "'head' is compiled already" in wrapped
         assert "does not support precision='16-true'" in fp16
 
@@ -361,7 +361,7 @@ class Broken(Uneven):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.global_step == 2 and self.global_rank == 1:
-            own(self.blocks[2].weight)[-1, 0] = torch.nan
+            local_tensor(self.blocks[2].weight)[-1, 0] = torch.nan
 
 
 def faults(rank: int, size: int, folder: Path) -> dict[str, str]:
@@ -397,7 +397,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(faults, 4, tmp_path, folder)
     for found in ranks:
         assert "global copies of fragment 1 differ" in found["Drifting"]
-        assert "replica 0 (ranks 0 to 1) sent of fragment 0 is not finite" in found["Broken"]
+        assert "fragment 0 from replica 0 (ranks 0 to 1) is not finite" in found["Broken"]
     assert "half accumulated are lost" in ranks[0]["half"]
 
 

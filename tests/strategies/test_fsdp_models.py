@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import own
+from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.model.shards import local_tensor
 from tests.strategies.causal_lm import CausalLM, loader, make
 from tests.strategies.models import assert_same, quiet_trainer
 from tests.strategies.test_fsdp import Watch
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 STEPS, SAVED, BATCH = 9, 6, 2
@@ -78,7 +78,7 @@ def fit(kind: str, lion: bool, size: int, folder: Path, ckpt_path: Path | None =
         "tied": lm.get_input_embeddings().weight is lm.get_output_embeddings().weight,
         "validated": trainer.validate(module, loader(8, 2), verbose=False)[0]["val_loss"],
         "refused": refused_to_save(lm),
-        "held": sum(own(p).numel() for p in module.parameters()),
+        "held": sum(local_tensor(p).numel() for p in module.parameters()),
     }
 
 

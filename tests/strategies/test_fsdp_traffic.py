@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from lightning_commfree import StreamingDiLoCoStrategy
 from lightning_commfree.comm.ledger import STEPS
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.strategies.inside.fsdp import GATHER_TAG, SCATTER_TAG
 from tests.strategies.models import quiet_trainer, rank_loader
 from tests.strategies.test_fsdp import Uneven
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 BATCHES, BATCH = 6, 2

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_commfree import DistributedLionStrategy, FSDPSettings, StreamingDiLoCoStrategy
 from lightning_commfree.model.blocks import outermost
-from lightning_commfree.model.fsdp import why_not_divided
-from lightning_commfree.model.shards import whole
+from lightning_commfree.model.fsdp import why_unavailable
+from lightning_commfree.model.shards import full_tensor
 from tests.strategies.models import Tiny, assert_same, quiet_trainer, rank_loader
 from tests.world import run_ranks
 
-WHY_NOT = why_not_divided()
+WHY_NOT = why_unavailable()
 needs_fsdp = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 UNITS = FSDPSettings(["Stage", "Head"])
@@ -65,7 +65,7 @@ def fit(rank: int, size: int, inside: Any) -> Any:
     except ValueError as error:
         return str(error)
     units = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
-    return {name: whole(p).clone() for name, p in module.named_parameters()}, units
+    return {name: full_tensor(p).clone() for name, p in module.named_parameters()}, units
 
 
 def fits(rank: int, size: int) -> Any:
@@ -81,7 +81,7 @@ def test_named_units_are_gathered_apart_and_train_as_copies_do(tmp_path: Path) -
         assert_same(parts, ddp)
         assert_same(whole_model, ddp)
         assert "`units` names 'Stge', but `Staged` has no module of that class" in refused
-        assert "It has Head, Linear, ModuleList, Stage." in refused
+        assert "Choose among its classes: Head, Linear, ModuleList, Stage." in refused
 
 
 def test_one_unit_is_not_inside_of_another() -> None:
@@ -92,11 +92,11 @@ def test_one_unit_is_not_inside_of_another() -> None:
 
 @pytest.mark.parametrize("units", ["Stage", [Stage], 3])
 def test_units_are_names(units: Any) -> None:
-    with pytest.raises(TypeError, match=r"`units=.*` must be names of classes. Give a list: \['St"):
+    with pytest.raises(TypeError, match=r"`units=.*` must be a list of class names, such as \['St"):
         FSDPSettings(units)
 
 
 @pytest.mark.parametrize("kind", [StreamingDiLoCoStrategy, DistributedLionStrategy])
 def test_one_rank_has_nothing_to_divide(kind: Any) -> None:
-    with pytest.raises(ValueError, match="divides a replica among its ranks, and with"):
+    with pytest.raises(ValueError, match="shards a model over several ranks, but with"):
         kind(inside=UNITS)

@@ -53,7 +53,7 @@ def test_the_ranks_find_each_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"), [(2, "do not reach each other (Gloo conn"), (1, "Gloo")]
+    ("nodes", "said"), [(2, "cannot connect to each other (Gloo conn"), (1, "Gloo")]
 )
 def test_unreachable_ranks_are_told_which_variable_to_set(
     nodes: int, said: str, monkeypatch: pytest.MonkeyPatch
@@ -70,4 +70,4 @@ def test_unreachable_ranks_are_told_which_variable_to_set(
     with pytest.raises(RuntimeError, match=re.escape(said)) as caught:
         strategy.setup_environment()
     assert ("gloo listens on eth7 here" in str(caught.value)) == (nodes == 2)
-    assert ("Set GLOO_SOCKET_IFNAME on every host" in str(caught.value)) == (nodes == 2)
+    assert ("On every host, set GLOO_SOCKET_IFNAME" in str(caught.value)) == (nodes == 2)

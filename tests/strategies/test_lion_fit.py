@@ -187,9 +187,7 @@ def test_clipping_is_local_and_a_warning_says_so(ranks: list[Any]) -> None:
         assert difference.abs().max() > 0.02, "clipping weighs gradient against momentum"
         if rank == 0:
             assert not plain["said"]
-            assert any(
-                "clips every worker's gradient by its own norm" in t for t in clipped["said"]
-            )
+            assert any("clips each worker's gradient by its own norm" in t for t in clipped["said"])
             assert any("`gradient_clip_val` is set" in t for t in clipped["said"])
 
 

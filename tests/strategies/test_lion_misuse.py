@@ -24,11 +24,11 @@ from tests.world import run_ranks
         ({"overlap": "no"}, TypeError, "`overlap='no'` must be True or False."),
         ({"momentum_sync_every": 2.5}, TypeError, "`momentum_sync_every=2.5` must be a whole"),
         ({"node_size": 0}, ValueError, "`node_size=0` must be at least 1"),
-        ({"vote": "average", "ties": "random"}, ValueError, "means nothing with `vote='average'`"),
+        ({"vote": "average", "ties": "random"}, ValueError, "has no effect with `vote='average'`"),
         (
             {"find_unused_parameters": True},
             TypeError,
-            "`DistributedLionStrategy` got the argument `find_unused_parameters`. It takes `vote`",
+            "`DistributedLionStrategy` does not take the argument `find_unused_parameters`. It",
         ),
     ],
 )
@@ -133,7 +133,7 @@ CASES = [
     (Reordered, {}, "ValueError", "parameter 0 of group 0 is head.weight on rank 1, embed.weight"),
     (OtherRate, {}, "ValueError", "lr of group 0 is 0.2 on rank 1, 0.1 on rank 0"),
     (Foreign, {}, "ValueError", "1 parameters of `DistributedLion` belong to no submodule"),
-    (Complex, {}, "TypeError", "only real floating-point ones have a sign to vote on"),
+    (Complex, {}, "TypeError", "can only vote on real floating-point parameters"),
     (Sparse, {}, "TypeError", "The gradient of 'table.weight' is sparse"),
     (
         Meddling,
@@ -148,8 +148,8 @@ CASES = [
         "AgreedError",
         "Learning rate, betas or weight decay differ between the workers",
     ),
-    (Poisoned, {}, "AgreedError", "The gradient of 'blocks.1.weight' on rank 1 holds NaN or Inf"),
-    (PoisonedEarly, {}, "AgreedError", "on rank 1 holds NaN or Inf (and"),
+    (Poisoned, {}, "AgreedError", "of 'blocks.1.weight' on rank 1 contains NaN or Inf"),
+    (PoisonedEarly, {}, "AgreedError", "on rank 1 contains NaN or Inf (and"),
     (Voter, {"node_size": 3}, "ValueError", "`node_size=3` does not divide the 2 ranks"),
 ]
 

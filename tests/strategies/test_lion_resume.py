@@ -110,7 +110,7 @@ def test_changed_settings_keep_every_momentum_and_say_so(ranks: list[Any], folde
         assert all(map(torch.equal, momenta, saved[rank]))
         if rank == 0:
             assert "ties was 'random' and is 'zero'" in said[0]
-            assert "every worker takes up the momentum that it had." in said[0]
+            assert "every worker continues with its own momentum." in said[0]
 
 
 def other_size(rank: int, size: int, folder: Path, path: Path, **settings: Any) -> Any:
@@ -135,8 +135,8 @@ def test_other_numbers_of_workers(ranks: list[Any], folder: Path, tmp_path: Path
                 torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8)
             assert_same(local[-1], outcomes[0][2][-1])
             if rank == 0:
-                assert f"it was saved by 4 ranks, these are {size}" in said[0]
-                assert ("workers from 4 on the mean of all" in said[0]) == (size == 5)
+                assert f"it was saved by 4 ranks, but this fit has {size}" in said[0]
+                assert ("workers from 4 on with the mean of all" in said[0]) == (size == 5)
     nodes = run_ranks(nodes_of_two, SIZE, tmp_path, tmp_path, path)
     for rank, (momenta, _, _) in enumerate(nodes):
         assert all(map(torch.equal, momenta, saved[rank // 2])), "a node is one worker"

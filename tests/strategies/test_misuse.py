@@ -46,13 +46,13 @@ from tests.world import run_ranks
         (
             {"find_unused_parameters": True},
             TypeError,
-            "Strategy` got the argument `find_unused_parameters`. It takes `sync_every`, `num_fra",
+            "Strategy` does not take the argument `find_unused_parameters`. It takes `sync_",
         ),
         ({"timeuot": None}, TypeError, "Did you mean `timeout`?"),
         (
             {"replica_size": 2, "overlap_step": 2},
             TypeError,
-            "Strategy` got the argument `overlap_step`. Did you mean `overlap_steps`? It takes",
+            "Strategy` does not take the argument `overlap_step`. Did you mean `overlap_steps`?",
         ),
         ({"replica_size": 2, "bucket_cap_mbb": 2}, TypeError, "Did you mean `bucket_cap_mb`?"),
     ],
@@ -62,10 +62,15 @@ def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) 
         StreamingDiLoCoStrategy(**arguments)
 
 
-class Manual(Tiny):
+class SteppingInHook(Tiny):
+    """Steps its optimizer where no exchange follows."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.optimizers().step()
 
 
 class TwoOptimizers(Tiny):
@@ -111,17 +116,12 @@ class Sharing(Tiny):
 
 
 MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
-    (Manual, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support manual optimization"),
-    (
-        TwoOptimizers,
-        {},
-        "ValueError",
-        "needs exactly one optimizer, but `configure_optimizers` returned several",
-    ),
+    (SteppingInHook, {}, "RuntimeError", "`AdamW` was stepped outside of `training_step`"),
+    (TwoOptimizers, {}, "RuntimeError", "multiple optimizers is only supported with manual"),
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
-    (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),
-    (OnMeta, {}, "ValueError", "with `inside='ddp'` nothing gives it values: build it with values"),
+    (Complex, {}, "ValueError", "The parameter 'phase' has dtype torch.complex64"),
+    (OnMeta, {}, "ValueError", "`inside='ddp'` does not initialize it. Build the model on the CPU"),
     (Sharing, {}, "ValueError", "The parameters 'twin' and 'head.weight' share memory"),
     (
         Tiny,

@@ -12,12 +12,12 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
-from lightning_commfree.model.fsdp import why_not_divided
+from lightning_commfree.model.fsdp import why_unavailable
 from tests.strategies.causal_lm import CausalLM, loader
 from tests.strategies.models import assert_same, quiet_trainer
 from tests.world import run_ranks
 
-KINDS = ["domino", *([] if why_not_divided() else ["fsdp"])]
+KINDS = ["domino", *([] if why_unavailable() else ["fsdp"])]
 NAME = "wrapped.lm.transformer.h.0.mlp.c_fc.weight"
 CHANGES = ("none", "rename", "remove", "compute")
 

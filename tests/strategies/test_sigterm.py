@@ -181,17 +181,17 @@ def tell(rank: int, size: int, folder: Path) -> list[tuple[str, int]]:
 
 def test_one_sentence_says_when_all_will_have_stopped(tmp_path: Path) -> None:
     first, other = run_ranks(tell, 2, tmp_path, tmp_path)
-    stops = "Asked to stop: all ranks stop together, after"
+    stops = "Received SIGTERM: all ranks stop together, after"
     assert [(text.strip(), step) for text, step in first[:-1]] == [
         (f"{stops} step 15 at the latest (9 are done).", 15),
-        ("Another rank was asked to stop: all ranks stop together, after this step.", 15),
+        ("Another rank received SIGTERM: all ranks stop together after this step.", 15),
         (f"{stops} step 14 at the latest (9 are done).", 14),
         (f"{stops} step 7 at the latest (2 are done).", 7),
         (f"{stops} step 4 at the latest (2 are done).", 3),
         (f"{stops} their next exchange (2 steps are done).", 5),
     ]
     requeue, sentence = first[-1][0].strip().splitlines()
-    assert requeue.startswith(f"Signal {signal.SIGUSR1:d} is taken for SIGTERM")
+    assert requeue.startswith(f"Signal {signal.SIGUSR1:d} is handled like SIGTERM")
     assert sentence == f"{stops} step 15 at the latest (9 are done)."
     assert other == [("", step) for _, step in first], "once a machine"
 

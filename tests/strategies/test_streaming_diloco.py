@@ -208,8 +208,8 @@ def test_outer_weights_that_have_not_moved_yet_bring_one_warning(tmp_path: Path)
     ((early, late),) = run_ranks(look_early, 1, tmp_path, tmp_path)
     (text,) = early
     assert re.match(
-        r"This (validation|checkpoint) uses the outer weights, and after 3 inner steps those of 2"
-        r" of 2 fragments .* landed once after step 15\.",
+        r"This (validation|checkpoint) uses the outer weights, but after 3 inner steps 2 of 2"
+        r" fragments .* landed once after step 15\.",
         text,
     )
     assert late == []

@@ -1,7 +1,7 @@
-"""The layouts of a replica: how its ranks hold and compute one model.
+"""Layouts of a model on the ranks of a replica: DDP, FSDP or Domino.
 
-Here is the layout of one rank, or of several with DDP, where every rank holds the full model.
-`fsdp` and `domino` have those whose ranks hold shards of it.
+This file has the layout in which every rank holds the full model: one rank, or several with DDP.
+`fsdp` and `domino` have the layouts in which ranks hold shards of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
-from lightning_commfree.strategies.checks import check_training
+from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
+from lightning_commfree.strategies.checks import refuse_timed_validation
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.domino import TensorParallel
 from lightning_commfree.strategies.inside.fsdp import FullyShard
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Inside):
-    """Ranks of a replica average their gradients.
+    """The full model on every rank of a replica; DDP averages gradients within it.
 
     Args:
-        size: ranks of a replica.
-        argument: what the user calls `size`.
+        size: number of ranks in a replica.
+        argument: the strategy's argument that sets `size`, for messages.
     """
 
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
@@ -42,19 +42,18 @@ class DataParallel(Inside):
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        check_training(type(strategy).__name__, trainer, strategy.module)
+        refuse_timed_validation(type(strategy).__name__, trainer)
         if names := on_meta(strategy.module):
             raise ValueError(
-                f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more have"
-                " shapes and no values), and with `inside='ddp'` nothing gives it values: build it"
-                f" with values, or give ranks parts of it: `inside='fsdp'`, `{self._argument}` from"
-                " 2 on."
+                f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more tensors"
+                " have no values), and `inside='ddp'` does not initialize it. Build the model on"
+                f" the CPU, or shard it with `inside='fsdp'` and `{self._argument}` of 2 or more."
             )
 
     @override
     def prepare(self, strategy: Any) -> None:
         refuse_sync_batchnorm(type(strategy).__name__, strategy.module)
-        common_start(strategy.channels.world, strategy.module, strategy.fingerprint())
+        broadcast_initial_weights(strategy.channels.world, strategy.module, strategy.fingerprint())
         if self.uses_ddp:
             set_ddp_group(strategy, strategy.channels.within.group)
             DDPStrategy.configure_ddp(strategy)
@@ -64,44 +63,52 @@ class DataParallel(Inside):
         return replica_mesh(world_size, self.size, self._argument)
 
 
-__all__ = ["DataParallel", "FSDPSettings", "FullyShard", "TensorParallel", "chosen", "name_of"]
+__all__ = [
+    "DataParallel",
+    "FSDPSettings",
+    "FullyShard",
+    "TensorParallel",
+    "choose_layout",
+    "layout_name",
+]
 
 
 _SETTINGS = {"fsdp": FSDPSettings(), "domino": DominoSettings()}
 
 
-def name_of(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
-    """Return what an exact resume must find again: settings of FSDP change no value."""
+def layout_name(inside: str | FSDPSettings | DominoSettings) -> str | DominoSettings:
+    """Return the layout as recorded for exact resume; FSDP's settings do not affect results."""
     return "fsdp" if isinstance(inside, FSDPSettings) else inside
 
 
-def chosen(
+def choose_layout(
     strategy: ReplicaStrategy, inside: str | FSDPSettings | DominoSettings, size: int, argument: str
 ) -> Inside:
-    """Return what the user has chosen.
+    """Return the layout for a strategy's argument `inside`.
 
     Args:
-        strategy: whose ranks.
-        inside: its name, or settings.
-        size: ranks of a replica.
-        argument: what the user calls `size`.
+        strategy: the strategy that gets the layout.
+        inside: a name or settings.
+        size: number of ranks in a replica.
+        argument: the strategy's argument that sets `size`, for messages.
 
     Raises:
-        ValueError: no such name, or it does not fit the size.
+        ValueError: the name is unknown, or the layout needs a larger `size`.
     """
     if inside == "ddp":
         return DataParallel(size, argument)
     settings = _SETTINGS.get(inside, inside) if isinstance(inside, str) else inside
     if not isinstance(settings, FSDPSettings | DominoSettings):
         raise ValueError(
-            f"`inside={inside!r}` is unknown. Choose 'ddp', every rank of a replica holds the whole"
-            " model, 'fsdp' (or `FSDPSettings`), each holds a part of it, or 'domino' (or"
-            " `DominoSettings`), each computes a part of every layer."
+            f"`inside={inside!r}` is unknown. Choose 'ddp' (every rank of a replica holds the full"
+            " model), 'fsdp' or an `FSDPSettings` (parameters are sharded), or 'domino' or a"
+            " `DominoSettings` (tensor parallelism of every layer)."
         )
     if size < 2:
         raise ValueError(
-            f"`inside={inside!r}` divides a replica among its ranks, and with `{argument}={size}`"
-            f" it has one. Set `{argument}` to the ranks of a replica, or leave `inside` at 'ddp'."
+            f"`inside={inside!r}` shards a model over several ranks, but with `{argument}={size}` a"
+            f" replica has only one. Set `{argument}` to the number of ranks in a replica, or leave"
+            " `inside` at 'ddp'."
         )
     if isinstance(settings, FSDPSettings):
         return FullyShard(strategy, size, argument, settings)

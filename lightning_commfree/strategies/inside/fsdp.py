@@ -1,9 +1,9 @@
-"""A replica whose ranks hold shards of one model by FSDP2, `torch.distributed.fsdp.fully_shard`.
+"""The layout `inside="fsdp"`: a replica's model sharded by FSDP2 (`fully_shard`).
 
 Every block of the model is a unit, and the rest of the model is one more. A unit's parameters are
-sharded by rows; they are gathered for its forward and its backward, and their gradients are reduced
-to the mean over the replica, of which each rank keeps its shard. The module stays sharded after the
-fit, as after a fit of Lightning's own strategies for sharded models: `trainer.test` uses it so.
+sharded by rows and gathered for its forward and backward. Its gradients are averaged over the
+replica, and each rank keeps its shard of them. As with Lightning's own strategies for sharded
+models, the module stays sharded after the fit, and `trainer.test` uses it in that state.
 """
 
 from __future__ import annotations
@@ -18,38 +18,45 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
-from lightning_commfree.lightning_internals import OrderlyLauncher
+from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
     accumulating,
-    divide,
+    apply_fsdp,
     refuse_wrapped,
     step_bytes,
-    why_not_divided,
+    why_unavailable,
 )
 from lightning_commfree.model.meta_init import Materializer
-from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
+from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
 from lightning_commfree.model.shards import RowShards
-from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
+from lightning_commfree.resume.checkpoint_io import AtomicCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
-from lightning_commfree.strategies.inside.sharded import DividedModel
+from lightning_commfree.strategies.checks import refuse_manual
+from lightning_commfree.strategies.inside.sharded import ShardedReplica
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 
-# of the group's ledger; FSDP sends by itself, so these are counted by its formulas
+# tags in the group's ledger; bytes are computed, because FSDP itself does the communication
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
+_WHY_NOT_MANUAL = (
+    "with `inside='fsdp'` FSDP takes `training_step` for the forward of the whole model and expects"
+    " backward after it has returned, while manual optimization calls backward inside of it. With"
+    " `inside='ddp'` it is possible"
+)
 
-class FullyShard(DividedModel):
-    """Ranks of a replica hold shards of its parameters, gradients and optimizer state.
+
+class FullyShard(ShardedReplica):
+    """A layout that shards parameters, gradients and optimizer state over a replica by FSDP2.
 
     Args:
-        strategy: whose ranks.
-        size: ranks of a replica, 2 or more.
-        argument: what the user calls `size`.
-        settings: units.
+        strategy: the strategy that has this layout.
+        size: number of ranks in a replica, 2 or more.
+        argument: the strategy's argument that sets `size`, for messages.
+        settings: the user's settings of FSDP.
 
     Raises:
         ValueError: torch is too old.
@@ -62,19 +69,19 @@ class FullyShard(DividedModel):
         argument: str,
         settings: FSDPSettings,
     ) -> None:
-        if why := why_not_divided():
-            raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or take 'ddp'.")
+        if why := why_unavailable():
+            raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or use 'ddp'.")
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
-        self._divided: nn.Module | None = None
+        self._sharded: nn.Module | None = None
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
     @override
     def states(self) -> RowShards | None:
-        divided = self._divided
-        here = divided is self._strategy.lightning_module  # else an earlier fit sharded another one
-        return RowShards(divided) if divided is not None and here else None
+        sharded = self._sharded
+        here = sharded is self._strategy.lightning_module  # not a module of an earlier fit
+        return RowShards(sharded) if sharded is not None and here else None
 
     @property
     @override
@@ -83,7 +90,8 @@ class FullyShard(DividedModel):
         if limit is None or not self._in_fit:
             return False
         parameters = self._strategy.module.parameters()
-        ours = type(self._strategy.checkpoint_io) is WholeCheckpointIO  # a user's writes files
+        # a user's own plugin writes files
+        ours = type(self._strategy.checkpoint_io) is AtomicCheckpointIO
         return ours and sum(p.numel() * p.itemsize for p in parameters) > limit
 
     @override
@@ -95,26 +103,27 @@ class FullyShard(DividedModel):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         super().check(strategy, trainer)
-        if strategy.module is not self._divided:
+        refuse_manual(type(strategy).__name__, strategy.module, _WHY_NOT_MANUAL)
+        if strategy.module is not self._sharded:
             refuse_wrapped(type(strategy).__name__, strategy.module)
 
     @override
     def prepare(self, strategy: ReplicaStrategy) -> None:
-        """Shard the model, unit by unit, on this rank's device; FSDP averages the gradients."""
+        """Shard the model unit by unit on this rank's device."""
         module, device = strategy.module, strategy.root_device
         refuse_sync_batchnorm(type(strategy).__name__, module)
         channels, fingerprint = strategy.channels, strategy.fingerprint()
-        if module is self._divided:  # by an earlier fit
-            common_start(channels.world, module, fingerprint, channels.between)
+        if module is self._sharded:  # an earlier fit sharded it
+            broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         else:
             seed = self._start()
             fill = Materializer(module, seed) if self._was_on_meta else None
             replicas = self.mesh(strategy.world_size).groups(DATA)
             units = self._settings.units
-            divide(module, replicas, strategy.global_rank, device, fill, units)
-            self._divided = module
-            if fill is not None and fill.reads:  # from a disk of its own, perhaps
-                common_start(channels.world, module, fingerprint, channels.between)
+            apply_fsdp(module, replicas, strategy.global_rank, device, fill, units)
+            self._sharded = module
+            if fill is not None and fill.reads:  # ranks may have read values from different disks
+                broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         module.to(device)
 
     @override
@@ -124,14 +133,14 @@ class FullyShard(DividedModel):
 
     @override
     def release(self) -> None:
-        """Keep the module sharded; forked ranks hand full weights back to the launching process.
+        """Keep the module sharded, but let forked ranks return full weights to the launcher.
 
         Lightning's launcher takes them from the module's `state_dict` after this.
         """
         super().release()
         self._in_fit = False
         states = self.states
-        if states is not None and isinstance(self._strategy.launcher, OrderlyLauncher):
+        if states is not None and isinstance(self._strategy.launcher, CleanExitLauncher):
             states.gather_from_here(keep=self._strategy.local_rank == 0)
 
     @override
@@ -139,7 +148,7 @@ class FullyShard(DividedModel):
         if self.states is None:
             setup(trainer)
             return
-        # as Lightning does, without broadcasting rank 0's shards to the other ranks
+        # the same as Lightning's `setup`, but without broadcasting rank 0's shards to other ranks
         strategy = self._strategy
         assert strategy.accelerator is not None, "the Trainer has chosen one"
         strategy.accelerator.setup(trainer)
@@ -151,12 +160,12 @@ class FullyShard(DividedModel):
 
     @override
     def accumulating(self) -> AbstractContextManager[None]:
-        """Keep full gradients, as large as the model, on this rank in the body."""
+        """Accumulate full gradients, as large as the model, on this rank in a `with` block."""
         return accumulating(self._strategy.module)
 
     @override
     def after_backward(self, steps: bool) -> None:
-        """Count the bytes that FSDP has sent for a forward and its backward."""
+        """Count the bytes that FSDP has sent in the forward and backward of a batch."""
         gathered, scattered = self._step_bytes
         ledger = self._strategy.group_ledger
         ledger.count_sent(GATHER_TAG, gathered)
@@ -166,22 +175,22 @@ class FullyShard(DividedModel):
     # -- states
 
     @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         states = self.states
         if states is None or not self.saves_folders:
-            return super().whole_module(read)
+            return super().full_module_state(read)
         return states.sharded_state_dict() if self._takes_part() else {}
 
     @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         states = self.states
         if states is None or not self.saves_folders:
-            return super().whole_optimizer(optimizer, state)
+            return super().full_optimizer_state(optimizer, state)
         return states.sharded_optimizer_state(optimizer) if self._takes_part() else {}
 
     @override
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Read no more than this rank's shards where the model is sharded already."""
+        """Read only this rank's shards if the model is already sharded."""
         if self.states is None:
             return super()._read(state)
         held = self._strategy.module.state_dict()
@@ -202,5 +211,5 @@ class FullyShard(DividedModel):
 
 
 def _read_like(value: Any, like: Any) -> Any:
-    """Return a value of a checkpoint; of a tensor in a folder the shard that `like` is."""
+    """Read a value if it is a tensor in a folder: only the shard that `like` is, if it is one."""
     return value.read(like) if isinstance(value, FolderTensor) else value

@@ -1,8 +1,8 @@
-"""A replica whose ranks hold shards of one model, by FSDP or Domino.
+"""Base of the layouts that shard a model within a replica, with FSDP or Domino.
 
-The model is sharded before the optimizer is made. Its checkpoints hold full tensors, which rank 0
-gathers in host memory. Where they are too large for that, the ranks of the first replica write
-their shards into a folder (`resume.folders`).
+The model is sharded before the optimizer is created. Checkpoints contain full tensors, which rank 0
+gathers in CPU memory. If they are too large for that, the ranks of the first replica write their
+shards to a folder (`resume.folders`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.model.fsdp import check_optimizers
-from lightning_commfree.model.meta_init import described, on_meta
-from lightning_commfree.model.replication import START_TAG, common_start
-from lightning_commfree.resume.folders import with_values
+from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
+from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights
+from lightning_commfree.resume.folders import read_folder_tensors
 from lightning_commfree.strategies.checks import (
     PARTS,
-    check_training,
     refuse_callbacks,
     refuse_fp16,
+    refuse_timed_validation,
 )
 from lightning_commfree.strategies.contracts import Inside
 
@@ -34,71 +34,74 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Full states out of the ranks' shards, collective within a replica, and shards of states."""
+    """Gathers full states from shards, and takes this rank's shards of full states.
 
-    def whole_state_dict(self, keep: bool) -> dict[str, Any]:
-        """Return the module's full state, {} on ranks that do not `keep` it."""
-
-    def part_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's shards of it."""
-
-    def whole_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        """Return an optimizer's full state."""
-
-    def part_optimizer_state(
-        self, optimizer: Optimizer, state: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return this rank's shards of it."""
-
-
-class DividedModel(Inside):
-    """Ranks of a replica hold shards of its model, from before the optimizer is made on.
-
-    Args:
-        strategy: whose ranks.
-        settings: equal on all of them.
+    Gathering is collective within a replica; ranks that do not `keep` the result get {}.
     """
 
-    divides = True
+    def full_state_dict(self, keep: bool) -> dict[str, Any]:
+        """Gather the module's full state."""
+
+    def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's shards of the module's full state."""
+
+    def full_optimizer_state(self, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+        """Gather an optimizer's full state."""
+
+    def shard_optimizer_state(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's shards of an optimizer's full state."""
+
+
+class ShardedReplica(Inside):
+    """A layout in which each rank of a replica holds shards of the model.
+
+    Args:
+        strategy: the strategy that has this layout.
+        settings: the layout's settings, the same on all ranks.
+    """
+
+    shards_model = True
 
     def __init__(self, strategy: ReplicaStrategy, settings: Any) -> None:
         self._strategy, self._settings = strategy, settings
-        self._undivided: set[nn.Parameter] = set()
+        self._originals: set[nn.Parameter] = set()  # the parameters before sharding
         self._was_on_meta = False  # the model had no values before it was sharded
 
     @property
     @abstractmethod
     def states(self) -> States | None:
-        """The states of the sharded model; None: no model is sharded now."""
+        """Access to the states of the sharded model; None if no model is sharded now."""
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """Whether a checkpoint fits only into the sharded model: before, it is on `meta`."""
+        """True for a model on `meta`, which is too large to load a checkpoint before sharding."""
         module = self._strategy.lightning_module
         return self._was_on_meta or (module is not None and bool(on_meta(module)))
 
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         name = type(strategy).__name__
-        check_training(name, trainer, strategy.module)
+        refuse_timed_validation(name, trainer)
         refuse_fp16(name, strategy.precision_plugin)
         if self.size > 1:
             refuse_callbacks(trainer, name, PARTS)
 
     def _start(self) -> int:
-        """Start all ranks from the same full model; return a seed that they share."""
+        """Give all ranks rank 0's full model, and return a seed shared by all ranks."""
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}
-        common_start(world, module, {**settings, **described(module)})
-        self._undivided = set(module.parameters())
+        broadcast_initial_weights(world, module, {**settings, **meta_fingerprint(module)})
+        self._originals = set(module.parameters())
         seed = torch.tensor(torch.initial_seed() % 2**31)
         return int(world.broadcast(seed, START_TAG).wait())
 
     @override
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        check_optimizers(optimizers, self._undivided - set(self._strategy.module.parameters()))
-        self._undivided = set()
+        check_optimizers(optimizers, self._originals - set(self._strategy.module.parameters()))
+        self._originals = set()
 
     @override
     def release(self) -> None:
@@ -107,53 +110,53 @@ class DividedModel(Inside):
     # -- states
 
     @override
-    def whole_module(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the module's full state on rank 0, in host memory; {} on other ranks.
+    def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's full state in CPU memory on rank 0, {} on other ranks.
 
         Collective within the first replica.
         """
         states = self.states
         if states is None:
             return read()
-        return states.whole_state_dict(self._keeps) if self._takes_part() else {}
+        return states.full_state_dict(self._keeps) if self._takes_part() else {}
 
     @override
-    def whole_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's full state on rank 0, as `whole_module` does."""
+    def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's full state on rank 0, as `full_module_state` does."""
         states = self.states
         if states is None:
             return state
-        return states.whole_optimizer_state(optimizer, self._keeps) if self._takes_part() else {}
+        return states.full_optimizer_state(optimizer, self._keeps) if self._takes_part() else {}
 
     @override
-    def with_module_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_module_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         state, states = self._read(checkpoint["state_dict"]), self.states
-        parts = state if states is None else states.part_state_dict(state)
-        return {**checkpoint, "state_dict": parts}
+        shards = state if states is None else states.shard_state_dict(state)
+        return {**checkpoint, "state_dict": shards}
 
     @override
-    def with_optimizer_parts(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         states = self.states
         if states is None:
             return checkpoint
         saved = zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True)
-        parts = [
-            states.part_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
+        shards = [
+            states.shard_optimizer_state(optimizer, self._read_optimizer(optimizer, state))
             for optimizer, state in saved
         ]
-        return {**checkpoint, "optimizer_states": parts}
+        return {**checkpoint, "optimizer_states": shards}
 
     # -- inside
 
     def _read(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a module's state of a checkpoint, with values if it is a folder."""
-        found: Mapping[str, Any] = with_values(state)
+        """Read the tensors of a module's state that are still in a checkpoint folder."""
+        found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     def _read_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return an optimizer's state of a checkpoint, with values if it is a folder."""
+        """Read the tensors of an optimizer's state that are still in a checkpoint folder."""
         del optimizer
-        found: Mapping[str, Any] = with_values(state)
+        found: Mapping[str, Any] = read_folder_tensors(state)
         return found
 
     @property

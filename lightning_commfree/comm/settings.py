@@ -1,0 +1,35 @@
+"""Checks that the settings of all algorithms share, with the same error texts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Raise a `ValueError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(
+            f"`{name}={value!r}` is unknown. Choose one of {', '.join(map(repr, choices))}."
+        )
+
+
+def check_count(name: str, value: object, least: int, meaning: str = "") -> None:
+    """Check that `value` is a whole number of at least `least`.
+
+    Args:
+        name: name of the setting.
+        value: its value.
+        least: the smallest legal value.
+        meaning: end of the error's sentence that explains `least`.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is too small.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(
+            f"`{name}={value!r}` must be a whole number, but it is a {type(value).__name__}. Give"
+            " an int."
+        )
+    if value < least:
+        raise ValueError(f"`{name}={value}` must be at least {least}{meaning}.")

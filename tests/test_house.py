@@ -173,21 +173,6 @@ def test_the_tree_in_the_page_is_the_tree(tmp_path: Path) -> None:
     assert folders_there(tmp_path) == {"docs", PACKAGE, f"{PACKAGE}/new_wing"}
 
 
-def test_every_folder_of_the_package_has_a_folder_of_tests() -> None:
-    """And every folder of tests is of a folder that is tested, or of Lightning's own tests."""
-    package = ROOT / PACKAGE
-    packages = {path.parent.name for path in package.glob("*/__init__.py")}
-    inner = {
-        path.parent.relative_to(package).as_posix() for path in package.glob("*/*/__init__.py")
-    }
-    recipes = {f"recipes/{path.parent.name}" for path in (ROOT / "recipes").glob("*/__init__.py")}
-    tests = {
-        path.parent.relative_to(ROOT / "tests").as_posix() for path in ROOT.glob("tests/*/**/*.py")
-    }
-    others = {"recipes", "benchmarks", "outside", "examples", "planner"}
-    assert packages <= tests <= packages | inner | recipes | others
-
-
 # Who talks to other ranks
 
 

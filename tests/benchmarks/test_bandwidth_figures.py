@@ -11,7 +11,6 @@ from benchmarks.bandwidth.figures import (
     SLOWER,
     Figures,
     compare,
-    compare_step_by_step,
     figures_by_row,
     verdict_of_rounds,
     verdict_of_steps,
@@ -51,12 +50,6 @@ def test_rows_are_compared_in_rounds_measured_by_one_call() -> None:
     assert compare(after, before) == (pytest.approx(0.9), [pytest.approx(0.9)])
     before, after = figures_of(calls[2], calls[3])
     assert compare(after, before) == (pytest.approx(2.0), []), "no round contains both"
-
-
-@pytest.mark.parametrize(("nodes", "num_bytes"), [(2, 4_000_000), (4, 6_000_000)])
-def test_the_formula_of_ddp_depends_on_the_number_of_nodes(nodes: int, num_bytes: int) -> None:
-    (figures,) = figures_of(record("ddp", 1, nodes=nodes))
-    assert figures.ledger_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -101,33 +94,6 @@ def test_step_by_step_removes_interruptions_and_keeps_syncs() -> None:
     assert figures.step_by_step_ms() == pytest.approx(15.0)
     (figures,) = figures_of(*rounds[:2])
     assert figures.step_by_step_ms() is None, "the median of two rounds is their mean"
-
-
-def test_rows_are_compared_with_each_round_left_out() -> None:
-    rounds = [stepped("overlap", i, [10.0, 10.0], [9.0, 9.0]) for i in range(4)]
-    for i, ms in enumerate([9.0, 9.0, 11.0, 11.0]):
-        rounds.append(stepped("overlap_fp4", i, [ms, ms], [1.0, 1.0]))
-    before, after = figures_of(*rounds)
-    of_all, without_one = compare_step_by_step(after, before)
-    assert of_all == pytest.approx(1.0)
-    assert sorted(without_one) == pytest.approx([0.9, 0.9, 1.1, 1.1])
-    before, after = figures_of(
-        *rounds[:4], *(record("overlap_fp4", 9, 0, round_=i) for i in range(4))
-    )
-    assert compare_step_by_step(after, before) is None, "its steps were not recorded"
-
-
-def test_own_time_excludes_waiting_for_the_slower_node() -> None:
-    """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
-    rounds = []
-    for i in range(2):
-        made = stepped("overlap", i, [100.0, 100.0], [100.0, 100.0])
-        for rank, node in enumerate(made["nodes"]):
-            waits = 40.0 if rank == i % 2 else 0.0
-            node["own_s"] = [0.0, (6.0 + waits) / 1e3]
-        rounds.append(made)
-    (figures,) = figures_of(*rounds)
-    assert figures.own_ms() == pytest.approx(3.0)
 
 
 def test_missed_targets_are_reported() -> None:

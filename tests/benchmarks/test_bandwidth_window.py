@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import Strategy
 
 from benchmarks.bandwidth import window
 from benchmarks.lab import Counters
@@ -52,20 +52,6 @@ def measured(
     trainer.fit(Tiny(), loader(rows=2 * steps))
     assert stopwatch.window is not None
     return passed, stopwatch.window
-
-
-def test_a_leg_has_three_steps_and_every_leg_counts(readings: list[str]) -> None:
-    passed, made = measured(
-        SingleDeviceStrategy(device="cpu"), between=lambda: readings.append("pass")
-    )
-    assert readings == ["pass", "barrier", "reading", "barrier", "reading"] * 4
-    assert window.LEG_STEPS == 3
-    assert passed == [3, 6, 9, 12]
-    assert made.wire_bytes == 400, "bytes sent between legs are not counted"
-    assert made.steps == len(made.step_s) == STEPS
-    assert made.seconds == sum(made.step_s) > 0
-    assert made.ledger_bytes is None
-    assert list(made.own_s) == []
 
 
 def fit_that_overlaps(rank: int, size: int) -> tuple[list[int], window.Window]:

@@ -10,7 +10,6 @@ import pytest
 from commfree_planner import (
     Model,
     advise,
-    payload_bytes,
 )
 from tests.planner.trainings import TRAINING
 
@@ -104,8 +103,3 @@ def test_invalid_targets_are_refused(target) -> None:
 def test_invalid_models_are_refused(blocks, rest) -> None:
     with pytest.raises(ValueError, match="a model needs at least one block"):
         Model(blocks, rest)
-
-
-def test_an_unknown_wire_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="`wire_dtype='fp8'` is unknown. Choose one of 'fp32'"):
-        payload_bytes(10, "fp8")

@@ -17,7 +17,6 @@ from commfree_planner import (
     exchange_bytes,
     log_grid,
     methods,
-    needed_bandwidth,
     payload_bytes,
     utilization,
 )
@@ -195,16 +194,3 @@ def test_the_required_bandwidth_is_the_least_that_reaches_the_target() -> None:
             >= 0.9
             > TRAINING.utilization(exchange, needed / 1.024)
         )
-
-
-def test_the_grid_has_equal_ratios() -> None:
-    grid = log_grid(0.1, 1000, 50)
-    assert (len(grid), grid[0], grid[-1]) == (50, 0.1, pytest.approx(1000))
-    ratios = [b / a for a, b in zip(grid, grid[1:], strict=False)]
-    assert ratios == pytest.approx([10 ** (4 / 49)] * 49)
-
-
-def test_the_ends_of_a_grid() -> None:
-    seconds, exchange = MODEL.layer_seconds(0.1), TRAINING.data_parallel()
-    assert needed_bandwidth(seconds, exchange, 0.5, [1e-9, 1e-8]) == 2
-    assert needed_bandwidth(seconds, exchange, 0.5, [1e8, 1e9]) == 0

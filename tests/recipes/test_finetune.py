@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -267,12 +266,6 @@ def test_lora_trains_adapters_alone(finished_run, toy) -> None:
         found = merged(input_ids=tokens).logits
     torch.testing.assert_close(found, after, rtol=1e-4, atol=1e-4)
     assert (after - before).abs().max() > 0.1
-
-
-def test_keys_of_lora_are_pefts(compose_finetune, tmp_path) -> None:
-    config = compose_finetune(tmp_path, "text", "lora=default")["lora"]
-    assert set(config) <= set(inspect.signature(LoraConfig).parameters)
-    assert compose_finetune(tmp_path, "text")["lora"] is None
 
 
 def test_the_demo(compose_finetune, tmp_path) -> None:

@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessRaisedException, start_processes
 
 from recipes import compare, finetune, plan, pretrain
 from recipes.configuration.application import FULL_ERROR, HINT, application
-from recipes.configuration.checking import check_config, nearest
+from recipes.configuration.checking import check_config
 from recipes.configuration.help import CONF
 from recipes.configuration.sentences import sentence
 from recipes.configuration.signatures import parameters
@@ -215,9 +215,3 @@ def test_a_refusal_in_a_worker_is_told_too() -> None:
     with pytest.raises(ProcessRaisedException) as broken:
         start_processes(_breaks, nprocs=1, start_method="fork")
     assert sentence(broken.value) is None
-
-
-def test_a_part_of_a_name_is_near() -> None:
-    assert nearest("diloco", ["ddp", "streaming_diloco"]) == "streaming_diloco"
-    assert nearest("stratgy", ["seed", "strategy"]) == "strategy"
-    assert nearest("zzz", ["seed", "strategy"]) is None

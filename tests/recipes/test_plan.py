@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -104,19 +103,6 @@ def test_one_replica_and_an_infinite_bandwidth(tmp_path: Path) -> None:
     assert {cells[0][1] for name, cells in infinite.items() if name != "method"} == {"100.0%"}
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "params", "blocks"),
-    [
-        ("llama_1b", ("vocab_size=128256",), 1_235_814_400, 16),
-        ("gpt2", ("data.block_size=1024",), 124_439_808, 12),
-    ],
-)
-def test_parameters_are_counted_without_allocating_them(name, overrides, params, blocks) -> None:
-    model = model_of(name, *overrides)
-    assert model.params == params
-    assert len(model.block_params) == blocks
-
-
 @pytest.mark.parametrize("name", ["gpt2_tiny", "llama_tiny"])
 def test_fragments_are_those_that_pretraining_would_exchange(name) -> None:
     config = composed(f"model={name}", "vocab_size=256", "data.block_size=16")
@@ -160,11 +146,6 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_a_plan_that_cannot_be(override, error, message, tmp_path: Path) -> None:
     with pytest.raises(error, match=re.escape(message)):
         planned(tmp_path, "bandwidth=1", override)
-
-
-def test_an_unknown_model_is_refused_with_those_there_are() -> None:
-    with pytest.raises(MissingConfigException, match=r"(?s)'model/llama_7z'.*llama_1b"):
-        composed("model=llama_7z")
 
 
 def test_a_model_without_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,6 @@ def test_in_a_file_lines_say_how_far_it_is(capsys) -> None:
     assert lines[-1].startswith("reading the text, 30%") or lines[-1] == "reading the text"
 
 
-def test_a_file_is_told_the_seconds() -> None:
-    told = stages._Announcement("saving", 4.0, at_once=True)
-    told._start -= 75
-    told.advance(1)
-    assert told._line() == "saving, 25%, 0:01:15"
-
-
 def test_on_a_terminal_a_bar_that_goes_when_it_is_over(capsys, monkeypatch) -> None:
     terminal = lambda: Console(force_terminal=True, width=80)  # noqa: E731
     monkeypatch.setattr(stages, "Console", terminal)

@@ -157,14 +157,6 @@ def test_a_resumed_run_reads_on(read_batches, tmp_path, step, limit, batch_size)
     _assert_resumes(read_batches, tmp_path, 1, step, **kwargs)
 
 
-def test_a_finished_run_can_be_made_longer(read_batches, tmp_path) -> None:
-    path = tmp_path / "saved.ckpt"
-    whole = read_batches("whole", 1, LAST_STEP)
-    first = read_batches("first", 1, EPOCH + 2, callbacks=[SaveAt(path, EPOCH + 2)])
-    second = read_batches("second", 1, LAST_STEP, ckpt_path=str(path))
-    assert [first[0] + second[0]] == whole
-
-
 @pytest.mark.parametrize("step", [2, EPOCH + 3], ids=["first epoch", "second epoch"])
 def test_two_resumed_ranks_read_on(read_batches, tmp_path, step) -> None:
     _assert_resumes(read_batches, tmp_path, 2, step)

@@ -29,7 +29,7 @@ def weights(numel: int) -> Tensor:
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_a_flipped_bit_anywhere_is_seen(count: int, seed: int, data: st.DataObject) -> None:
     """Lengths about a word, about a row of 8184 bytes, and of some rows with a rest."""
     raw = random_bytes(count, seed)
@@ -80,7 +80,7 @@ def test_every_bit_of_a_word_in_a_row_is_seen_in_both_halves(bit: int) -> None:
 
 
 @given(count=st.integers(2, 9000), seed=st.integers(0, 2**31), data=st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_values_that_change_places_are_seen(count: int, seed: int, data: st.DataObject) -> None:
     """A plain sum would not see it."""
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
@@ -116,7 +116,7 @@ def a_little_more_of_all(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("numel", [4, 6, 96, 768, 2046, 2048, 4092, 4096, 8184, 8192, 2**16])
+@pytest.mark.parametrize("numel", [4, 96, 2046, 2048, 8192])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "change", [negated, every_second_negated, a_stretch_negated, a_little_more_of_all]
@@ -168,13 +168,6 @@ def test_a_view_that_begins_anywhere_hashes_as_a_copy(offset: int) -> None:
     assert int(digest(raw)) == int(digest(raw.clone()))
     halves = weights(5000).bfloat16()[offset:]
     assert int(digest(halves)) == int(digest(halves.clone()))
-
-
-def test_parameters_are_hashed_as_they_are() -> None:
-    parameter = torch.nn.Parameter(weights(50))
-    code = digest(parameter)
-    assert not code.requires_grad
-    assert int(code) == int(digest(parameter.detach()))
 
 
 @given(codes=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=6), data=st.data())

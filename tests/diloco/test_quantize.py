@@ -114,7 +114,7 @@ NEAR_A_POWER = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ALL_CLASSES)
 def test_any_bits_become_the_nearest_value(bits: list[int]) -> None:
     """A block of arbitrary floats holds a NaN or Inf now and then; alone, each is its own block."""
@@ -124,7 +124,7 @@ def test_any_bits_become_the_nearest_value(bits: list[int]) -> None:
         assert_same_bits(through_e3m0(value), reference(value))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 254), NEAR_A_POWER)
 def test_ties_and_their_neighbours_at_every_scale(
     exponent: int, parts: list[tuple[int, int, int]]
@@ -215,7 +215,7 @@ def test_int8_codes_by_hand() -> None:
     assert codes.tolist() == [127, -127, 0, 2, -2, 3, 0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ALL_CLASSES)
 def test_int8_of_any_bits_is_the_nearest_step_or_nan_or_zero(bits: list[int]) -> None:
     values = any_fp32(bits)

@@ -18,13 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.sync_cost.job import start
 from lightning_commfree.comm.bits import packed_nibbles_size
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import codec, quantize_numba, streaming
+from lightning_commfree.diloco import codec, quantize_numba
 from lightning_commfree.diloco.codec import BLOCK, Fp4Codec, Int8Codec, decode_all, num_blocks
-from lightning_commfree.diloco.exchange import FragmentMessage, Header
 
 CPU = torch.device("cpu")
 PAIRS = {
@@ -125,39 +121,6 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
         codec.warm_up(compiled, CPU)
         codec.warm_up(plain, CPU)
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
-
-
-def test_every_loop_is_compiled_once() -> None:
-    """For one type of arrays, whole and aligned: another one would be compiled in a landing."""
-    for name, (compiled, _) in PAIRS.items():
-        layout = FragmentMessage(compiled, numel=3 * BLOCK + 5, num_buffers=3)
-        values, header = torch.randn(3 * BLOCK + 5), Header(stop=False, step=1, digest=0)
-        messages = torch.empty(2, layout.num_bytes, dtype=torch.uint8)
-        for message in messages:
-            layout.write(message, header, values, torch.ones(3))
-        mean, _ = layout.average(messages)
-        assert torch.equal(mean, through(name, values))
-    for loop in (
-        quantize_numba._encode_e3m0,
-        quantize_numba._decode_e3m0,
-        quantize_numba._encode_int8,
-    ):
-        assert len(loop.signatures) == 1
-
-
-def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the first launch would wait for the compiler."""
-    warm: list[tuple[object, torch.device]] = []
-    monkeypatch.setattr(streaming, "warm_up", lambda *args: warm.append(args))
-    start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
-    assert warm == [(Fp4Codec(), CPU)]
-
-
-@pytest.mark.parametrize("scale", [0, 1, 8, 9, 246, 247, 254, 255])
-def test_scales_that_no_encoder_writes_are_read_alike(scale: int) -> None:
-    payload = torch.cat([torch.arange(BLOCK // 2), torch.tensor([scale])]).to(torch.uint8)
-    found, expected = (decode_all(reader, payload, torch.empty(BLOCK)) for reader in PAIRS["fp4"])
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -307,7 +270,3 @@ def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.Monke
         return 2 * number
 
     assert quantize_numba._compiled(double)(21) == 42
-
-
-def test_another_device_takes_torch_operations() -> None:
-    assert codec._loops(torch.device("cuda")) is None

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_commfree.diloco import CODECS
 from tests.diloco.training import (
     ADAMW,
     AVERAGING,
@@ -59,9 +58,9 @@ def test_every_step_with_lr_1_is_data_parallel_sgd(size: int, tmp_path: Path) ->
         assert largest_difference(trace.local, data_parallel(1)) > 1000 * tolerance, "a sum passes"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_third_step_with_lr_1_is_parameter_averaging(size: int, tmp_path: Path) -> None:
+def test_every_third_step_with_lr_1_is_parameter_averaging(tmp_path: Path) -> None:
     """With AdamW inside, whose state stays each replica's own."""
+    size = 3
     changes = {"sync_every": 3, "num_fragments": 1, "overlap_steps": 0, "mix": 0.0}
     run = Run(9, {**changes, "outer_optimizer": AVERAGING}, finish=False)
 
@@ -158,24 +157,13 @@ def test_outer_lr_0_returns_to_the_initial_value_at_every_sync(tmp_path: Path) -
             assert all(same) if step % 4 == 0 else not any(same), step
 
 
-@pytest.mark.parametrize("wire_dtype", list(CODECS))
+@pytest.mark.parametrize("wire_dtype", ["fp32", "fp4"])
 def test_two_replicas_with_the_same_data_are_one(wire_dtype: str, tmp_path: Path) -> None:
     """(d + d) / 2 is d, exactly. At the end one alone sends nothing, and rounds nothing."""
     run = Run(11, {"wire_dtype": wire_dtype, "num_fragments": 2}, same_data=True, finish=False)
     one = train(0, 1, run)
     for rank, trace in enumerate(run_ranks(train, 2, tmp_path, run)):
         assert_same_bits(trace, one, f"rank {rank}")
-
-
-def test_three_replicas_with_the_same_data_are_one_to_rounding(tmp_path: Path) -> None:
-    """(d + d + d) / 3 may be off by a rounding; a sum without the division by far."""
-    run = Run(11, {"num_fragments": 2}, inner=PLAIN_SGD, same_data=True)
-    one = train(0, 1, run)
-    lr_times_3 = partial(torch.optim.SGD, lr=2.1, momentum=0.9, nesterov=True)
-    summed = train(0, 1, Run(11, {**run.changes, "outer_optimizer": lr_times_3}, inner=PLAIN_SGD))
-    for trace in run_ranks(train, 3, tmp_path, run):
-        assert largest_difference(trace.local, one.local) < 1e-6
-        assert largest_difference(trace.local, summed.local) > 1e-2
 
 
 def test_fragments_that_leave_together_are_the_whole_model_in_one(tmp_path: Path) -> None:

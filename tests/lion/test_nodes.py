@@ -10,7 +10,7 @@ import torch
 
 from lightning_commfree.lion import LionSettings
 from tests.lion import training
-from tests.lion.threads import in_nodes, in_threads
+from tests.lion.threads import in_nodes
 from tests.lion.training import BUCKETS, SHAPES, Gradients, Run, Worker, play
 
 
@@ -65,20 +65,6 @@ def test_a_rank_sends_its_part_to_other_nodes(
     for run, foretold in in_nodes(nodes, size, rank):
         assert run.sent == [expected] * 3
         assert foretold == expected
-
-
-def test_between_nodes_a_rank_of_two_sends_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for headers: a bucket of 64 kbit and one plane each way."""
-    monkeypatch.setitem(SHAPES, "embed", (256, 256))
-
-    def rank(channel: Any, node: Any = None) -> int:
-        settings = LionSettings(node_size=2 if node else 1)
-        return Worker(channel, settings, node).voting.bytes_per_step
-
-    whole = in_threads(3, rank)
-    halves = in_nodes(3, 2, rank)
-    assert set(halves) == {halves[0]}
-    assert halves[0] == pytest.approx(whole[0] / 2, rel=0.02)
 
 
 def test_the_wish_of_one_rank_reaches_every_rank() -> None:

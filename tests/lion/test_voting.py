@@ -44,14 +44,6 @@ def test_every_step_equals_the_twin_bit_for_bit(workers: int, vote: str) -> None
         assert apart.abs().max() > 0.1, "momenta are private"
 
 
-@pytest.mark.parametrize("ties", ["zero", "random"])
-def test_equal_gradients_are_lion(ties: str) -> None:
-    """Nobody disagrees: there is nothing to draw."""
-    _, _, alone = training.train_alone(12)
-    for run in train(4, 12, lambda step, worker: training.gradients(step, 0), ties=ties):
-        training.assert_same_steps(run, Run(alone, {}, [], {}))
-
-
 @pytest.mark.parametrize("vote", ["majority", "average"])
 def test_parameters_of_several_dtypes_share_a_bucket(vote: str) -> None:
     """float64 steps in float64, bfloat16 by its fp32 master; the twin holds what is stepped."""

@@ -160,16 +160,6 @@ def test_what_is_not_finite_is_marked(sick: float, where: str, place: int) -> No
     assert summary.with_gradient == (True, True, False)
 
 
-def test_a_header_says_what_it_was_told() -> None:
-    members = [member(random(9), random(9), random(9)) for _ in range(11)]
-    for stop in (False, True):
-        summary, _, _ = ballot(members, stop, -(2**63))
-        assert summary.stop == stop
-        assert not summary.abstaining
-        assert not summary.faults
-        assert summary.with_gradient == (True,) * 11
-
-
 def test_parameters_without_a_value_take_part() -> None:
     """`nn.Parameter(torch.empty(0))` as placeholder, and one of no dimension."""
     empty = member(torch.empty(0, 3), torch.empty(0, 3), torch.empty(0, 3))
@@ -180,12 +170,6 @@ def test_parameters_without_a_value_take_part() -> None:
     bucket = bucket_of([empty, scalar])
     take_step(bucket, [empty, scalar], packed(torch.ones(1)), (True, True), abstained=False)
     assert scalar.parameter.item() == pytest.approx(1 - 0.01 * 0.5 - 0.01)
-
-
-def test_a_sparse_gradient_is_refused() -> None:
-    sparse = member(random(4, 2), random(4, 2).to_sparse(), random(4, 2))
-    with pytest.raises(TypeError, match=r"gradient of 'p0' is sparse.*`sparse=False`"):
-        ballot([sparse])
 
 
 # The step

@@ -10,13 +10,12 @@ from benchmarks.bandwidth.figures import (
     NOT_SLOWER,
     SLOWER,
     Figures,
-    compare,
     figures_by_row,
     verdict_of_rounds,
     verdict_of_steps,
 )
 from benchmarks.bandwidth.page import headline
-from tests.benchmarks.records import record, stepped
+from tests.benchmarks.records import record
 
 
 def figures_of(*records: dict[str, Any]) -> list[Figures]:
@@ -32,24 +31,6 @@ def test_a_row_is_the_median_over_rounds_of_the_slower_node() -> None:
     assert (none.step_ms, none.wire_bytes, none.ledger_bytes) == (300, 0, None)
     assert (ddp.step_ms, ddp.wire_bytes, ddp.ledger_bytes) == (600, 8_010_000, 4_000_000)
     assert not ddp.ledger_is_counted, "DDP has no ledger, so its bytes are computed"
-
-
-def test_rows_are_compared_in_rounds_measured_by_one_call() -> None:
-    """The second call found the machine twice as slow, and measured only one of the two rows."""
-    calls = [
-        {**record(row, ms, 0, round_=i), "call": call}
-        for row, ms, i, call in [
-            ("overlap", 300, 0, 0),
-            ("overlap_fp4", 270, 0, 0),
-            ("overlap", 300, 1, 0),
-            ("overlap_fp4", 600, 1, 1),
-            ("overlap_fp4", 600, 2, 1),
-        ]
-    ]
-    before, after = figures_of(*calls)
-    assert compare(after, before) == (pytest.approx(0.9), [pytest.approx(0.9)])
-    before, after = figures_of(calls[2], calls[3])
-    assert compare(after, before) == (pytest.approx(2.0), []), "no round contains both"
 
 
 @pytest.mark.parametrize(
@@ -80,20 +61,6 @@ def test_the_verdict_by_rounds(ratio: float, by_round: list[float], verdict: str
 )
 def test_the_verdict_by_steps(ratio: float, without_one: list[float], verdict: str) -> None:
     assert verdict_of_steps(ratio, without_one) == verdict
-
-
-def test_step_by_step_removes_interruptions_and_keeps_syncs() -> None:
-    """Every round syncs in its last step and is interrupted in another; node 0 is slower."""
-    rounds = []
-    for i in range(3):
-        steps = [10.0, 10.0, 10.0, 30.0]
-        steps[i] = 500.0
-        rounds.append(stepped("none", i, steps, [9.0] * 4))
-    (figures,) = figures_of(*rounds)
-    assert figures.step_ms == pytest.approx(137.5)
-    assert figures.step_by_step_ms() == pytest.approx(15.0)
-    (figures,) = figures_of(*rounds[:2])
-    assert figures.step_by_step_ms() is None, "the median of two rounds is their mean"
 
 
 def test_missed_targets_are_reported() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.strategies import Strategy
 
 from benchmarks.bandwidth import window
 from benchmarks.lab import Counters
@@ -20,31 +18,21 @@ STEPS = 10
 
 
 @pytest.fixture(autouse=True)
-def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Log of readings and barriers, with an interface that sends 100 bytes between two readings."""
-    seen: list[str] = []
+def _interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sends 100 bytes between two readings."""
     sent = count(step=100)
-
-    def read() -> Counters:
-        seen.append("reading")
-        return Counters(next(sent), 0)
-
-    monkeypatch.setattr(window, "interface_counters", read)
-    monkeypatch.setattr(window, "dist", SimpleNamespace(barrier=lambda: seen.append("barrier")))
-    return seen
+    monkeypatch.setattr(window, "interface_counters", lambda: Counters(next(sent), 0))
+    monkeypatch.setattr(window, "dist", SimpleNamespace(barrier=lambda: None))
 
 
-def measured(
-    strategy: Strategy, between: Callable[[], None] = lambda: None
-) -> tuple[list[int], window.Window]:
+def fit_that_overlaps(rank: int, size: int) -> tuple[list[int], window.Window]:
     """Return the steps after which the fit paused, and the window."""
+    strategy = StreamingDiLoCoStrategy(sync_every=STEPS, num_fragments=2, overlap_steps=4)
     passed: list[int] = []
 
     def pass_on() -> None:
-        between()
         passed.append(trainer.global_step)
-        if isinstance(strategy, StreamingDiLoCoStrategy):
-            assert strategy.algorithm.in_flight == []
+        assert strategy.algorithm.in_flight == []
 
     stopwatch = window.Stopwatch("row", STEPS, STEPS, pass_on)
     steps = window.WARM_UP + STEPS + 1
@@ -52,10 +40,6 @@ def measured(
     trainer.fit(Tiny(), loader(rows=2 * steps))
     assert stopwatch.window is not None
     return passed, stopwatch.window
-
-
-def fit_that_overlaps(rank: int, size: int) -> tuple[list[int], window.Window]:
-    return measured(StreamingDiLoCoStrategy(sync_every=STEPS, num_fragments=2, overlap_steps=4))
 
 
 def test_no_leg_ends_with_a_fragment_in_flight(tmp_path: Path) -> None:

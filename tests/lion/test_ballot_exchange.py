@@ -64,7 +64,7 @@ def elections(draw: st.DrawFn) -> tuple[list[int], Gradients]:
 @pytest.mark.parametrize("vote", VOTES)
 @pytest.mark.parametrize("way", WAYS)
 @given(election=elections())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_a_result_is_the_formula_bit_for_bit(
     way: str, vote: str, election: tuple[list[int], Gradients]
 ) -> None:
@@ -84,7 +84,7 @@ def all_ballots(workers: int, values: Sequence[float]) -> Gradients:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("workers", "values"),
-    [(w, (1.0, -1.0)) for w in range(1, 6)] + [(w, (1.0, -1.0, 0.0)) for w in range(1, 5)],
+    [(w, (1.0, -1.0)) for w in range(2, 6)] + [(w, (1.0, -1.0, 0.0)) for w in range(1, 5)],
 )
 def test_all_ballots_of_few_workers(
     way: str, vote: str, workers: int, values: Sequence[float]

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
@@ -203,12 +202,6 @@ def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
     assert walk.questions == []
 
 
-def test_hashes_of_parameters_stay_on_the_device() -> None:
-    with CudaWalk() as walk:
-        assert is_walked(digest(torch.empty(40, 8, device=CUDA)))
-    assert walk.questions == []
-
-
 # The tests above can fail.
 
 
@@ -229,17 +222,6 @@ def test_a_planted_item_is_seen(
     asked = Worker(monkeypatch, 2).run()
     here = "tests/lion/test_cuda_walk_lion.py planted"
     assert Question(during, here, "value") in asked
-
-
-def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = worker._scale
-
-    def planted(values: Tensor, factor: float, out: Tensor) -> Tensor:
-        return whole(values, factor, out).add_(torch.ones(out.shape))
-
-    monkeypatch.setattr(worker, "_scale", planted)
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu|cpu and cuda:0"):
-        Worker(monkeypatch, 2).run()
 
 
 def test_a_result_left_in_host_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

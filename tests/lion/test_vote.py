@@ -108,15 +108,6 @@ def test_a_draw_decides_contested_ties_and_nothing_else() -> None:
     assert asked == [(3, 2), (3, 2)]  # its shard, and 16 bytes of 100 places
 
 
-def test_every_bit_of_a_draw_falls_to_its_own_place() -> None:
-    """A tie everywhere: the result is the drawn word."""
-    votes = torch.tensor([[1], [-1]]).expand(2, NUMEL)
-    coins = torch.rand(NUMEL) > 0.5
-    shard = Majority(lambda shard, count: words(coins)).count(planes(votes)[0], None, valid(), 0)
-    assert torch.equal(delta(shard, 1), coins.float() * 2 - 1)
-    assert shard.rest is None
-
-
 @given(start=st.integers(0, 150), count=st.integers(0, 150), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=50)
 def test_a_packed_delta_is_read_from_any_place(start: int, count: int, seed: int) -> None:

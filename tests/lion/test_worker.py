@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,18 +107,6 @@ def test_any_layout_votes_and_steps_as_a_flat_one(layout: str, dtype: torch.dtyp
         assert torch.equal(other_momentum, momentum)
 
 
-def test_a_ballot_changes_nothing() -> None:
-    members = [member(random(70), random(70, seed=1), random(70, seed=2)), absent(9)]
-    before = [copy.deepcopy((m.parameter.detach(), m.parameter.grad, m[1:])) for m in members]
-    ballot(members)
-    for mine, (values, gradient, (state, group)) in zip(members, before, strict=True):
-        assert torch.equal(mine.parameter, values)
-        assert torch.equal(mine.state["momentum"], state["momentum"])
-        assert mine.group == group
-        assert (gradient is None) == (mine.parameter.grad is None)
-    assert torch.equal(members[0].parameter.grad, before[0][1])
-
-
 def absent(numel: int) -> Member:
     return member(random(numel), None, random(numel, seed=4))
 
@@ -131,20 +118,6 @@ def test_without_a_gradient_the_vote_is_zero_whatever_the_momentum() -> None:
     assert not plus[70:].any()
     assert not nonzero[70:].any()
     assert nonzero[:70].all()
-
-
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_exact_zeros_are_no_votes(zero: float) -> None:
-    g = random(70)
-    g[[3, 69]] = zero
-    summary, plus, nonzero = ballot([member(random(70), g, torch.zeros(70))])
-    assert summary.zeros
-    assert not summary.abstaining
-    assert_flags(nonzero, g != 0)
-    assert_flags(plus, g > 0)
-    summary, _, nonzero = ballot([member(random(70), random(70), torch.zeros(70))])
-    assert not summary.zeros
-    assert_flags(nonzero, torch.ones(70, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("sick", [math.nan, math.inf, -math.inf])
@@ -203,24 +176,6 @@ def test_a_step_rounds_as_its_formulas(numel: int) -> None:
             x.double() * np.float32(1 - 0.01 * 0.5) - delta.double() * np.float32(0.01)
         ).float()
         assert not torch.equal(stepped, fused)
-
-
-def test_who_moves_and_whose_momentum_learns() -> None:
-    """Some worker has a gradient, this one has one, this one abstains: three questions."""
-    x, m, g = random(70), random(70, seed=1), random(70, seed=2)
-    delta = torch.ones(70)
-    stepped, learnt = by_hand(x, m, g, delta)
-    cases = [  # moves, own gradient, abstained -> the parameter moves, the momentum learns
-        (True, True, False, True, True),
-        (True, False, False, True, False),
-        (True, True, True, True, False),
-        (False, False, False, False, False),
-    ]
-    for moves, own, abstained, moved, learned in cases:
-        mine = member(x.clone(), g if own else None, m)
-        take_step(bucket_of([mine]), [mine], packed(delta), (moves,), abstained)
-        assert torch.equal(mine.parameter, stepped if moved else x)
-        assert torch.equal(mine.state["momentum"], learnt if learned else m)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from recipes import compare as recipe
 from recipes.comparison import comparing, running
 from recipes.comparison.jobs import OWN_KEYS, RECIPE, Job, Plan, build_jobs
 from recipes.comparison.running import Record
-from recipes.configuration.checking import check_config
 
 CONF = Path(__file__).parents[2] / "conf"
 TOY = [
@@ -150,22 +148,6 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr(running, "run", press)
     assert run_main(monkeypatch, "strategies=[ddp]", f"run_dir={tmp_path}/run") == 130
     assert f"are kept: add run_dir={tmp_path}/run to continue." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("strategies=ddp", '`strategies="ddp"` is not legal: it should be a valid array'),
-        ("overrides.ddp=[1]", "`overrides.ddp=[1]` is not legal: it should be an object"),
-        ("timeout_minutes=0", "`timeout_minutes=0` is not legal: it should be greater than 0"),
-        ("nodes=two", '`nodes="two"` is not legal: it should be a valid integer'),
-    ],
-)
-def test_values_of_the_wrong_kind_are_refused(word, message) -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("compare", [word, "run_dir=here"])
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_config(config, "compare")
 
 
 def test_the_configuration_has_the_comparisons_keys_and_the_jobs() -> None:

@@ -216,36 +216,6 @@ def test_text_is_repeatable_and_fits_the_context() -> None:
         assert text.count("a") <= BLOCK_SIZE or prompt == ""
 
 
-def test_a_sample_is_shown_without_its_empty_lines() -> None:
-    summary = RunSummary(
-        steps=1,
-        tokens=1,
-        seconds=1.0,
-        validation_loss=1.0,
-        perplexity=2.7,
-        initial_loss=None,
-        unigram_loss=2.0,
-        bytes_in_steps=10,
-        bytes_sent=30,
-        bytes_by_phase={"start": {"start": 16, "peers": 4}, "steps": {"a": 10}},
-        bytes_are_counted=True,
-        ddp_bytes=40,
-        ddp_start_bytes=20,
-        seconds_waited=0.5,
-        sample="a\n\n \nb [bold]",
-        checkpoint=None,
-        huggingface="hf",
-        metrics=None,
-        figure="f.png",
-    )
-    rows = summary_rows(summary)
-    assert rows["sample"] == "a\nb [bold]"
-    assert rows["one rank sent"] == "10 B in training steps (counted), 10 B per step: a 10 B"
-    assert rows["besides"] == "start 20 B (start 16 B, peers 4 B)"
-    assert "this run's sent 1/4 of that. All in all 30 B, 1/2 of what DDP" in rows["fp32 DDP"]
-    assert rows["checkpoint"] == "none was written"
-
-
 def test_a_path_that_the_panel_has_no_room_for_stands_beneath_it_in_one_piece(
     capsys, monkeypatch
 ) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_commfree.diloco.fragments import Fragment
 from lightning_commfree.diloco.outer import OuterFragment
-from lightning_commfree.diloco.settings import default_outer_optimizer
 
 AVERAGING = partial(torch.optim.SGD, lr=1.0)
 
@@ -46,45 +45,7 @@ def bits(tensor: Tensor) -> Tensor:
 # The outer gradient
 
 
-def test_the_outer_gradient_is_old_minus_new() -> None:
-    module = Weights()
-    fragment = OuterFragment(module, WHOLE, AVERAGING)
-    assert fragment.outer_gradient().tolist() == [0.0] * 4 + [6.0, 7.0]  # buffers as they are
-    add(module.a, [0.5, -1.0])
-    add(module.b, [[2.0], [0.0]])
-    add(module.mean, [0.0, 3.0])
-    add(module.other, 100.0)  # of another fragment
-    assert fragment.outer_gradient().tolist() == [-0.5, 1.0, -2.0, 0.0, 6.0, 10.0]
-    assert fragment.global_copy.tolist() == [1.0, 2.0, 3.0, 4.0, 6.0, 7.0]
-
-
 # The outer step
-
-
-def test_a_constant_gradient_by_hand() -> None:
-    """Nesterov: m <- 0.9 m + 1 gives 1, 1.9, 2.71; x <- x - 0.4 (1 + 0.9 m) from 0.
-
-    -0.4 * 1.9 = -0.76; -0.4 * 2.71 = -1.084 more; -0.4 * 3.439 = -1.3756 more. Without Nesterov
-    the first value would be -0.4.
-    """
-    module = nn.ParameterList([torch.zeros(1)])
-    fragment = OuterFragment(module, Fragment(("0",)), default_outer_optimizer)
-    values = []
-    for landing in range(1, 4):
-        fragment.outer_step(torch.ones(1))
-        values.append(float(fragment.global_copy))
-        assert fragment.landings == landing
-    assert values == pytest.approx([-0.76, -1.844, -3.2196], rel=1e-6)
-
-
-def test_the_modules_gradients_are_left_alone() -> None:
-    module = Weights()
-    module.a.grad = torch.tensor([7.0, 7.0])
-    fragment = OuterFragment(module, WHOLE, AVERAGING)
-    fragment.outer_step(torch.ones(6))
-    fragment.merge(0.5)
-    assert module.a.grad.tolist() == [7.0, 7.0]
-    assert module.b.grad is None
 
 
 def test_any_torch_optimizer_gets_fp32_tensors_in_the_parameters_shapes() -> None:
@@ -159,16 +120,6 @@ def test_the_mix_is_rounded_once() -> None:
 
 
 # The mix
-
-
-@pytest.mark.parametrize(("mix", "expected"), [(0.0, 3.0), (0.25, 4.0), (0.5, 5.0), (1.0, 7.0)])
-def test_mix_is_the_weight_of_the_local_copy(mix: float, expected: float) -> None:
-    """Local 7, global 3; the mistaken weight would give 6 at 0.25 and exchange 3 and 7."""
-    module = nn.ParameterList([torch.tensor([3.0])])
-    fragment = OuterFragment(module, Fragment(("0",)), AVERAGING)
-    add(module[0], 4.0)
-    fragment.merge(mix)
-    assert module[0].item() == expected
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

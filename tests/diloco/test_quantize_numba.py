@@ -160,21 +160,6 @@ def test_they_agree_on_what_hypothesis_finds(numbers: list[float]) -> None:
         check(name, torch.tensor(numbers, dtype=torch.float32))
 
 
-def test_a_chunk_may_begin_at_any_block() -> None:
-    """Also where it holds the end of the one row of codes and the beginning of the other."""
-    numel = 9 * BLOCK + 5
-    values = torch.ldexp(torch.randn(numel), torch.arange(numel) // BLOCK)
-    payload, _ = payloads("fp4", values)
-    whole = decode_all(PAIRS["fp4"][1], payload, torch.empty(numel))
-    for first in range(num_blocks(numel)):
-        for last in range(first + 1, num_blocks(numel) + 1):
-            part = slice(first * BLOCK, min(last * BLOCK, numel))
-            out = torch.full((part.stop - part.start + 2,), math.pi)
-            PAIRS["fp4"][0].decode(payload, numel, part, out[1:-1])
-            assert torch.equal(out[1:-1], whole[part])
-            assert (out[[0, -1]] == torch.tensor(math.pi)).all()
-
-
 @pytest.fixture
 def not_asked_yet() -> Iterator[None]:
     codec._numba_loops.cache_clear()

@@ -240,17 +240,3 @@ def test_a_buffer_written_to_in_between_keeps_what_was_written() -> None:
         module.best += 3.0
     assert module.best.tolist() == [3.0, 3.0]
     assert torch.equal(module.head.weight, weight)
-
-
-def test_swapping_twice_in_one_direction_does_nothing_more() -> None:
-    module, diloco = after_some_steps(6)
-    local = all_bits(module)
-    diloco.weight_swap.put_back()
-    assert_equal_states(all_bits(module), local)
-    diloco.weight_swap.put_in()
-    outer = all_bits(module)
-    diloco.weight_swap.put_in()
-    assert_equal_states(all_bits(module), outer)
-    diloco.weight_swap.put_back()
-    diloco.weight_swap.put_back()
-    assert_equal_states(all_bits(module), local)

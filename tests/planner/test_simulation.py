@@ -47,19 +47,6 @@ def test_data_parallel_by_hand(sizes, seconds) -> None:
     assert found == pytest.approx(6 / seconds)
 
 
-@pytest.mark.parametrize(
-    ("overlap_steps", "seconds"),
-    [
-        (0, 20),  # fragment 0 on the link 6-14 while the machine waits, fragment 1 in 18-19
-        (1, 14),  # 6-14, awaited at 12; fragment 1 in 14-15, awaited after 20
-    ],
-)
-def test_two_fragments_by_hand(overlap_steps, seconds) -> None:
-    fragments = ((Message(0, 0, 8 * GB),), (Message(1, 1, 1 * GB),))
-    found = utilization(TWO_LAYERS, Exchange(2, overlap_steps, fragments), GB_PER_S)
-    assert found == pytest.approx(12 / seconds)
-
-
 def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: float) -> float:
     """Longest path through the graph of many cycles, an independent version of `utilization`."""
     layers, count, period = len(layer_s), exchange.sync_every, 12
@@ -175,12 +162,6 @@ def test_a_slightly_slow_link_limits_the_cycle() -> None:
     fragments = ((Message(0, 0, 60.06 * GB),), (Message(0, 0, 60.06 * GB),))
     exchange = Exchange(20, 19, fragments)  # a cycle computes for 120 s
     assert utilization(TWO_LAYERS, exchange, GB_PER_S) == pytest.approx(120 / 120.12)
-
-
-def test_a_longer_overlap_hides_more() -> None:
-    found = [TRAINING.utilization(TRAINING.diloco(3, tau, "fp32"), 0.5) for tau in range(4)]
-    assert found == sorted(found)
-    assert found[0] < found[1] < 1.0 == found[3]
 
 
 # Required bandwidth

@@ -61,7 +61,7 @@ def test_a_question_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_what_the_device_does_alone_is_no_question(name: str) -> None:
+def test_work_on_the_device_alone_is_no_question(name: str) -> None:
     with CudaWalk() as walk:
         QUIET[name](torch.empty(3, 4, device=walk.device))
     assert walk.questions == []

@@ -108,7 +108,7 @@ def a_little_more_of_all(values: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "change", [negated, every_second_negated, a_stretch_negated, a_little_more_of_all]
 )
-def test_a_change_of_many_values_alike_is_seen_in_both_halves(
+def test_the_same_change_of_many_values_shows_in_both_halves(
     change: Callable[[Tensor], Tensor], dtype: torch.dtype, numel: int, zeros: bool
 ) -> None:
     """An even number of equal changes must not cancel out, of signs of zeros least of all."""

@@ -82,7 +82,7 @@ def test_every_byte_and_second_has_its_phase() -> None:
     assert sum(map(ledger.bytes_in, (START, STEPS, END))) == ledger.bytes_sent
 
 
-def test_what_a_step_has_launched_is_the_steps_although_a_validation_runs() -> None:
+def test_bytes_launched_in_a_step_count_for_it_during_a_validation() -> None:
     """The thread of the exchanges is slow: it sends when the training has gone on."""
     ledger, validating = Ledger(phase=STEPS), threading.Event()
 

@@ -91,7 +91,7 @@ def test_the_outer_statistics_are_the_replicas_mean(
         assert torch.equal(seen[-1][0], mean_of_variances(size, LAST))
 
 
-def test_what_all_replicas_hold_is_the_mean_to_the_last_bit(tmp_path: Path) -> None:
+def test_the_mean_of_equal_buffers_is_exact(tmp_path: Path) -> None:
     """A third of three times 0.1 is not 0.1 in fp32, and -inf less itself is no number."""
     for values in run_ranks(average_constants, 3, tmp_path):
         assert torch.equal(values, torch.tensor([0.1, -torch.inf, 1e-42, 0.7]))

@@ -192,7 +192,7 @@ def test_a_global_copy_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:This replica's values of fragment")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("replica", [0, 1])
-def test_who_abstains_looks_for_what_is_not_finite(
+def test_an_abstaining_replica_looks_for_nonfinite_values(
     monkeypatch: pytest.MonkeyPatch, size: int, replica: int
 ) -> None:
     asked = Training(monkeypatch, size, CUDA, nonfinite=(replica,)).run(nonfinite="abstain")
@@ -222,7 +222,7 @@ def test_codes_are_made_and_read_on_the_device(name: str, numel: int) -> None:
 @pytest.mark.parametrize("mix", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_a_replica_does_alone_waits_for_nothing(
+def test_work_within_a_replica_waits_for_nothing(
     dtype: torch.dtype, ranks: int, mix: float
 ) -> None:
     """From outer gradient to merge, with buffers, whole and in shards."""

@@ -121,7 +121,7 @@ def test_finish_before_the_first_launch_is_one_averaging_step(tmp_path: Path) ->
         assert apart > 1e-3, "there was something to average"
 
 
-def test_training_may_go_on_after_finish() -> None:
+def test_training_may_continue_after_finish() -> None:
     """What is foreseen to be the last step need not be it; a landing of `finish` is done then."""
     module, diloco = after_some_steps(4)
     assert diloco.in_flight == [0]

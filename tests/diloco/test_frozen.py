@@ -121,7 +121,7 @@ def play(
     return seen
 
 
-def test_what_is_thawed_equals_the_twin_after_every_step(tmp_path: Path) -> None:
+def test_thawed_parameters_equal_the_twin_after_every_step(tmp_path: Path) -> None:
     size = 3
     ranks = run_ranks(thaw_all, size, tmp_path)
     for i, (every, overlap, at) in enumerate(CASES):
@@ -154,7 +154,7 @@ def thaw_and_resume(rank: int, size: int) -> list[tuple[Outcome, Outcome]]:
     ]
 
 
-def test_a_state_after_the_thaw_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_state_saved_after_the_thaw_resumes_exactly(tmp_path: Path) -> None:
     for outcomes in run_ranks(thaw_and_resume, 2, tmp_path):
         for straight, resumed in outcomes:
             assert not straight.error
@@ -329,6 +329,6 @@ def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
     return [*sent, channel.ledger.bytes_by_tag["outer_gradient"]]
 
 
-def test_what_is_frozen_and_nobody_moves_costs_no_byte_before_the_end(tmp_path: Path) -> None:
+def test_frozen_parameters_that_nobody_moves_cost_no_byte_before_the_end(tmp_path: Path) -> None:
     without = run_ranks(bytes_sent, 3, tmp_path, False)
     assert run_ranks(bytes_sent, 3, tmp_path, True) == without

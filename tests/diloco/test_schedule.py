@@ -76,7 +76,7 @@ def test_each_fragment_leaves_after_a_whole_cycle_and_then_once_per_cycle(
 
 
 @given(schedules())
-def test_what_is_launched_lands_overlap_steps_later(schedule: Schedule) -> None:
+def test_a_launched_fragment_lands_overlap_steps_later(schedule: Schedule) -> None:
     for step in range(1, 3 * schedule.sync_every + 1):
         assert schedule.landed_at(step + schedule.overlap_steps) == schedule.launched_at(step)
         if step <= schedule.sync_every:  # what would be launched before the first step

@@ -39,7 +39,7 @@ def test_a_parameter_that_becomes_trainable_in_the_middle_of_a_step_is_refused_a
         diloco.after_step()
 
 
-def test_a_parameter_that_is_frozen_later_goes_on_being_exchanged() -> None:
+def test_a_parameter_frozen_later_is_still_exchanged() -> None:
     module, diloco = after_some_steps(3)
     module.embed.requires_grad_(False)
     moved = module.embed.weight.detach() + 1.0
@@ -75,7 +75,7 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
         ("fp4", [24 + 32 + 1 + 7, 24 + 16 + 1 + 7, 24 + 16 + 1 + 7]),
     ],
 )
-def test_the_ledger_counts_what_a_cycle_is_said_to_send(
+def test_a_cycle_sends_the_predicted_bytes(
     size: int, wire_dtype: str, fragment_bytes: list[int], tmp_path: Path
 ) -> None:
     changes = {"num_fragments": 3, "wire_dtype": wire_dtype, "sync_every": 6, "overlap_steps": 2}

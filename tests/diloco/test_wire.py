@@ -139,7 +139,7 @@ def test_threads_do_not_share_a_workspace() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_what_a_thread_keeps_can_be_used_in_and_out_of_inference_mode() -> None:
+def test_a_threads_buffers_work_in_and_out_of_inference_mode() -> None:
     values = torch.randn(3 * BLOCK + 5)
 
     def in_a_new_thread() -> list[Tensor]:

@@ -166,7 +166,7 @@ def test_the_wish_to_stop_reaches_all(way: str, stops: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_who_has_a_gradient_is_known_per_parameter(way: str) -> None:
+def test_parameters_with_a_gradient_are_known_to_all(way: str) -> None:
     one = torch.ones(5)
     gradients: Gradients = [[one, None, None], [None, None, one], [one, None, -one]]
     for outcome in play(way, Majority(), [5, 5, 5], gradients):

@@ -57,7 +57,7 @@ def test_buckets_grow_with_the_model(millions: int, expected: int) -> None:
     assert len({bucket.numel for bucket in buckets}) == 1
 
 
-def test_a_bucket_lies_on_one_device() -> None:
+def test_a_bucket_is_on_one_device() -> None:
     """Its ballot is one buffer."""
     parameters = [*named([5, 6]), *named([7, 8], device="meta"), *named([9])]
     buckets = split_into_buckets(parameters, 2, 1000)

@@ -149,7 +149,7 @@ def test_momenta_are_averaged_in_host_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("vote", VOTES)
 @pytest.mark.parametrize("who", [0, 1])
-def test_who_abstains_waits_for_no_more(
+def test_an_abstaining_worker_waits_for_no_more(
     monkeypatch: pytest.MonkeyPatch, who: int, vote: str
 ) -> None:
     here = Worker(monkeypatch, 3, abstaining=(who,))

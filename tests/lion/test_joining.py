@@ -25,7 +25,7 @@ def by_rank(channel: Any, parameter: nn.Parameter) -> None:
     parameter.grad = torch.full_like(parameter, -1.0 if channel.rank == 2 else 1.0)
 
 
-def test_who_leaves_is_plain_lion_and_may_come_back() -> None:
+def test_a_worker_that_leaves_is_plain_lion_and_may_join_again() -> None:
     def worker(channel: Any) -> None:
         parameter = nn.Parameter(torch.zeros(3))
         lion = DistributedLion([parameter], lr=1.0, betas=(0.0, 0.0))

@@ -156,7 +156,7 @@ def test_a_difference_stops_all_ranks_wherever_it_is(
     in_nodes(3, 2, rank)
 
 
-def test_ties_are_drawn_alike_on_all_ranks_and_apart_for_their_parts() -> None:
+def test_ties_are_drawn_the_same_on_all_ranks_and_independently_for_their_parts() -> None:
     """Every place is drawn, half of them by either rank of a node."""
     first, *others = train(2, 2, 3, opposed, ties="random")
     for run in others:

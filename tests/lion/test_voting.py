@@ -256,7 +256,7 @@ def disagree(steps: int, first: int = 0) -> list[list[Tensor]]:
     return in_threads(4, worker)
 
 
-def test_a_tie_is_drawn_once_for_all_workers_and_anew_at_every_step() -> None:
+def test_a_tie_is_drawn_once_for_all_workers_and_again_at_every_step() -> None:
     first, *others = disagree(steps=3)
     for theirs in others:
         assert all(map(torch.equal, first, theirs))

@@ -85,7 +85,7 @@ def test_all_stop_with_rank_and_name_and_nothing_is_changed(
 @pytest.mark.parametrize(
     "sick", [{1: ["conv"]}, {0: ["conv"], 2: ["bias", "embed"]}, {2: ["embed", "conv", "head"]}]
 )
-def test_who_abstains_is_out_of_that_bucket_and_stays_clean(
+def test_an_abstaining_worker_is_left_out_of_that_bucket_and_stays_finite(
     vote: str, sick: dict[int, list[str]]
 ) -> None:
     """The twin has no gradient there; its momentum and its vote stay out in just the same way."""

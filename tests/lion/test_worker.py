@@ -123,7 +123,7 @@ def test_without_a_gradient_the_vote_is_zero_whatever_the_momentum() -> None:
 @pytest.mark.parametrize("sick", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["gradient", "momentum"])
 @pytest.mark.parametrize("place", [0, 40, _CHUNK + 7])
-def test_what_is_not_finite_is_marked(sick: float, where: str, place: int) -> None:
+def test_nonfinite_gradients_and_momenta_are_marked(sick: float, where: str, place: int) -> None:
     g, m = random(_CHUNK + 8), random(_CHUNK + 8, seed=1)
     (g if where == "gradient" else m)[place] = sick
     members = [member(random(9), random(9), random(9)), member(g, g, m), absent(3)]

@@ -141,7 +141,7 @@ def test_without_the_laboratory_the_exit_code_is_2(monkeypatch, tmp_path, capsys
     assert not (tmp_path / "run" / "ddp").exists()
 
 
-def test_ctrl_c_says_how_to_go_on(monkeypatch, tmp_path, capsys) -> None:
+def test_ctrl_c_says_how_to_continue(monkeypatch, tmp_path, capsys) -> None:
     def press(job: Job, plan: Plan) -> Record:
         raise KeyboardInterrupt
 

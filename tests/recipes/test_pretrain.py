@@ -189,7 +189,7 @@ def test_the_exported_folder_gives_the_printed_loss(finished_run) -> None:
 
 
 @pytest.mark.parametrize("finished_run", [DDP], indirect=True)
-def test_a_run_goes_on_from_its_checkpoint(finished_run, compose_config, tmp_path) -> None:
+def test_a_run_continues_from_its_checkpoint(finished_run, compose_config, tmp_path) -> None:
     """120 steps in one go, and 90 and then 30: the same losses, bit for bit on one machine."""
     _, _, folder = finished_run
     settings = ["trainer.max_steps=120", f"ckpt_path={folder}/run/checkpoints/step-90.ckpt"]

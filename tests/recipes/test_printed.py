@@ -108,7 +108,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return lines_of(on_terminal(command, folder, environment))
 
 
-def test_what_is_printed_equals_the_golden_file(printed: list[str]) -> None:
+def test_the_output_equals_the_golden_file(printed: list[str]) -> None:
     assert marked(printed) == (GOLDEN / "pretrain_terminal.txt").read_text()
 
 

@@ -22,7 +22,7 @@ def _quick(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_what_is_done_soon_is_not_told(capsys) -> None:
+def test_a_short_stage_is_not_reported(capsys) -> None:
     with stage("reading"):
         pass
     assert capsys.readouterr().out == ""

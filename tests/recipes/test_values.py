@@ -168,7 +168,7 @@ def test_limits_of_the_ranges(cases, is_legal, composed) -> None:
         ("callbacks=[3]", "`callbacks=[3]` is not legal: it should be an object."),
     ],
 )
-def test_what_is_told(words, expected) -> None:
+def test_an_illegal_value_gets_its_sentence(words, expected) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("pretrain", ["run_dir=here", words])
     told = _refusal(lambda: check_config(cfg, "pretrain"))
@@ -204,13 +204,13 @@ def test_every_written_value_has_its_sentence_and_references_have_none() -> None
         ("logger=wandb", "++logger.wandb.tags=[a,b]", "+strategy.timeout.hours=1"),
     ],
 )
-def test_what_the_files_and_the_docs_say_is_legal(choices) -> None:
+def test_documented_combinations_are_legal(choices) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("pretrain", ["run_dir=here", *choices])
     assert _refusal(lambda: check_config(cfg, "pretrain")) is None
 
 
-def test_what_transformers_refuses_is_told() -> None:
+def test_a_refusal_of_transformers_is_reported() -> None:
     with pytest.raises(ValueError, match="cannot be built from the settings in `model`") as no:
         model_from_config(
             {"_target_": "transformers.GPT2Config", "n_embd": 64, "n_head": 3, "n_layer": 1}, 99

@@ -153,6 +153,6 @@ def test_a_folder_with_odd_letters_reaches_hydra_unchanged() -> None:
         (["experiment=demo"], {}, "`strategy.sync_every` is not a setting of ddp: experiment=demo"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(words, asked, message) -> None:
+def test_jobs_that_cannot_be_compared_are_refused(words, asked, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         built(*words, **asked)

@@ -18,7 +18,7 @@ from tests.recipes.comparison.made_up import failed, outcome, plan
 GOLDEN = Path(__file__).parents[1] / "golden"  # look at a change and copy it
 
 
-def test_what_a_link_needs_less_what_was_waited_is_hidden(tmp_path: Path) -> None:
+def test_hidden_time_is_the_links_time_less_the_wait(tmp_path: Path) -> None:
     # 1 MB at 1 Mbit/s: 8 s, of which 2 were waited for
     assert times(outcome("streaming_diloco", tmp_path, "1mbit")) == Times(50.0, 2.0, 6.0)
     # 80 MB need more than the run took: no more is hidden than there was

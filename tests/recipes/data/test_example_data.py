@@ -203,7 +203,7 @@ def test_a_file_of_its_own_is_the_validation(make_data, write) -> None:
     )
 
 
-def test_what_is_cut_and_left_out_is_said(make_data, write) -> None:
+def test_truncated_and_dropped_examples_are_reported(make_data, write) -> None:
     whole, cut, dropped = ("1 ", ""), ("2 ", "ab"), ("33 ", "a")
     lines = [{"prompt": prompt, "response": text} for prompt, text in (whole, cut, dropped)]
     paths = write(*lines), write(lines[0], name="validation.jsonl")

@@ -49,7 +49,7 @@ test: $(STAMP)
 
 # comm, two algorithms and the planner, without their slowest files: measured one by one, these took half the time.
 FAST_TESTS := tests/planner tests/comm tests/lion tests/diloco
-FAST_LEFT_OUT := cuda_walk late_parameters voting_ranks watch finish ballot_exchange meeting
+FAST_LEFT_OUT := cuda_walk frozen voting_ranks liveness finish ballot_exchange
 
 test-fast: $(STAMP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(FAST_TESTS) \

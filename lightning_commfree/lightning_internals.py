@@ -368,14 +368,14 @@ def data_used_up(trainer: pl.Trainer) -> bool:
     return progress.is_last_batch or progress.current.ready >= trainer.num_training_batches
 
 
-def may_stop_early(trainer: pl.Trainer, in_step: bool = False) -> bool:
+def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
     """Return whether `min_epochs` and `min_steps` are reached.
 
     Args:
         trainer: in its fit.
-        in_step: an optimizer step runs, which the Trainer has not counted yet.
+        uncounted: optimizer steps that the Trainer has not counted yet.
     """
-    loop, steps = trainer.fit_loop, trainer.global_step + in_step
+    loop, steps = trainer.fit_loop, trainer.global_step + uncounted
     epoch: Any = loop.epoch_progress.current
     return epoch.processed >= (loop.min_epochs or 0) and steps >= (loop.min_steps or 0)
 
@@ -387,11 +387,17 @@ def accumulates(trainer: pl.Trainer) -> bool:
 
 
 def steps_to_come(trainer: pl.Trainer) -> int | None:
-    """Return how many optimizer steps the fit still takes; None if that is unknown."""
+    """Return how many steps the fit still takes at most; None if that is unknown.
+
+    With manual optimization these are batches, each of which may step. `max_steps` says nothing of
+    them then: it counts the steps of every optimizer.
+    """
+    manual = not trainer.lightning_module.automatic_optimization
     total = trainer.estimated_stepping_batches
-    if not math.isfinite(total) or total < 0:
+    if not math.isfinite(total) or total < 0 or (manual and trainer.max_steps != -1):
         return None
-    return max(int(total) - trainer.global_step, 0)
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return max(int(total) - (batches.processed if manual else trainer.global_step), 0)
 
 
 def in_accumulation(trainer: pl.Trainer) -> bool:

@@ -1,7 +1,6 @@
-"""Joining a job: the layout of its ranks, its process group, and the channels between its ranks.
+"""Parts of joining a job: the layout of its ranks, their channels, and the process group.
 
-`Network` is one process's connection to the job, from `joining` to `leave`. It opens three channels
-(`ReplicaChannels`) along the axes of a `Mesh`. It sends nothing by itself.
+`strategies.ranks` puts them together.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
 from lightning_commfree.comm.liveness import HEARTBEAT_SECONDS
-from lightning_commfree.comm.sockets import GlooInterface, Unshared, unreachable
 
 REPLICA = "replica"
 DATA = "data"
@@ -112,7 +110,7 @@ class Member:
         timeout: of an exchange.
         backend: of process groups on the rank's device.
         device: of the rank.
-        meeting_point: address of the main machine; None on a single machine.
+        main_address: of the machine of rank 0; None on a single machine.
     """
 
     rank: int
@@ -120,7 +118,7 @@ class Member:
     timeout: timedelta
     backend: str
     device: torch.device
-    meeting_point: str | None
+    main_address: str | None
 
 
 # -- the channels
@@ -191,79 +189,13 @@ class ReplicaChannels:
             channel.close()
 
 
-class Network:
-    """This process's connection to its job, from `joining` to `leave`."""
-
-    def __init__(self) -> None:
-        self._sockets, self._interface = Unshared(), GlooInterface()
-        self._channels: ReplicaChannels | None = None
-
-    @property
-    def channels(self) -> ReplicaChannels:
-        """The open channels.
-
-        Raises:
-            RuntimeError: they are not open.
-        """
-        if self._channels is None:
-            raise RuntimeError("Channels are open between `setup_environment` and `teardown` only.")
-        return self._channels
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the channels are open."""
-        return self._channels is not None
-
-    @contextmanager
-    def joining(self, member: Member) -> Iterator[None]:
-        """Prepare for the framework to open its process group in the body.
-
-        Raises:
-            RuntimeError: machines do not reach each other; it says what to set.
-        """
-        if member.meeting_point is not None:
-            self._interface.tell(member.meeting_point)
-        leave_time_at_exit(hosts_store=member.rank == 0 and member.size > 1)
-        try:
-            # A rank's connections must break when it is killed, whatever it has forked off.
-            with self._sockets.opening():
-                join_restarted_world(member)
-                yield
-        except RuntimeError as error:
-            if member.meeting_point is not None and "gloo" in str(error).lower():
-                raise RuntimeError(unreachable(error)) from error
-            raise
-
-    def open(
-        self, mesh: Mesh, member: Member, ledgers: tuple[Ledger, Ledger], liveness: bool
-    ) -> None:
-        """Open the channels, if they are not; arguments as for `ReplicaChannels.open`.
-
-        Raises:
-            RuntimeError: some ranks have not come within the timeout.
-        """
-        if self._channels is None:
-            with _waiting_for_all(member):
-                self._channels = ReplicaChannels.open(mesh, member, ledgers, liveness)
-
-    def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """Name the lost ranks if a collective of the framework fails in the body."""
-        if self._channels is None:
-            return nullcontext()
-        # A tensor on the wrong device fails here too, and is no other rank's fault.
-        return self._channels.world.naming_lost(what, computing=True)
-
-    def leave(self) -> None:
-        """Close the channels, and restore this process's environment."""
-        self._interface.take_back()
-        if self._channels is not None:
-            self._channels.close()
-            self._channels = None
-
-
 @contextmanager
-def _waiting_for_all(member: Member) -> Iterator[None]:
-    """Warn if the other ranks do not come to the collective in the body, and explain a timeout."""
+def waiting_for_all(member: Member) -> Iterator[None]:
+    """Warn if the other ranks do not come to the collective in the body, and explain a timeout.
+
+    Raises:
+        RuntimeError: some have not come within the timeout.
+    """
     if member.size == 1:
         yield
         return

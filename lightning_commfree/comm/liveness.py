@@ -10,6 +10,9 @@ exchange fails looks there before it raises:
    "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
+The verdict may also be an error that a rank found and all are to raise (`PeerWatch.agreed`), such
+as epochs of different length (`comm.epoch_ends`).
+
 How long it takes
 -----------------
 ======================================= ======================================================
@@ -47,10 +50,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -66,7 +69,7 @@ HUNG_SECONDS = 6.0
 ADVICE = "Restart all ranks from the last checkpoint."
 
 _CONNECT = timedelta(seconds=60)  # to a store that has answered this process already
-_WANTED_S = 2.0  # how long a rank goes on reading all heartbeats after it was last asked to
+_WANTED_S = 2.0  # how long a rank continues to read all heartbeats after it was last asked to
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
 _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
@@ -87,17 +90,11 @@ class PeerLostError(RuntimeError):
 
 
 class AgreedError(RuntimeError):
-    """An error that all ranks raise together: no rank is to blame for having left by it."""
+    """An error that all ranks raise: no rank is to blame for having left by it."""
 
 
-class Work(Protocol):
-    """A collective in flight; `torch.distributed.Work` is one."""
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
-
-    def wait(self, timeout: timedelta = ...) -> Any:
-        """Block until it has ended, at most `timeout`; raise `RuntimeError` if it has not."""
+Verdict = Mapping[int, str] | str
+"""Why a job is over: reasons by lost rank, or the text of an `AgreedError`."""
 
 
 class Status(NamedTuple):
@@ -121,27 +118,26 @@ class PeerMonitor:
 
     Attributes:
         token: names this rank's key; to be exchanged with the other ranks and passed to `start`.
-        lost: the verdict: the reason by lost rank; empty while no rank is lost. It never changes.
+        verdict: why the job is over: reasons by lost rank, or the text of an `AgreedError`. Empty
+            while it is not; the first one never changes.
         statuses: by rank, as last read; this rank is not among them.
         store_error: why the store cannot be reached any more; empty while it can.
         says: returns what this rank publishes with its heartbeats.
-        guard: if set, called with all `says` while an exchange is waited for; raises an
-            `AgreedError` to end the wait.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
         self.rank, self.token = rank, secrets.randbits(62) + 1
-        self.lost: dict[int, str] = {}
+        self.verdict: Verdict = {}
         self.statuses: dict[int, Status] = {}
         self.store_error = ""
         self.says: Callable[[], Any] = str
-        self.guard: Callable[[Mapping[int, Any]], None] | None = None
         self.launched: list[int] = []
         self._store, self._keys = store, {rank: _key(self.token)}
-        self._verdict_key, self._verdict = "", dict[int, str]()
+        self._verdict_key = ""
+        self._announced: Verdict = {}  # by this rank
         self._beat, self._host, self._leaving = 0, socket.gethostname(), False
         self._changed: dict[int, float] = {}  # when a rank's heartbeat was last seen to advance
-        self._read_s = self._contact_s = self._wanted_s = self.lost_since_s = 0.0
+        self._read_s = self._contact_s = self._wanted_s = self.verdict_s = 0.0
         self._wake, self._has_read = threading.Event(), threading.Condition()
         self._thread: threading.Thread | None = None
         self._write()
@@ -195,7 +191,7 @@ class PeerMonitor:
             spare_machines: leave out ranks whose whole machine is silent: its link may be down.
         """
         if self._store_left():
-            return {}  # nobody reads any more
+            return {}  # the store may end any moment, so this rank has stopped to read
         statuses = self.statuses
         # up to the last reading and not up to now, for the same reason
         quiet_s = {r: self._read_s - at for r, at in self._changed.items() if not statuses[r].left}
@@ -224,14 +220,16 @@ class PeerMonitor:
             f" broke: {self.store_error})"
         }
 
-    def announce(self, found: Mapping[int, str]) -> None:
-        """Store a verdict, unless another rank has; `lost` is the one that counts."""
-        self._verdict = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_NAMED]}
-        if not self.lost and self.runs:
+    def announce(self, found: Verdict) -> None:
+        """Store a verdict, unless another rank has: the attribute `verdict` is the one to raise."""
+        if not isinstance(found, str):
+            found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_NAMED]}
+        self._announced = found
+        if not self.verdict and self.runs:
             self.refresh()
-        self._learn(self._verdict)
+        self._learn(found)
 
-    def has_others(self, lost: Mapping[int, str]) -> bool:
+    def has_readers(self, lost: Mapping[int, str]) -> bool:
         """Return whether another rank is there to read a verdict."""
         return any(not s.left and r not in lost for r, s in self.statuses.items())
 
@@ -259,10 +257,10 @@ class PeerMonitor:
         self._beat += 1
         mine = Status(self._beat, self._host, self._leaving, self.launched, self.says())
         self._store.set(self._keys[self.rank], json.dumps(mine))
-        if self._verdict and not self.lost:
+        if self._announced and not self.verdict:
             # the first of several verdicts stays, and is returned
-            raw = self._store.compare_set(self._verdict_key, _NO_VERDICT, json.dumps(self._verdict))
-            self._hear(raw)
+            text = json.dumps(self._announced)
+            self._hear(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
 
     def _read(self) -> None:
         started = time.monotonic()
@@ -289,13 +287,13 @@ class PeerMonitor:
                 self._read_s = started
                 self._has_read.notify_all()
 
-    def _hear(self, verdict: bytes) -> None:
-        self._learn({int(rank): reason for rank, reason in json.loads(verdict).items()})
+    def _hear(self, raw: bytes) -> None:
+        found = json.loads(raw)
+        self._learn(found if isinstance(found, str) else {int(r): why for r, why in found.items()})
 
-    def _learn(self, lost: Mapping[int, str]) -> None:
-        if lost and not self.lost:
-            self.lost_since_s = time.monotonic()
-            self.lost = dict(lost)
+    def _learn(self, found: Verdict) -> None:
+        if found and not self.verdict:
+            self.verdict_s, self.verdict = time.monotonic(), found
 
     def _store_left(self) -> bool:
         host = self.statuses.get(_STORE_RANK)
@@ -323,8 +321,8 @@ class PeerWatch:
         seconds: float = 0.0,
         monitor: PeerMonitor | None = None,
     ) -> None:
-        self.seconds, self.monitor = seconds, monitor
-        self._peers, self._rank = [r for r in ranks if r != rank], rank
+        self.rank, self.seconds, self.monitor = rank, seconds, monitor
+        self._peers = [r for r in ranks if r != rank]
         self._gone_s = min(GONE_SECONDS, seconds / 2)  # so that the error comes within the timeout
         self._closed, self._index = False, 0
         if monitor is not None:
@@ -352,47 +350,27 @@ class PeerWatch:
 
         Raises:
             PeerLostError: the body raised a `RuntimeError`, or a rank had been lost before.
+            AgreedError: another rank has announced it (`agreed`).
         """
-        start = time.monotonic()
-        if self.monitor is not None and self.monitor.lost:
-            raise self._failure(tag, 0.0, "a rank had been lost before", self.monitor.lost)
-        try:
+        self.check(tag)
+        with self._explaining(tag, computing):
             yield
-        except (PeerLostError, AgreedError):
-            raise  # it names the ranks already, or none is to blame
-        except RuntimeError as error:
-            if self.monitor is None:
-                raise
-            waited = time.monotonic() - start
-            found = self._find_lost()
-            if computing and not found:
-                raise
-            found = found or self._blame_the_living(tag, waited)
-            raise self._failure(tag, waited, str(error), found) from error
 
-    def wait(self, works: Sequence[Work], tag: str) -> None:
+    def wait(self, works: Sequence[dist.Work], tag: str) -> None:
         """Block until all `works`, the parts of one exchange, are done.
 
         Raises:
             PeerLostError: one failed, the timeout ran out, or a rank is lost.
+            AgreedError: another rank has announced it.
         """
-        monitor, start = self.monitor, time.monotonic()
-        if monitor is None:
+        if self.monitor is None:
             for work in works:
                 work.wait()
             return
-        try:
+        start = time.monotonic()
+        with self._explaining(tag):
             while not all(map(_has_ended, works)):
                 self._check_wait(time.monotonic() - start)
-        except AgreedError:
-            raise  # by the guard
-        except RuntimeError as error:
-            if self._closed and not monitor.lost:
-                raise  # a thread waited while this rank left: no other rank is to blame
-            waited = time.monotonic() - start
-            found = error.found if isinstance(error, _StopWaitingError) else self._find_lost()
-            found = found or self._blame_the_living(tag, waited)
-            raise self._failure(tag, waited, str(error), found) from error
 
     def close(self, owner: bool) -> None:
         """End the waits of other threads; the channel that opened the monitor also ends that."""
@@ -400,7 +378,7 @@ class PeerWatch:
         if owner and self.monitor is not None:
             self.monitor.close()
 
-    # -- one short status per rank, for other parts of the library
+    # -- between exchanges: one short status per rank, and errors of other parts of the library
 
     def publish(self, says: Callable[[], Any]) -> None:
         """Send `says()`, a short JSON value, to all ranks with each heartbeat from now on.
@@ -410,48 +388,97 @@ class PeerWatch:
         if self.monitor is not None:
             self.monitor.says = says
 
-    def statuses(self) -> dict[int, Any]:
-        """Return what the other ranks published, by global rank, as it was last read.
+    def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
+        """Block until no rank is behind; return at once with liveness off.
 
-        It asks for reading, which goes on for two seconds: poll it, and it is at most two
-        heartbeats (1 s) old. Empty with liveness off. To end the wait for an exchange by what
-        others published, set `monitor.guard`.
+        Args:
+            behind: called with the published values by rank ("" where nothing was published yet);
+                returns the ranks to wait for, with the reasons to raise at the timeout.
+            tag: names the wait in an error.
+
+        Raises:
+            PeerLostError: the timeout ran out, or a rank is lost.
+            AgreedError: another rank has announced it.
         """
-        if self.monitor is None:
-            return {}
-        self.monitor.want()
-        return {rank: status.says for rank, status in self.monitor.statuses.items()}
+        monitor, start = self.monitor, time.monotonic()
+        if monitor is None:
+            return
+        with self._explaining(tag):
+            while True:
+                if monitor.runs:
+                    monitor.refresh()
+                found = behind({rank: status.says for rank, status in monitor.statuses.items()})
+                if not found:
+                    return
+                waited_s = time.monotonic() - start
+                self._check_wait(waited_s, found)
+                # soon at first: ranks that are equally fast should not wait for a heartbeat
+                time.sleep(min(0.01 + waited_s / 4, HEARTBEAT_SECONDS))
+
+    def check(self, tag: str) -> None:
+        """Raise the error by which another rank has ended the job, if one has; sends nothing."""
+        if self.monitor is not None and self.monitor.verdict:
+            raise self._failure(tag, 0.0, "a rank had been lost before", self.monitor.verdict)
+
+    def agreed(self, text: str) -> RuntimeError:
+        """Return an `AgreedError` to raise, which all other ranks raise too, within a heartbeat.
+
+        If several ranks call it, or one is lost, the first error is raised by all.
+        """
+        return AgreedError(text) if self.monitor is None else self._failure("", 0.0, "", text)
 
     # -- the verdict
 
-    def _check_wait(self, waited_s: float) -> None:
-        """Raise `_StopWaitingError` if an exchange must not be waited for any longer."""
+    @contextmanager
+    def _explaining(self, tag: str, computing: bool = False) -> Iterator[None]:
+        """Replace a `RuntimeError` of the body by one that names the lost ranks."""
+        start, monitor = time.monotonic(), self.monitor
+        try:
+            yield
+        except (PeerLostError, AgreedError):
+            raise  # it names the ranks already, or none is to blame
+        except RuntimeError as error:
+            if monitor is None or (self._closed and not monitor.verdict):
+                raise  # a thread waited while this rank left: no other rank is to blame
+            waited_s = time.monotonic() - start
+            found = error.found if isinstance(error, _StopWaitingError) else self._find_lost()
+            if computing and not found:
+                raise
+            found = found or self._blame_the_living(tag, waited_s)
+            raise self._failure(tag, waited_s, str(error), found) from error
+
+    def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
+        """Raise `_StopWaitingError` if this rank must not wait any longer.
+
+        Args:
+            waited_s: since the wait began.
+            behind: the ranks that are waited for, and why; None: those of an exchange.
+        """
         monitor = self.monitor
         assert monitor is not None
-        if monitor.lost:
-            raise _StopWaitingError("another rank reported it", monitor.lost)
+        if monitor.verdict:
+            raise _StopWaitingError("another rank reported it", monitor.verdict)
         if self._closed:
             raise _StopWaitingError("the channel was closed on this rank")
         if waited_s >= self.seconds:
-            raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False))
+            raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False) or behind)
         if waited_s >= min(SUSPECT_SECONDS, self.seconds / 4):
             monitor.want()
-            if monitor.guard is not None:
-                monitor.guard(self.statuses())
-            if found := self._left_behind() or monitor.without_store():
+            left = self._left(self._behind() if behind is None else behind)
+            if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
             if found := monitor.silent(HUNG_SECONDS, True):
                 raise _StopWaitingError("a rank is silent", found)
 
-    def _find_lost(self) -> dict[int, str]:
+    def _find_lost(self) -> Verdict:
         """Look for the ranks that made an exchange break; empty if all beat and none has left."""
         monitor, start = self.monitor, time.monotonic()
         assert monitor is not None
         baseline: dict[int, int] = {}  # heartbeats since the failure, not some that came before it
-        while not monitor.lost and monitor.runs:
+        while not monitor.verdict and monitor.runs:
             if monitor.refresh():
                 statuses = {r: s for r, s in monitor.statuses.items() if not s.left}
-                if found := self._left_behind():
+                if found := self._left(self._behind()):
                     return found
                 baseline = baseline or {rank: status.beat for rank, status in statuses.items()}
                 quiet = [r for r, status in statuses.items() if status.beat == baseline.get(r)]
@@ -462,70 +489,72 @@ class PeerWatch:
             elif time.monotonic() - start > self._gone_s:  # the store hangs
                 return monitor.silent(self._gone_s / 2, False)
             time.sleep(0.1)
-        return monitor.lost or monitor.without_store() or self._left_behind(even=True)
+        # all are alive or have left: even one that took its part may have left too early, with
+        # bytes of it unsent
+        return monitor.verdict or monitor.without_store() or self._left(self._behind(even=True))
 
-    def _left_behind(self, even: bool = False) -> dict[int, str]:
-        """Return the ranks that left before their part in this channel's last exchange.
+    def _behind(self, even: bool = False) -> dict[int, int]:
+        """Return how many exchanges of this channel the ranks behind this one have launched.
 
         Args:
-            even: also those that left after it.
+            even: also of ranks that have launched as many.
         """
         assert self.monitor is not None
-        mine = self.monitor.launched[self._index] + even
-        return {
-            rank: "is gone (it ended its fit earlier; its log says why)"
-            for rank, status in self.monitor.statuses.items()
-            if rank in self._peers and status.left and self._launched_by(status) < mine
-        }
+        mine, index = self.monitor.launched[self._index] + even, self._index
+        found = {r: s.launched for r, s in self.monitor.statuses.items() if r in self._peers}
+        # a rank that is still opening this channel does not count it yet
+        launched = {r: n[index] if index < len(n) else 0 for r, n in found.items()}
+        return {r: n for r, n in launched.items() if n < mine}
+
+    def _left(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those of `ranks` that have closed their channels, with reasons."""
+        assert self.monitor is not None
+        reason = "is gone (it ended its fit earlier; its log says why)"
+        return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
 
     def _blame_the_living(self, tag: str, waited_s: float) -> dict[int, str]:
         """Return the ranks that are behind in this channel's exchanges, or else this one."""
         assert self.monitor is not None
-        mine = self.monitor.launched[self._index]
-        behind = {
-            rank: launched
-            for rank, status in self.monitor.statuses.items()
-            if rank in self._peers and (launched := self._launched_by(status)) < mine
-        }
-        if behind:
+        if behind := self._behind():
+            mine = self.monitor.launched[self._index]
             return {
-                rank: f"is alive, but has launched {n} exchanges where rank {self._rank} has"
+                rank: f"is alive, but has launched {n} exchanges where rank {self.rank} has"
                 f" launched {mine}: it is slow or hangs; if it was only slow, make `timeout` longer"
                 for rank, n in behind.items()
             }
         return {
-            self._rank: f"gave up on '{tag}' after {waited_s:.1f} s although all ranks are alive"
+            self.rank: f"gave up on '{tag}' after {waited_s:.1f} s although all ranks are alive"
             " and at the same exchange; suspect the network (make `timeout` over twice an outage)"
         }
 
-    def _launched_by(self, status: Status) -> int:
-        return status.launched[self._index] if self._index < len(status.launched) else 0
-
-    def _failure(
-        self, tag: str, waited_s: float, cause: str, found: Mapping[int, str]
-    ) -> PeerLostError:
-        assert self.monitor is not None
-        self.monitor.announce(found)
-        lost = self.monitor.lost
-        if self._rank == _STORE_RANK and self.monitor.has_others(lost):
+    def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
+        """Return the error that ends the job: for `found`, or for an earlier verdict."""
+        monitor = self.monitor
+        assert monitor is not None
+        monitor.announce(found)
+        verdict = monitor.verdict
+        lost = {} if isinstance(verdict, str) else verdict
+        if self.rank == _STORE_RANK and monitor.has_readers(lost):
             # The store ends with this process: the others get two heartbeats to read the verdict.
-            spent_s = time.monotonic() - self.monitor.lost_since_s
+            spent_s = time.monotonic() - monitor.verdict_s
             time.sleep(max(0.0, 2 * HEARTBEAT_SECONDS - spent_s))
+        if isinstance(verdict, str):
+            return AgreedError(verdict)
         first_line = cause.strip().partition("\n")[0][:_REASON_CHARACTERS]
         named = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(lost.items()))
         return PeerLostError(
-            f"The exchange '{tag}' failed on rank {self._rank} after {waited_s:.1f} s"
+            f"The exchange '{tag}' failed on rank {self.rank} after {waited_s:.1f} s"
             f" ({first_line}): {named}. {ADVICE}",
             lost,
         )
 
 
 class _StopWaitingError(RuntimeError):
-    """An exchange is waited for no longer, because of the ranks in `found`, if any."""
+    """An exchange is waited for no longer, because of `found`, if anything was."""
 
-    def __init__(self, message: str, found: Mapping[int, str] | None = None) -> None:
+    def __init__(self, message: str, found: Verdict | None = None) -> None:
         super().__init__(message)
-        self.found = dict(found or {})
+        self.found: Verdict = found or {}
 
 
 def job_store() -> Any:
@@ -554,7 +583,7 @@ def _key(token: int) -> str:
     return f"commfree/{token:x}"
 
 
-def _has_ended(work: Work) -> bool:
+def _has_ended(work: dist.Work) -> bool:
     """Wait for a slice of time; return whether `work` has ended, raise what it failed with."""
     try:
         work.wait(_SLICE)

@@ -61,7 +61,7 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
     said = (
-        f"Within {last_step} optimizer steps each of the {len(counts)} fragments is exchanged"
+        f"Within {last_step} steps each of the {len(counts)} fragments is exchanged"
         f" {often} times (`sync_every={settings.sync_every}`), and all of them once more when the"
         " fit ends"
     )

@@ -1,13 +1,14 @@
-"""One `DistributedLion` that votes with other workers, for the length of a training.
+"""The `DistributedLion`s that vote with other workers, for the length of a training.
 
 Before they vote, all workers compare the parameters, their order and their groups.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from lightning_commfree.model.replication import averaged_buffers
 
 
 def agree_on_parameters(
-    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]]
+    channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: str
 ) -> list[tuple[str, nn.Parameter]]:
     """Name the parameters of an optimizer, in the order of the module; the same on all ranks.
 
@@ -33,6 +34,7 @@ def agree_on_parameters(
         channel: over all ranks; collective.
         module: that holds the parameters.
         groups: `param_groups` of the optimizer.
+        optimizer: which one it is.
 
     Raises:
         ValueError: the module does not hold all of them, or names, groups or hyperparameters are
@@ -47,7 +49,8 @@ def agree_on_parameters(
             " them, or leave them out of the optimizer."
         )
 
-    fingerprint = {f"parameter {name} in group": str(group_of[p]) for name, p in named}
+    fingerprint = {"optimizer": optimizer}
+    fingerprint |= {f"parameter {name} in group": str(group_of[p]) for name, p in named}
     names = {p: name for name, p in named}
     for i, group in enumerate(groups):
         for key in ("lr", "betas", "weight_decay"):
@@ -66,20 +69,23 @@ _WHOLE = repr("ddp")  # `inside` where every rank of a node has all of the momen
 
 
 class VotingSession:
-    """Lets a `DistributedLion` vote with the other workers, through changes of its parameters.
+    """Lets `DistributedLion`s vote with the other workers, through changes of their parameters.
+
+    Each has a voting of its own, which runs when it steps. Several of them, with manual
+    optimization, must step in the same order on all ranks.
 
     Collective over all ranks.
 
     Args:
         module: has the parameters.
-        optimizer: of this rank.
+        optimizers: of this rank.
         settings: of the vote.
         channels: between all ranks, the workers, and the ranks of this worker.
         overlaps: votes may start during backward, because nothing changes the gradients after it.
 
     Attributes:
         stream_ended: some worker's stream has ended with the last step; the same on all of them.
-        voting: the current votes.
+        votings: the current votes, by optimizer.
 
     Raises:
         ValueError: the ranks do not have the same parameters in the same order and groups.
@@ -91,61 +97,81 @@ class VotingSession:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: DistributedLion,
+        optimizers: Sequence[DistributedLion],
         settings: LionSettings,
         channels: ReplicaChannels,
         overlaps: bool,
     ) -> None:
-        self._module, self._lion, self._settings = module, optimizer, settings
+        self._module, self._lions, self._settings = module, optimizers, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self._averaged = self._trainable()  # what is averaged within a node, by name
         self.stream_ended = False
-        self.voting = self._join()
+        self.votings = [self._join(i) for i, _ in enumerate(optimizers)]
 
     # -- in a step
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Send two flags with the votes of every step; see `Voting.stop` and `stream_ends`."""
-        self.voting.stop, self.voting.stream_ends = stop, stream_ends
+        for voting in self.votings:
+            voting.stop, voting.stream_ends = stop, stream_ends
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer's step in the body.
+        """Vote in the optimizers' steps in the body.
 
         Raises:
             RuntimeError: parameters of a node of several ranks have become trainable.
         """
-        if not self._lion.is_voted_on or self._lion.voting is not self.voting:
-            before = self.voting  # somebody has added parameters to the optimizer
-            self.voting = self._join()
-            self.voting.load_state_dict(before.state_dict())
-            self.send_flags(before.stop, before.stream_ends)
+        for i, lion in enumerate(self._lions):
+            before = self.votings[i]
+            if not lion.is_voted_on or lion.voting is not before:
+                # somebody has added parameters to the optimizer
+                self.votings[i] = self._join(i)
+                self.votings[i].load_state_dict(before.state_dict())
+                self.send_flags(before.stop, before.stream_ends)
         if self._settings.node_size > 1:
             self._check_thawed()
-        with self.voting.during_backward() if self._overlaps else nullcontext():
+        with ExitStack() as stack:
+            for voting in self.votings if self._overlaps else ():
+                stack.enter_context(voting.during_backward())
             yield
 
     def after_step(self, stop: bool) -> bool:
         """Return whether some worker wanted to stop, as it said in the step (`send_flags`)."""
         del stop
-        stop_agreed, self.voting.stop_agreed = self.voting.stop_agreed, False
-        self.stream_ended, self.voting.stream_ended = self.voting.stream_ended, False
+        stop_agreed = any(voting.stop_agreed for voting in self.votings)
+        self.stream_ended = any(voting.stream_ended for voting in self.votings)
+        for voting in self.votings:  # the next step may not be one of all optimizers
+            voting.stop_agreed = voting.stream_ended = False
         return stop_agreed
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the votes for a log; shares are those of the latest step."""
-        return {f"lion/{name}": figure for name, figure in self.voting.figures().items()}
+        """Return figures of the votes for a log; shares are those of the latest step.
+
+        With several optimizers the names end with the optimizer's number.
+        """
+        several = len(self.votings) > 1
+        return {
+            f"lion/{name}{f'_{i}' if several else ''}": figure
+            for i, voting in enumerate(self.votings)
+            for name, figure in voting.figures().items()
+        }
 
     def cycle(self) -> tuple[Mapping[str, int], int]:
-        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle."""
-        return self.voting.cycle()
+        """Return the bytes that this rank sends in a cycle, by tag, and the steps of a cycle.
+
+        As if every optimizer took one step per batch.
+        """
+        cycles = [voting.cycle() for voting in self.votings]
+        return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
 
     # -- beside the steps
 
     def follow_parameters(self) -> None:
         """Update master copies from what has been written to parameters."""
-        self._lion.follow_parameters()
+        for lion in self._lions:
+            lion.follow_parameters()
 
     @torch.no_grad()
     def average_buffers(self) -> None:
@@ -159,12 +185,13 @@ class VotingSession:
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state of the votes, which all workers have equally."""
-        return self.voting.state_dict(), {}
+        return {"votings": [voting.state_dict() for voting in self.votings]}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Put back what `state_dict` returned."""
         del own
-        self.voting.load_state_dict(shared)
+        for voting, state in zip(self.votings, shared["votings"], strict=True):
+            voting.load_state_dict(state)
 
     def adopt(
         self,
@@ -186,7 +213,8 @@ class VotingSession:
             return None
         own = {name: found[0][name] for name in _OF_WORKER if name in found[0]}
         if len(found) > 1:
-            own["optimizers"] = [mean_momenta([one["optimizers"][0] for one in found])]
+            states = zip(*(one["optimizers"] for one in found), strict=True)
+            own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]
 
         said = "every worker takes up the momentum that it had"
         if view.size > workers:
@@ -194,18 +222,21 @@ class VotingSession:
         return own, said
 
     def close(self) -> None:
-        """Stop voting: the optimizer is plain Lion again."""
-        self._lion.leave()
+        """Stop voting: the optimizers are plain Lion again."""
+        for lion in self._lions:
+            lion.leave()
 
     # -- inside
 
-    def _join(self) -> Voting:
-        named = agree_on_parameters(self._channels.world, self._module, self._lion.param_groups)
+    def _join(self, i: int) -> Voting:
+        lion, which = self._lions[i], f"{i + 1} of {len(self._lions)}"
+        world, groups = self._channels.world, lion.param_groups
+        named = agree_on_parameters(world, self._module, groups, which)
         within, divided = self._channels.within, self._settings.inside != "ddp"
         node, others = (None, within) if divided else (within, None)
         if self._settings.node_size == 1:
             node = None
-        return self._lion.join(named, self._view, self._settings, node, others)
+        return lion.join(named, self._view, self._settings, node, others)
 
     def _trainable(self) -> set[str]:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
@@ -220,39 +251,39 @@ class VotingSession:
             )
 
 
-def only_lion(strategy: str, optimizers: Sequence[Optimizer]) -> DistributedLion:
-    """Return the only optimizer of a training.
+def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[DistributedLion]:
+    """Return the optimizers of a training.
 
     Args:
         strategy: its name, for the message.
-        optimizers: of the training; one.
+        optimizers: of the training.
 
     Raises:
-        TypeError: it is not a `DistributedLion`.
+        TypeError: one of them is not a `DistributedLion`.
     """
-    (optimizer,) = optimizers
-    if not isinstance(optimizer, DistributedLion):
-        raise TypeError(
-            f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
-            f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer. Return"
-            " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4, weight_decay=1.0)`,"
-            " with a learning rate 3 to 10 times smaller and a weight decay as much larger than"
-            " AdamW's, or use the strategy `ddp`."
-        )
-    return optimizer
+    for optimizer in optimizers:
+        if not isinstance(optimizer, DistributedLion):
+            raise TypeError(
+                f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
+                f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer."
+                " Return `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
+                " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller and a weight decay"
+                " as much larger than AdamW's, or use the strategy `ddp`."
+            )
+    return cast(list[DistributedLion], [*optimizers])
 
 
-def refuse_without_momenta(lion: DistributedLion, step: int) -> None:
+def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
     """Check that a loaded optimizer state has momenta.
 
     Args:
-        lion: has loaded it.
+        lions: have loaded it. One that has not stepped yet has none.
         step: after which it was saved.
 
     Raises:
         ValueError: it has none.
     """
-    if step and not any("momentum" in own for own in lion.state.values()):
+    if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
         raise ValueError(
             f"The checkpoint was saved after {step} steps and its optimizer state has no momentum,"
             " so it is not one of `DistributedLion`. Resume with the optimizer of the save, or load"

@@ -222,12 +222,13 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
 def half_accumulated(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return the gradients of a half-accumulated optimizer step by parameter, not copies.
 
-    Empty between two accumulations, when an optimizer step has used the gradients.
+    Empty between two accumulations, when an optimizer step has used the gradients. With manual
+    optimization only the module knows whether it will use those that are there.
     """
-    if not in_accumulation(trainer):
+    module = trainer.lightning_module
+    if module.automatic_optimization and not in_accumulation(trainer):
         return {}
-    named = trainer.lightning_module.named_parameters()
-    return {name: p.grad for name, p in named if p.grad is not None}
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
 def not_saved(

@@ -5,8 +5,8 @@ Launchers, samplers, the `torch.compile` guard and device handling are those of 
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
    algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
-2. Every optimizer step is Lightning's own, inside `FitSession.step`, where the algorithm exchanges
-   what is due.
+2. Every optimizer step is Lightning's own, inside `FitSession.step`. When the step of the algorithm
+   is over (`clock`), it exchanges what is due.
 3. At a validation, a checkpoint and the end, all ranks have taken equally many steps (`Stopping`),
    and the session lets the module hold the weights on which they agree.
 """
@@ -27,18 +27,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import PATIENCE, ReplicaChannels
+from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.lightning_internals import Patches, orderly, probe, set_ddp_group
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import writing_whole
 from lightning_commfree.resume.exact import ExactResume
 from lightning_commfree.resume.files import FilePath, reading_whole
-from lightning_commfree.strategies.checks import check_ddp_kwargs, needing_one_optimizer, present
+from lightning_commfree.strategies.checks import check_ddp_kwargs, present
+from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
-from lightning_commfree.strategies.ranks import Layout, Ranks
+from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
@@ -74,7 +75,7 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._layout)
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._open_channels)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -111,9 +112,9 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
         return {} if self._log is None else self._log.figures()
 
-    def _layout(self) -> Layout:
-        ledgers = self.ledger, self.group_ledger
-        return Layout(self.inside.mesh(self.world_size), ledgers, self.liveness)
+    def _open_channels(self, member: Member) -> ReplicaChannels:
+        mesh, ledgers = self.inside.mesh(member.size), (self.ledger, self.group_ledger)
+        return ReplicaChannels.open(mesh, member, ledgers, self.liveness)
 
     @property
     @override
@@ -154,9 +155,9 @@ class ReplicaStrategy(DDPStrategy):
         probe(trainer)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
-        stopping = Stopping(trainer, self.ranks, self.patches)
-        with needing_one_optimizer(type(self).__name__):
-            super().setup(trainer)
+        clock = clock_for(self.module)
+        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
         self.session = self.session_type(
@@ -217,9 +218,9 @@ class ReplicaStrategy(DDPStrategy):
             self.inside.after_backward(steps=not self.session.accumulates)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.step():
-            return super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.session.step(optimizer):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:

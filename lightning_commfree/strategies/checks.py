@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -114,20 +113,17 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
                 )
 
 
-def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse settings with which ranks cannot train together.
+def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
+    """Refuse a validation that begins when each rank's own clock says so.
 
-    1. A validation that begins when each rank's own clock says so: Lightning does not let the ranks
-       agree on it, and one validates while the others train on.
-    2. A LightningModule that calls its optimizers itself.
+    Lightning does not let the ranks agree on it, and one validates while the others train on.
 
     Args:
         strategy: its name.
         trainer: in its fit.
-        module: to be trained.
 
     Raises:
-        ValueError: the Trainer has a time for `val_check_interval`, or optimization is manual.
+        ValueError: the Trainer has a time for `val_check_interval`.
     """
     seconds = validation_seconds(trainer)
     if seconds is not None and trainer.world_size > 1:
@@ -135,12 +131,6 @@ def check_training(strategy: str, trainer: pl.Trainer, module: pl.LightningModul
             f"`{strategy}` does not support a time as `val_check_interval` ({seconds:g} s here):"
             " every rank would validate by its own clock, after another step than the others. Give"
             " a number of batches, or a share of an epoch."
-        )
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"`{strategy}` does not support manual optimization: it counts optimizer steps, and a"
-            " LightningModule with `automatic_optimization=False` may take any number of them"
-            " per batch. Set it to True, or use the strategy `ddp`."
         )
 
 
@@ -158,24 +148,23 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
         )
 
 
-@contextmanager
-def needing_one_optimizer(strategy: str) -> Iterator[None]:
-    """Let Lightning set up the optimizers in the body.
+def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
+    """Refuse manual optimization, and with it several optimizers.
+
+    Args:
+        strategy: its name.
+        module: to be trained.
+        reason: why it cannot work, a clause.
 
     Raises:
-        ValueError: there are several. Lightning's advice, manual optimization, would be refused
-            next.
+        ValueError: the module calls its optimizers itself.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if "multiple optimizers" not in str(error):
-            raise
+    if not module.automatic_optimization:
         raise ValueError(
-            f"`{strategy}` needs exactly one optimizer, but `configure_optimizers`"
-            " returned several. Put all parameters into one, with parameter groups where they"
-            " differ."
-        ) from error
+            f"`{strategy}` does not support manual optimization: {reason}. Set"
+            " `automatic_optimization` to True and use one optimizer, with parameter groups where"
+            " learning rates differ, or use the strategy `ddp`."
+        )
 
 
 def refuse_fp16(strategy: str, precision: Precision) -> None:

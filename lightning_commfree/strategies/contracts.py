@@ -171,11 +171,11 @@ class Between(Resumable, Protocol):
     free_at_resume: frozenset[str] = frozenset()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Take an optimizer step in the body: forward, backward, clipping, update."""
+        """Take a step in the body: forward, backward, clipping, update."""
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Exchange what is due after an optimizer step.
+        """Exchange what is due after a step, as the fit's clock counts them.
 
         Args:
             stop: whether this rank wants the training to stop; the others must learn of it.

@@ -10,7 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_commfree.domino import DominoSettings
-from lightning_commfree.lion import LionSettings, VotingSession, only_lion, refuse_without_momenta
+from lightning_commfree.lion import LionSettings, VotingSession, only_lions, refuse_without_momenta
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import agree_on_overflow, why_gradients_change
 from lightning_commfree.strategies.inside import FSDPSettings, TensorParallel, chosen, name_of
@@ -111,9 +111,11 @@ class DistributedLionStrategy(ReplicaStrategy):
 
     @override
     def begin(self, trainer: pl.Trainer) -> VotingSession:
-        self._lion = only_lion(type(self).__name__, self.optimizers)
+        self._lions = only_lions(type(self).__name__, self.optimizers)
         agree_on_overflow(self.precision_plugin, self.channels.world)
         why = why_gradients_change(trainer, self.module, self.precision_plugin)
+        if not self.module.automatic_optimization:
+            why.append("with manual optimization backward runs before the optimizer's step")
         if self.inside.size > 1:
             why.append(f"`node_size={self.inside.size}` averages them over the node first")
         if self.overlap and why:
@@ -128,9 +130,9 @@ class DistributedLionStrategy(ReplicaStrategy):
                 " gradients are not sent."
             )
         self._overlaps = self.overlap and not why
-        return VotingSession(self.module, self._lion, self.settings, self.channels, self._overlaps)
+        return VotingSession(self.module, self._lions, self.settings, self.channels, self._overlaps)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        refuse_without_momenta(self._lion, checkpoint.get("global_step", 0))
+        refuse_without_momenta(self._lions, checkpoint.get("global_step", 0))

@@ -14,12 +14,14 @@ from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
 from lightning_commfree.lightning_internals import Patches, add_to_rows
+from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.stopping import Stopping
@@ -43,6 +45,7 @@ class FitSession(Generic[B]):
 
     Attributes:
         between: the algorithm.
+        clock: says what a step is.
         log: the figures of the fit.
         computing: a training step is computed.
         accumulates: no optimizer step follows it.
@@ -63,6 +66,7 @@ class FitSession(Generic[B]):
         self.between: B = between
         self._trainer, self._module = trainer, trainer.lightning_module
         self._ranks, self._channels, self._stopping = ranks, ranks.channels, stopping
+        self.clock = stopping.clock
         check_agreement(self._world, between.fingerprint())
 
         traffic = Traffic.of(numel, ranks.size, *between.cycle())
@@ -76,7 +80,12 @@ class FitSession(Generic[B]):
             resumed: the algorithm has its own state back.
         """
         del resumed
+        self.clock.steps = self.steps_before()
         self._stopping.begin(self.trains_apart)
+
+    def steps_before(self) -> int:
+        """Return the steps that a resumed fit has taken before, by the clock."""
+        return self._trainer.global_step
 
     def batch_begins(self) -> None:
         """Called with a new batch, before it is trained."""
@@ -87,7 +96,8 @@ class FitSession(Generic[B]):
         """Compute a training step in the body."""
         self.computing = True
         try:
-            yield
+            with self._counted(None):
+                yield
         finally:
             self.computing = False
 
@@ -104,23 +114,46 @@ class FitSession(Generic[B]):
         """Called when the gradients of a batch, with this loss, are computed."""
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Take an optimizer step in the body; the algorithm exchanges what is due after it.
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let an optimizer step in the body.
 
-        The one place that says what a step is: for everything behind it, algorithms and stopping,
-        steps are how often this has run.
+        Raises:
+            RuntimeError: it steps where the clock does not count it.
         """
-        streams, world = self._ranks.streams, self._world
-        with nullcontext() if streams is None else streams.explaining():
-            # the ranks of a replica exchange gradients in the body
-            within = self._channels.within.size > 1
-            named = world.naming_lost("gradients", computing=True) if within else nullcontext()
-            with self.between.stepping(), named:
-                yield
-            if self.between.after_step(self._stopping.wanted):
-                self._stopping.agree_in_step()
-            self._stopping.step_done()
-            self.after_step()
+        if self.clock.spans_batch and not self.computing:
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}` was stepped outside of `training_step`. With manual"
+                " optimization the replicas exchange when `training_step` returns, so this step"
+                " would be in no exchange and the replicas could end with different weights. Step"
+                " optimizers in `training_step`."
+            )
+        with self._counted(optimizer):
+            yield
+
+    @contextmanager
+    def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
+        """Run a step, or a part of one, in the body; the algorithm exchanges what is due after it.
+
+        For everything behind it, algorithms and stopping, steps are how often the clock ticked.
+
+        Args:
+            optimizer: steps in the body; None: a `training_step` runs there.
+        """
+        if self.clock.spans_batch != (optimizer is None):  # a part of a step, or ahead of one
+            yield
+            self.clock.tick(optimizer)
+            return
+        self._stopping.step_begins()
+        # the ranks of a replica exchange gradients in the body
+        within = self._channels.within.size > 1
+        named = self._world.naming_lost("gradients", computing=True) if within else nullcontext()
+        with self.between.stepping(), named:
+            yield
+        if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch
+            return
+        if self.between.after_step(self._stopping.wanted):
+            self._stopping.agree_in_step()
+        self.after_step()
         self.log.after_step()
 
     def after_step(self) -> None:
@@ -132,7 +165,7 @@ class FitSession(Generic[B]):
         None where it cannot be known. Here ranks exchange something in every step, and the one that
         runs may have sent its flags already.
         """
-        return self._trainer.global_step + 2
+        return self.clock.steps + 2
 
     def validation_begins(self) -> None:
         """Called after Lightning's `on_validation_start` hooks."""
@@ -169,7 +202,8 @@ class OutsideOfFit(FitSession[Any]):
     """Stands in for a session while no fit runs: Lightning does everything by itself."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
+        """Hold nothing but a clock, which a training step by hand asks."""
+        self.clock = PerOptimizerStep()
 
     @override
     def batch_begins(self) -> None:

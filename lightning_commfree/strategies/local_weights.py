@@ -60,6 +60,11 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Whether the algorithm has finished after its latest step."""
         return self._finished_at == self.between.step
 
+    @override
+    def steps_before(self) -> int:
+        # Lightning does not save how many batches have stepped; the algorithm does
+        return self.between.step if self.clock.spans_batch else super().steps_before()
+
     # -- the hooks of a fit
 
     @override
@@ -99,8 +104,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             )
         if self._trains and not self.finished:
             self.between.average_moved()
-        with self._ranks.explaining():
-            self._swap.put_in(self._shown())
+        self._swap.put_in(self._shown())
 
     @override
     def validation_ends(self) -> None:
@@ -138,7 +142,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         """Make all ranks equal, once after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
-        self._stopping.check_streams_end()
+        self._stopping.check_epoch_ends()
         with self._world.ledger.during(END):
             if self.between.finish(self._stopping.wanted):
                 self._stopping.agree_in_step()
@@ -155,9 +159,8 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
             return
         if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():
             self._finish()
-        with self._ranks.explaining():
-            self.between.wait_in_flight()
-            shown = self._shown()
+        self.between.wait_in_flight()
+        shown = self._shown()
         stays = self._swap.is_in
         with self._swap.outer_weights(shown):
             yield stays

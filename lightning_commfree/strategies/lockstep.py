@@ -2,18 +2,28 @@
 
 The exchange carries two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
 stream of unknown length ends with this step (`Stopping.stream_ends`).
+
+With manual optimization a LightningModule decides when which optimizer steps. If the ranks decided
+differently, they would wait for each other until the timeout, so they compare it first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.signals import stopped_by_hand
+
+TAG = "order"
+_NO_STEP = -1  # in place of an optimizer's number
 
 
 class LockstepSession(FitSession[EveryStep]):
@@ -25,6 +35,26 @@ class LockstepSession(FitSession[EveryStep]):
         self.between.follow_parameters()
         self.between.send_flags(lambda: stopping.wanted, lambda: stopping.stream_ends)
         super().begin(resumed)
+
+    @override
+    def batch_begins(self) -> None:
+        # a stream may end with a batch in which no optimizer steps, so no vote can say it
+        channel = self._world if self.clock.spans_batch else self._channels.within
+        self._stopping.share_last_batch(channel)
+
+    @contextmanager
+    @override
+    def training(self) -> Iterator[None]:
+        with super().training():
+            yield
+            self._compare_order(None)
+
+    @contextmanager
+    @override
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        self._compare_order(optimizer)
+        with super().step(optimizer):
+            yield
 
     @override
     def after_step(self) -> None:
@@ -45,3 +75,33 @@ class LockstepSession(FitSession[EveryStep]):
     @override
     def fit_ends(self) -> None:
         self.between.average_buffers()
+
+    def _compare_order(self, optimizer: Optimizer | None) -> None:
+        """Check that all ranks do the same, where the LightningModule steps by hand; collective.
+
+        Args:
+            optimizer: is to step; None: no other step follows in this batch.
+
+        Raises:
+            AgreedError: they do not; on all ranks.
+        """
+        world, trainer = self._world, self._trainer
+        if not self.clock.spans_batch or world.size == 1:
+            return
+        index = _NO_STEP
+        if optimizer is not None:
+            index = [one is optimizer for one in trainer.optimizers].index(True)
+        mine = torch.tensor([trainer.fit_loop.total_batch_idx, index], device=world.device)
+        found = world.all_gather(mine, TAG).wait().tolist()
+        if any(one != found[0] for one in found):
+            said = [
+                f"rank {rank} "
+                + ("takes no further step in" if i == _NO_STEP else f"steps optimizer {i} in")
+                + f" batch {at}"
+                for rank, (at, i) in enumerate(found)
+            ]
+            raise AgreedError(
+                f"The ranks step their optimizers in different order: {', '.join(said)}. With"
+                " manual optimization `training_step` must step the same optimizers in the same"
+                " batches on all ranks, in the same order."
+            )

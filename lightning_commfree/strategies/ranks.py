@@ -1,73 +1,111 @@
-"""All ranks of a job: how this process joins them, and small exchanges between all of them."""
+"""The ranks of a strategy's job: joining it, its channels, and small collectives over all ranks."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from typing_extensions import override
 
-from lightning_commfree.comm.job import Member, Mesh, Network, ReplicaChannels, default_backend
-from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.stream_ends import StreamEnds
+from lightning_commfree.comm.job import (
+    Member,
+    ReplicaChannels,
+    default_backend,
+    join_restarted_world,
+    leave_time_at_exit,
+    waiting_for_all,
+)
+from lightning_commfree.comm.sockets import GlooInterface, Unshared, unreachable
 from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
 
 
-class Layout(NamedTuple):
-    """How a strategy's channels are opened."""
-
-    mesh: Mesh
-    ledgers: tuple[Ledger, Ledger]  # of what is sent to other replicas, and within one
-    liveness: bool  # ranks find out which one is lost
-
-
-class Ranks(Network):
-    """The ranks of a strategy's job, in a fit or outside of one.
+class Ranks:
+    """All ranks of a job, seen from this one, in a fit or outside of one.
 
     Args:
         strategy: of this rank.
         timeout: of an exchange.
-        layout: returns how the channels are opened.
-
-    Attributes:
-        streams: where the streams of the ranks end, in a fit whose ranks train apart on streams.
+        open_channels: makes the process groups of this rank's channels; collective.
     """
 
     def __init__(
-        self, strategy: DDPStrategy, timeout: timedelta, layout: Callable[[], Layout]
+        self,
+        strategy: DDPStrategy,
+        timeout: timedelta,
+        open_channels: Callable[[Member], ReplicaChannels],
     ) -> None:
-        super().__init__()
-        self._strategy, self._timeout, self._layout = strategy, timeout, layout
-        self.streams: StreamEnds | None = None
+        self._strategy, self._timeout, self._open_channels = strategy, timeout, open_channels
+        self._sockets, self._interface = Unshared(), GlooInterface()
+        self._channels: ReplicaChannels | None = None
+
+    # -- from joining the job to leaving it
 
     def join(self, lightnings: Callable[[], None]) -> None:
-        """Let Lightning (`lightnings`) open its process group, and open the channels."""
-        with self.joining(self._member()):
-            lightnings()
-        self._reach()
+        """Let Lightning (`lightnings`) open its process group, and open the channels.
 
-    def _reach(self) -> None:
-        """Open the channels, until `leave`; collective."""
-        layout = self._layout()
-        self.open(layout.mesh, self._member(), layout.ledgers, layout.liveness)
+        Raises:
+            RuntimeError: machines do not reach each other (it says what to set), or some ranks have
+                not come within the timeout.
+        """
+        member = self._member()
+        if member.main_address is not None:
+            self._interface.tell(member.main_address)
+        leave_time_at_exit(hosts_store=member.rank == 0 and member.size > 1)
+        try:
+            # A rank's connections must break when it is killed, whatever it has forked off.
+            with self._sockets.opening():
+                join_restarted_world(member)
+                lightnings()
+        except RuntimeError as error:
+            if member.main_address is not None and "gloo" in str(error).lower():
+                raise RuntimeError(unreachable(error)) from error
+            raise
+        self._open()
 
     @contextmanager
-    def reaching(self) -> Iterator[ReplicaChannels]:
+    def with_channels(self) -> Iterator[ReplicaChannels]:
         """Keep the channels open in the body, in a fit or outside of one; collective."""
         opens = not self.is_open
-        self._reach()
+        self._open()
         try:
             yield self.channels
         finally:
             if opens:
                 self.leave()
+
+    def leave(self) -> None:
+        """Close the channels, and restore this process's environment."""
+        self._interface.take_back()
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
+
+    def _open(self) -> None:
+        if self._channels is None:
+            member = self._member()
+            with waiting_for_all(member):
+                self._channels = self._open_channels(member)
+
+    @property
+    def channels(self) -> ReplicaChannels:
+        """The open channels.
+
+        Raises:
+            RuntimeError: they are not open.
+        """
+        if self._channels is None:
+            raise RuntimeError("Channels are open between `setup_environment` and `teardown` only.")
+        return self._channels
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the channels are open."""
+        return self._channels is not None
 
     @property
     def rank(self) -> int:
@@ -79,17 +117,27 @@ class Ranks(Network):
         """The number of ranks."""
         return self._strategy.world_size
 
-    def come(self) -> bool:
-        """Return whether the other ranks take part in a collective: not after Ctrl-C."""
-        return not stopped_by_hand(self._strategy.lightning_module)
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has stopped each rank in another step: a collective would not end."""
+        return stopped_by_hand(self._strategy.lightning_module)
+
+    # -- collectives of Lightning, over all ranks
+
+    def naming_lost(self, what: str) -> AbstractContextManager[None]:
+        """Name the lost ranks if a collective of Lightning fails in the body."""
+        if self._channels is None:
+            return nullcontext()
+        # A tensor on the wrong device fails here too, and is no other rank's fault.
+        return self._channels.world.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a collective of Lightning; return its first argument if the others do not take part.
+        """Run a collective of Lightning; after Ctrl-C, return its first argument in place of that.
 
         Raises:
             RuntimeError: a rank died; it is named.
         """
-        if not self.come():
+        if self.interrupted:
             return args[0] if args else None  # type: ignore[return-value]
         with self.naming_lost(what):
             return call(*args, **kwargs)
@@ -114,28 +162,6 @@ class Ranks(Network):
     def all_flags(self, mine: bool) -> list[bool]:
         """Return the flags of all ranks, by rank; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
-
-    def watch_streams(self) -> None:
-        """Compare where the streams of all ranks end, until `leave`; collective."""
-        fit = f"{self.all_values(time.time_ns())[0]:x}"  # no other fit of the job has that name
-        self.streams = StreamEnds(self.rank, self.size, fit, self._timeout)
-
-    @override
-    @contextmanager
-    def naming_lost(self, what: str) -> Iterator[None]:
-        with self.explaining(), super().naming_lost(what):
-            yield
-
-    def explaining(self) -> AbstractContextManager[None]:
-        """In the body an exchange may fail because streams have ended after different steps."""
-        return nullcontext() if self.streams is None else self.streams.explaining()
-
-    @override
-    def leave(self) -> None:
-        if self.streams is not None:
-            self.streams.close()
-            self.streams = None
-        super().leave()
 
     def _member(self) -> Member:
         """Return this process's place in the job; Lightning sets its rank here."""

@@ -32,6 +32,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.lightning_internals import Patches, handle_signals, tell_sigterm
+from lightning_commfree.strategies.clock import Clock
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class DeferredSigterm:
 
     Args:
         trainer: of the fit.
+        clock: says what a step is.
         patches: get what runs in place of Lightning's methods.
 
     Attributes:
@@ -82,10 +84,10 @@ class DeferredSigterm:
             it cannot be known.
     """
 
-    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
+    def __init__(self, trainer: pl.Trainer, clock: Clock, patches: Patches) -> None:
         self.requested = self._has_said = False
         self.stops_after: Callable[[], int | None] = lambda: None
-        self._trainer = trainer
+        self._trainer, self._clock = trainer, clock
         if trainer.world_size > 1:
             handle_signals(trainer, patches, self._on_sigterm, self._on_requeue)
 
@@ -118,10 +120,11 @@ class DeferredSigterm:
             launcher.kill(signum)
 
     def _when(self) -> str:
-        done, last = self._trainer.global_step, self.stops_after()
+        done, last = self._clock.steps, self.stops_after()
         if last is None:
             return f"after their next exchange ({done} steps are done)"
-        if self._trainer.max_steps != -1:
+        # `max_steps` counts the steps of every optimizer, which a batch may have several of
+        if self._trainer.max_steps != -1 and not self._clock.spans_batch:
             last = min(last, self._trainer.max_steps)
         return f"after step {last} at the latest ({done} are done)"
 

@@ -15,7 +15,10 @@ an epoch and before a checkpoint, they agree at once (`agree_here`).
 - Ranks that exchange something in every batch or step say with it that their data end
   (`share_last_batch`, `end_epoch`). The epoch ends on all of them with the first rank's data.
 - Ranks that train apart cannot say it in time. If their data end after different steps, all raise
-  an error that names the rank (`comm.stream_ends`).
+  an error that names the rank (`comm.epoch_ends`).
+
+The same error comes where a loader with a length yields fewer batches than that, or a hook ends the
+epoch on some ranks only.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.epoch_ends import EpochEnds
 from lightning_commfree.lightning_internals import (
     EPOCHS,
     Patches,
@@ -42,6 +46,7 @@ from lightning_commfree.lightning_internals import (
     limit_epochs,
     may_stop_early,
 )
+from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.ranks import Ranks
 from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand
 
@@ -58,19 +63,22 @@ class Stopping:
     Args:
         trainer: of the fit.
         ranks: all of them.
+        clock: says what a step is.
         patches: get what runs around the methods of Lightning's loops.
 
     Attributes:
+        clock: as given.
         sigterm: SIGTERM on this rank.
     """
 
-    def __init__(self, trainer: pl.Trainer, ranks: Ranks, patches: Patches) -> None:
-        self._trainer, self._ranks = trainer, ranks
+    def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
+        self._trainer, self._ranks, self.clock = trainer, ranks, clock
         self._several = trainer.world_size > 1  # a single rank has nobody to agree with
         self._wish = self._agreed = self._trains = False
-        self._unsized = self._uneven_said = False
-        self._step = 0
-        self.sigterm = DeferredSigterm(trainer, patches)
+        self._unsized = self._uneven_said = self._apart_on_streams = False
+        self._step = 0  # steps begun, or batches where a step spans one
+        self._ends: EpochEnds | None = None
+        self.sigterm = DeferredSigterm(trainer, clock, patches)
         if self._several:
             self._follow_loops(patches)
 
@@ -83,18 +91,19 @@ class Stopping:
             trains_apart: ranks exchange nothing at most steps, and cannot say that their data end.
         """
         self._trains, self._step = True, self._trainer.global_step
-        if trains_apart and self._unsized and self._several:
-            self._ranks.watch_streams()
+        if self._several:
+            self._apart_on_streams = trains_apart and self._unsized
+            self._ends = EpochEnds(self._ranks.channels.world.peers)
 
-    def step_done(self) -> None:
-        """Count an optimizer step; in it.
+    def step_begins(self) -> None:
+        """Count an optimizer step, before its batch is trained.
 
         Raises:
-            StreamEndsError: the stream of some rank has ended in an earlier step.
+            AgreedError: the epoch of some rank ended in an earlier step.
         """
         self._step += 1
-        if self._ranks.streams is not None:
-            self._ranks.streams.advance(self._epoch, self._step)
+        if self._ends is not None:
+            self._ends.step_begins(self._epoch, self._step)
 
     # -- wishes
 
@@ -106,16 +115,16 @@ class Stopping:
     def agree_in_step(self) -> None:
         """Stop after the step that runs: its exchange had the wish of some rank. On all ranks."""
         if self._several:
-            self._agree(self._trainer.global_step + 1)
+            self._agree()
 
     def agree_here(self) -> None:
         """Stop here if some rank wants to; collective, where all ranks are."""
         if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
             self._hold()
-            self._agree(self._trainer.global_step)
+            self._agree()
 
     def no_step_follows(self, in_step: bool = False) -> bool:
-        """Return whether the latest optimizer step is the last one, as far as it can be known now.
+        """Return whether the latest step is the last one, as far as it can be known now.
 
         `Strategy.on_train_end` is the last hook of a fit: callbacks have validated and written
         their last checkpoint by then. What must be in that checkpoint has to happen before, so the
@@ -123,16 +132,17 @@ class Stopping:
         decision at one moment.
 
         Args:
-            in_step: it runs, and the Trainer has not counted it yet.
+            in_step: it runs, and the Trainer has not counted all of it yet.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
+        uncounted = self.clock.uncounted if in_step else 0
         if self._leaves_now:
             return False
-        if trainer.max_steps != -1 and trainer.global_step + in_step >= trainer.max_steps:
+        if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
             return True
         # a `should_stop` of this rank alone is a wish that the others do not know yet
         stops = self._agreed if self._several else trainer.should_stop
-        if stops and may_stop_early(trainer, in_step):
+        if stops and may_stop_early(trainer, uncounted):
             return True
         epoch: Any = loop.epoch_progress.current
         if loop.max_epochs in (None, -1):
@@ -172,14 +182,14 @@ class Stopping:
         last = self._ranks.all_values(int(self.stream_ends))
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
-    def check_streams_end(self) -> None:
-        """Check, where the epoch ends on this rank, that it does so on all ranks that train apart.
+    def check_epoch_ends(self, out_of_data: bool = False) -> None:
+        """Check, where the epoch ends on this rank, that it does so on all ranks.
 
         Raises:
-            StreamEndsError: some have ended after other steps.
+            AgreedError: it ended after another step on some of them.
         """
-        if self._ranks.streams is not None:
-            self._ranks.streams.end(self._epoch, self._step)
+        if self._ends is not None:
+            self._ends.end(self._epoch, self._step, out_of_data)
 
     def share_stream_end(self) -> None:
         """Let the epoch end on all ranks that train apart if it does on some; in the last step.
@@ -187,8 +197,8 @@ class Stopping:
         With `max_steps` the last step may be the end of some streams, after which Lightning
         validates.
         """
-        if self._ranks.streams is not None:
-            self.check_streams_end()
+        if self._apart_on_streams:
+            self.check_epoch_ends()
             self.end_epoch()
 
     # -- inside
@@ -222,8 +232,11 @@ class Stopping:
         """Run where a batch has been trained; Lightning may validate here."""
         if self._leaves_now:
             raise SIGTERMException
-        if self.stream_ends:
-            self.check_streams_end()  # a validation follows, to which all ranks must come
+        if self._apart_on_streams and self._ends is not None:
+            if self.stream_ends:  # a validation follows, to which all ranks must come
+                self.check_epoch_ends(out_of_data=True)
+            else:
+                self._ends.has_more(self._epoch, self._step)
         self._hold()  # else Lightning would validate on this rank alone
         finish(*args)
 
@@ -232,7 +245,7 @@ class Stopping:
 
         The hooks may set `trainer.should_stop`.
         """
-        self.check_streams_end()
+        self.check_epoch_ends()
         finish()
         self.agree_here()
         if self._trainer.received_sigterm:  # as Lightning ends this method
@@ -244,7 +257,7 @@ class Stopping:
 
         Lightning would first validate where a stream ends, which may be on some ranks only.
         """
-        return self._ranks.streams is not None and self._trainer.received_sigterm
+        return self._apart_on_streams and self._trainer.received_sigterm
 
     @property
     def _epoch(self) -> int:
@@ -308,8 +321,8 @@ class Stopping:
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._wish, trainer.should_stop = True, False
 
-    def _agree(self, step: int) -> None:
-        """Stop after `step` if some rank wants to; collective over all ranks."""
+    def _agree(self) -> None:
+        """Stop after the latest step if some rank wants to; collective over all ranks."""
         if self._agreed:
             return
         said = self._ranks.all_values(self._wish + 2 * self.sigterm.requested)
@@ -323,8 +336,9 @@ class Stopping:
         if len(wishes) < len(said):
             rank_zero_warn(
                 f"{_named(wishes)} wanted to stop (`trainer.should_stop`) and the others did not:"
-                f" all ranks stop after step {step}, with the same weights. Decide on something"
-                " that is the same on all ranks, such as a metric logged with `sync_dist=True`."
+                f" all ranks stop after step {self.clock.steps}, with the same weights. Decide on"
+                " something that is the same on all ranks, such as a metric logged with"
+                " `sync_dist=True`."
             )
 
 

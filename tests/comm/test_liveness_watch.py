@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 import socket
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -198,24 +199,31 @@ def test_the_error_survives_the_way_between_processes() -> None:
 # Statuses, threads and forks
 
 
-def test_a_status_reaches_all_ranks_and_may_end_their_waits() -> None:
-    with watches(3) as (watch, other, third):
+def test_a_status_reaches_all_ranks() -> None:
+    with watches(3) as (_, other, third):
         other.publish(lambda: "data ended after step 7")
-        end = time.monotonic() + 2.0
-        while (found := third.statuses()) != {0: "", 1: "data ended after step 7"}:
-            assert time.monotonic() < end, found
-            time.sleep(0.05)
+        seen: list[dict[int, Any]] = []
 
-        def refuse(said: Any) -> None:
-            if said.get(1):
-                raise AgreedError(f"rank 1: {said[1]}")
+        def behind(said: Mapping[int, Any]) -> dict[int, str]:
+            seen.append(dict(said))
+            return {} if said[1] else {1: "has published nothing"}
 
-        assert watch.monitor is not None
-        watch.monitor.guard = refuse
-        with pytest.raises(AgreedError, match="^rank 1: data ended after step 7"):
+        third.wait_for(behind, "t")
+        assert seen[-1] == {0: "", 1: "data ended after step 7"}
+
+
+def test_an_error_of_one_rank_ends_the_waits_of_all() -> None:
+    with watches(3) as (watch, other, third):
+        error = other.agreed("data of rank 1 ended")
+        assert isinstance(error, AgreedError)
+        with pytest.raises(AgreedError, match="^data of rank 1 ended$"):
             watch.wait([Endless()], "t")
-        with other.launching("u"):
-            pass  # no rank was called lost
+        with pytest.raises(AgreedError, match="^data of rank 1 ended$"):
+            watch.check("step")
+        assert str(third.agreed("data of rank 2 ended")) == "data of rank 1 ended", "the first one"
+        third.close(owner=True)
+        with pytest.raises(AgreedError, match="^data of rank 1 ended$"), watch.naming("step"):
+            pytest.fail("no rank is called lost")
 
 
 def test_a_thread_that_still_waits_at_the_close_ends_and_blames_no_rank() -> None:
@@ -249,6 +257,9 @@ def test_a_single_rank_and_liveness_off_pass_errors_as_they_are() -> None:
     watch = PeerWatch([0, 1], 0)
     with pytest.raises(RuntimeError, match="^own$"), watch.launching("t"):
         raise RuntimeError("own")
-    assert watch.statuses() == {}
     watch.publish(str)
+    watch.wait_for(lambda said: {1: "is never asked"}, "t")
+    watch.check("t")
+    with pytest.raises(AgreedError, match="^own$"):
+        raise watch.agreed("own")
     watch.close(owner=True)

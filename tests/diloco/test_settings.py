@@ -56,8 +56,7 @@ REFUSED = [
     ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
     (
         {"wire_dtype": "fp8"},
-        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4',"
-        r" or pass a codec",
+        r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
     ),
     ({"replica_size": 0}, r"`replica_size=0` must be at least 1: it counts the ranks of"),
 ]

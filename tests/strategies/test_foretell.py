@@ -72,22 +72,20 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_it_says_how_often_a_fragment_is_exchanged(said: Any) -> None:
     assert said["enough"] == (
         [
-            "Within 20 optimizer steps each of the 1 fragments is exchanged 5 times"
+            "Within 20 steps each of the 1 fragments is exchanged 5 times"
             " (`sync_every=4`), and all of them once more when the fit ends."
         ],
         [],
     )
     # 160 rows on 2 ranks in batches of 2; 3 blocks, one more, and what stands in none
     (text,) = said["epochs"][0]
-    assert text.startswith("Within 40 optimizer steps each of the 3 fragments is exchanged 9 to 10")
+    assert text.startswith("Within 40 steps each of the 3 fragments is exchanged 9 to 10")
 
 
 def test_few_exchanges_bring_the_advice(said: Any) -> None:
     infos, (warning,) = said["few"]
     assert infos == []
-    assert warning.startswith(
-        "Within 17 optimizer steps each of the 2 fragments is exchanged 3 to 4 times"
-    )
+    assert warning.startswith("Within 17 steps each of the 2 fragments is exchanged 3 to 4 times")
     assert warning.endswith("Take `sync_every=2`.")
     assert Schedule(2, 2, 1).launches_until(1, 17) >= 5, "the advice is good"
     assert said["none"][1][0].endswith("Take `sync_every=3`.")

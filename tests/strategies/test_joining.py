@@ -229,8 +229,10 @@ def test_frozen_weights_that_nobody_moves_cost_a_hash(
     for outcomes in two_ranks:
         sent, without = outcomes["adapted"]["bytes"], outcomes["without base"]["bytes"]
         assert sent["outer_gradient"] == without["outer_gradient"] > 0
-        assert sent.keys() - without.keys() == {"moved"}
+        assert sent.keys() - without.keys() == {"moved", "save"}
         assert sent["moved"] == 2 * 8, "of two tensors"
+        assert sent["save"] > 0
+        assert sent["save"] % (2 * 8) == 0, "of two tensors, in every save"
 
 
 def test_a_thawed_backbone_equals_the_twin(two_ranks: list[dict[str, Any]]) -> None:

@@ -146,15 +146,15 @@ CASES = [
         "RuntimeError",
         "The gradient of 'head.weight' changed after its vote had begun",
     ),
-    (Drifting, {"check_drift_every": 2}, "RuntimeError", "parameters differ before step 5"),
+    (Drifting, {"check_drift_every": 2}, "AgreedError", "parameters differ before step 5"),
     (
         Plateau,
         {},
-        "RuntimeError",
+        "AgreedError",
         "Learning rate, betas or weight decay differ between the workers",
     ),
-    (Poisoned, {}, "RuntimeError", "The gradient of 'blocks.1.weight' on rank 1 holds NaN or Inf"),
-    (PoisonedEarly, {}, "RuntimeError", "on rank 1 holds NaN or Inf (and"),
+    (Poisoned, {}, "AgreedError", "The gradient of 'blocks.1.weight' on rank 1 holds NaN or Inf"),
+    (PoisonedEarly, {}, "AgreedError", "on rank 1 holds NaN or Inf (and"),
     (Voter, {"node_size": 3}, "ValueError", "`node_size=3` does not divide the 2 ranks"),
 ]
 

@@ -62,10 +62,15 @@ def test_settings(arguments: dict[str, Any], error: type[Exception], text: str) 
         StreamingDiLoCoStrategy(**arguments)
 
 
-class Manual(Tiny):
+class SteppingInHook(Tiny):
+    """Steps its optimizer where no exchange follows."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.optimizers().step()
 
 
 class TwoOptimizers(Tiny):
@@ -111,13 +116,8 @@ class Sharing(Tiny):
 
 
 MODULES: list[tuple[type[Tiny], dict[str, Any], str, str]] = [
-    (Manual, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support manual optimization"),
-    (
-        TwoOptimizers,
-        {},
-        "ValueError",
-        "needs exactly one optimizer, but `configure_optimizers` returned several",
-    ),
+    (SteppingInHook, {}, "RuntimeError", "`AdamW` was stepped outside of `training_step`"),
+    (TwoOptimizers, {}, "RuntimeError", "multiple optimizers is only supported with manual"),
     (Frozen, {}, "ValueError", "The module has no trainable parameters, so there is nothing to"),
     (Synced, {}, "ValueError", "`StreamingDiLoCoStrategy` does not support SyncBatchNorm"),
     (Complex, {}, "ValueError", "The parameter 'phase' is of dtype torch.complex64"),

@@ -193,7 +193,7 @@ def test_one_sentence_says_when_all_will_have_stopped(tmp_path: Path) -> None:
         (f"{stops} step 15 at the latest (9 are done).", 15),
         ("Another rank was asked to stop: all ranks stop together, after this step.", 15),
         (f"{stops} step 14 at the latest (9 are done).", 14),
-        (f"{stops} step 8 at the latest (2 are done).", 8),
+        (f"{stops} step 7 at the latest (2 are done).", 7),
         (f"{stops} step 4 at the latest (2 are done).", 3),
         (f"{stops} their next exchange (2 steps are done).", 5),
     ]

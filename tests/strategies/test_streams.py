@@ -1,8 +1,12 @@
-"""Streams of unknown length whose ranks end after different steps: the epoch ends on all ranks with
-the first one's data, or, where ranks train apart, all raise an error that names the rank."""
+"""Epochs that end after different steps: streams without a length end on all ranks with the first
+one's data. Where ranks train apart, and where a loader has fewer batches than its length or a hook
+ends the epoch of one rank, all raise an error that names the rank."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -10,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,6 +45,24 @@ class Stream(IterableDataset[Any]):
             yield self.rows[i]
 
 
+class Liar(Stream):
+    """As many rows as its length says, on the ranks that are not short."""
+
+    def __len__(self) -> int:
+        return 2 * LONG
+
+
+class SkipsTheRest(pl.Callback):
+    """Ends every epoch of one rank after so many batches, as the hook of a module may."""
+
+    def __init__(self, after: dict[int, int]) -> None:
+        self.after = after
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        after = self.after.get(trainer.global_rank, LONG)
+        pl_module.on_train_batch_start = lambda batch, index: -1 if index >= after else None
+
+
 class Voter(Tiny):
     def configure_optimizers(self) -> Any:
         return DistributedLion(self.parameters(), lr=1e-3)
@@ -50,19 +73,28 @@ class TextVoter(causal_lm.CausalLM):
         return DistributedLion(self.parameters(), lr=1e-3)
 
 
-def strategy(kind: str, size: int, inside: str) -> Any:
+def strategy(kind: str, size: int, inside: str, timeout: timedelta) -> Any:
     if kind == "diloco":
         settings: dict[str, Any] = {"sync_every": 4, "num_fragments": 2, "wire_dtype": "fp32"}
         return StreamingDiLoCoStrategy(
-            **settings, replica_size=size, inside=inside, timeout=TIMEOUT
+            **settings, replica_size=size, inside=inside, timeout=timeout
         )
     if kind == "lion":
-        return DistributedLionStrategy(node_size=size, inside=inside, timeout=TIMEOUT)
-    return DominoTPStrategy(size, "batch", timeout=TIMEOUT)
+        return DistributedLionStrategy(node_size=size, inside=inside, timeout=timeout)
+    return DominoTPStrategy(size, "batch", timeout=timeout)
 
 
 def fit(
-    rank: int, world: int, kind: str, size: int, inside: str, batches: dict[int, int], **on: Any
+    rank: int,
+    world: int,
+    kind: str,
+    size: int,
+    inside: str,
+    batches: dict[int, int],
+    data: type[Stream] = Stream,
+    liveness: bool = True,
+    timeout: timedelta = TIMEOUT,
+    **on: Any,
 ) -> dict[str, Any]:
     text = inside == "domino"
     rows = causal_lm.words(2 * LONG) if text else dataset(2 * LONG)
@@ -70,8 +102,10 @@ def fit(
         module: Any = TextVoter() if kind == "lion" else causal_lm.CausalLM()
     else:
         module = Voter() if kind == "lion" else Tiny()
+    replicas = strategy(kind, size, inside, timeout)
+    replicas.liveness = liveness
     trainer = quiet_trainer(
-        strategy=strategy(kind, size, inside),
+        strategy=replicas,
         devices=world,
         num_sanity_val_steps=0,
         **{"max_epochs": 3, **on},
@@ -80,8 +114,8 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            data = DataLoader(Stream(rows, batches.get(rank, LONG)), batch_size=2)
-            trainer.fit(module, data, DataLoader(rows, batch_size=4))
+            loader = DataLoader(data(rows, batches.get(rank, LONG)), batch_size=2)
+            trainer.fit(module, loader, DataLoader(rows, batch_size=4))
         except RuntimeError as raised:
             error = str(raised)
     weights = [p.detach().flatten() for p in module.parameters()] if inside != "fsdp" else []
@@ -111,6 +145,7 @@ PAIR: dict[str, tuple[Case, int]] = {
     "diloco, one replica": (("diloco", 2, "ddp", {1: SHORT}, {}), 3 * SHORT),
     "diloco, even": (("diloco", 1, "ddp", {}, {}), 3 * LONG),
     "diloco, max_steps": (("diloco", 1, "ddp", {1: SHORT}, {"max_steps": 5}), SHORT),
+    "diloco, skipping": (("diloco", 1, "ddp", {}, {"callbacks": SkipsTheRest({0: 5, 1: 5})}), 15),
     "diloco, as many steps": (
         ("diloco", 1, "ddp", {1: LONG - 1}, {"accumulate_grad_batches": 2}),
         3 * LONG // 2,
@@ -171,6 +206,13 @@ UNEVEN: dict[str, Case] = {
     "between exchanges": ("diloco", 1, "ddp", {1: SHORT}, {}),
     "in the last epoch": ("diloco", 1, "ddp", {0: SHORT}, {"max_epochs": 1}),
     "with validations": ("diloco", 1, "ddp", {0: SHORT}, {"val_check_interval": 2}),
+    "at a validation": ("diloco", 1, "ddp", {0: SHORT}, {"val_check_interval": SHORT}),
+}
+SIZED: dict[str, Case] = {
+    "diloco, fewer batches than its length": ("diloco", 1, "ddp", {1: SHORT}, {"data": Liar}),
+    "lion, fewer batches than its length": ("lion", 1, "ddp", {1: SHORT}, {"data": Liar}),
+    "domino, fewer batches than its length": ("domino", 2, "domino", {1: SHORT}, {"data": Liar}),
+    "lion, a hook": ("lion", 1, "ddp", {}, {"callbacks": SkipsTheRest({1: SHORT})}),
 }
 REPLICAS: dict[str, Case] = {
     "replicas": ("diloco", 2, "ddp", {2: SHORT, 3: SHORT}, {}),
@@ -201,9 +243,9 @@ def test_ranks_that_train_apart_raise_the_same_error(tmp_path: Path, name: str) 
     ((short, batches),) = case[3].items()
     found = errors(tmp_path, 3, case)
     assert len(set(found)) == 1
-    other = f"The data of rank {short} ended after step {batches}, and rank "
-    assert found[0].startswith(other)
-    assert "has trained on to step" in found[0]
+    assert found[0].startswith(
+        f"The data of rank {short} ended after step {batches}, in epoch 0, and rank "
+    )
     assert "`limit_train_batches`" in found[0]
 
 
@@ -211,10 +253,53 @@ def test_ranks_that_train_apart_raise_the_same_error(tmp_path: Path, name: str) 
 def test_replicas_of_two_ranks_do_so_too(tmp_path: Path, name: str) -> None:
     found = errors(tmp_path, 4, REPLICAS[name])
     assert len(set(found)) == 1
-    assert f" ended after step {SHORT}, and rank " in found[0]
+    assert f" ended after step {SHORT}, in epoch 0, and rank " in found[0]
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_an_epoch_that_ends_early_on_one_rank_is_the_same_error(tmp_path: Path, name: str) -> None:
+    found = errors(tmp_path, 2, SIZED[name])
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"The data of rank 1 ended after step {SHORT}, in epoch 0, and rank")
+    assert re.search("has begun step [678]", found[0])
 
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_a_rank_without_any_batch_is_named(tmp_path: Path, name: str) -> None:
     for error in errors(tmp_path, 2, EMPTY[name]):
         assert error.startswith("Rank 1 got no training batch in epoch 0, and the other ranks did")
+
+
+class DiesAfter(pl.Callback):
+    """Kills rank 1 while rank 0 waits at the end of its stream."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == SHORT - 1:
+            time.sleep(2.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_before_its_stream_ends_is_named(tmp_path: Path) -> None:
+    even = {0: SHORT, 1: SHORT, 2: SHORT}
+    case: Case = ("diloco", 1, "ddp", even, {"callbacks": DiesAfter()})
+    ends = run_mortals(play_one, 3, tmp_path, case, timeout=TIMEOUT, limit_s=50.0)
+    assert ends[1].exit_code == -signal.SIGKILL
+    for end in (ends[0], ends[2]):
+        assert "'end of epoch' failed" in end.result["error"]
+        assert "rank 1 is gone (no heartbeat" in end.result["error"]
+        assert end.result["seconds"] < SECONDS, "the timeout is 60 s"
+
+
+SOON = timedelta(seconds=8)
+
+
+def play_unwatched(rank: int, world: int) -> dict[str, Any]:
+    case: Case = ("diloco", 1, "ddp", {1: SHORT}, {"liveness": False, "timeout": SOON})
+    return fit(rank, world, *case[:4], **case[4])
+
+
+def test_with_liveness_off_uneven_streams_fail_at_the_timeout(tmp_path: Path) -> None:
+    for end in run_mortals(play_unwatched, 2, tmp_path, timeout=SOON, limit_s=50.0):
+        assert end.result is not None, "it hangs"
+        assert end.result["error"]
+        assert end.result["seconds"] < 3 * SOON.total_seconds()

@@ -19,7 +19,7 @@ from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import common_start, refuse_sync_batchnorm
-from lightning_commfree.strategies.checks import check_training
+from lightning_commfree.strategies.checks import refuse_timed_validation
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.domino import TensorParallel
 from lightning_commfree.strategies.inside.fsdp import FullyShard
@@ -42,7 +42,7 @@ class DataParallel(Inside):
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
-        check_training(type(strategy).__name__, trainer, strategy.module)
+        refuse_timed_validation(type(strategy).__name__, trainer)
         if names := on_meta(strategy.module):
             raise ValueError(
                 f"The model is on the `meta` device ('{names[0]}' and {len(names) - 1} more have"

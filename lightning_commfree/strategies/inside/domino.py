@@ -32,11 +32,16 @@ from lightning_commfree.domino import (
     refuse_nonfinite_weights,
 )
 from lightning_commfree.model.replication import share_random_state
-from lightning_commfree.strategies.checks import refuse_compiled
+from lightning_commfree.strategies.checks import refuse_compiled, refuse_manual
 from lightning_commfree.strategies.inside.sharded import DividedModel
 
 if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
+
+_WHY_NOT_MANUAL = (
+    "ranks that share a model combine and check their gradients once per step, right after its one"
+    " backward, and manual optimization may call backward and step any number of times per batch"
+)
 
 
 class TensorParallel(DividedModel):
@@ -94,6 +99,7 @@ class TensorParallel(DividedModel):
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         super().check(strategy, trainer)
         name, module = type(strategy).__name__, strategy.module
+        refuse_manual(name, module, _WHY_NOT_MANUAL)
         refuse_compiled(name, module)
         check_module(name, module, self.size)
 
@@ -189,7 +195,7 @@ class TensorParallel(DividedModel):
             RuntimeError: some rank's weights are not finite; on all ranks.
         """
         strategy = self._strategy
-        if self.sharded is not None and strategy.ranks.come():  # they do not after Ctrl-C
+        if self.sharded is not None and not strategy.ranks.interrupted:
             steps = strategy.module.trainer.global_step
             refuse_nonfinite_weights(strategy.channels.world, strategy.module, steps, self.size)
         return super().whole_module(read)
@@ -207,9 +213,9 @@ class TensorParallel(DividedModel):
             check_states([optimizer], self.sharded.specs.keys())
         if self.sharded is not None or self._left is None:
             return super().whole_optimizer(optimizer, state)
-        if not self._strategy.ranks.come():  # after Ctrl-C
+        if self._strategy.ranks.interrupted:
             return {}
-        with self._strategy.ranks.reaching() as channels:
+        with self._strategy.ranks.with_channels() as channels:
             return self._left.whole_state_dict(optimizer, channels.within, self._keeps)
 
 

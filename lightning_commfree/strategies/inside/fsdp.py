@@ -32,6 +32,7 @@ from lightning_commfree.model.replication import common_start, refuse_sync_batch
 from lightning_commfree.model.shards import RowShards
 from lightning_commfree.resume.checkpoint_io import WholeCheckpointIO
 from lightning_commfree.resume.folders import FolderTensor
+from lightning_commfree.strategies.checks import refuse_manual
 from lightning_commfree.strategies.inside.sharded import DividedModel
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 
 # of the group's ledger; FSDP sends by itself, so these are counted by its formulas
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
+
+_WHY_NOT_MANUAL = (
+    "with `inside='fsdp'` FSDP takes `training_step` for the forward of the whole model and expects"
+    " backward after it has returned, while manual optimization calls backward inside of it. With"
+    " `inside='ddp'` it is possible"
+)
 
 
 class FullyShard(DividedModel):
@@ -95,6 +102,7 @@ class FullyShard(DividedModel):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         super().check(strategy, trainer)
+        refuse_manual(type(strategy).__name__, strategy.module, _WHY_NOT_MANUAL)
         if strategy.module is not self._divided:
             refuse_wrapped(type(strategy).__name__, strategy.module)
 

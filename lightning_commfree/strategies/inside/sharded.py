@@ -23,9 +23,9 @@ from lightning_commfree.model.replication import START_TAG, common_start
 from lightning_commfree.resume.folders import with_values
 from lightning_commfree.strategies.checks import (
     PARTS,
-    check_training,
     refuse_callbacks,
     refuse_fp16,
+    refuse_timed_validation,
 )
 from lightning_commfree.strategies.contracts import Inside
 
@@ -80,7 +80,7 @@ class DividedModel(Inside):
     @override
     def check(self, strategy: ReplicaStrategy, trainer: pl.Trainer) -> None:
         name = type(strategy).__name__
-        check_training(name, trainer, strategy.module)
+        refuse_timed_validation(name, trainer)
         refuse_fp16(name, strategy.precision_plugin)
         if self.size > 1:
             refuse_callbacks(trainer, name, PARTS)
@@ -162,4 +162,4 @@ class DividedModel(Inside):
 
     def _takes_part(self) -> bool:
         """Return whether this rank gathers for rank 0; none does after Ctrl-C."""
-        return self._strategy.global_rank < self.size and self._strategy.ranks.come()
+        return self._strategy.global_rank < self.size and not self._strategy.ranks.interrupted

@@ -225,7 +225,7 @@ def test_by_shards_too_the_mean_is_over_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 2.0**119, -(2.0**119)])
-def test_what_no_wire_carries_is_not_finite(value: float) -> None:
+def test_values_that_no_codec_carries_count_as_nonfinite(value: float) -> None:
     module = Net()
     diloco = begin(module, alone())
     fragment = diloco.fragments[0]
@@ -249,7 +249,7 @@ def test_what_no_wire_carries_is_not_finite(value: float) -> None:
         torch.optim.NAdam,
     ],
 )
-def test_a_state_that_is_not_finite_begins_anew(make: Any) -> None:
+def test_a_nonfinite_optimizer_state_is_reset(make: Any) -> None:
     momentum = {"momentum": 0.9} if make is torch.optim.SGD else {}
     sick, fresh, untouched = (nn.Parameter(torch.ones(3)) for _ in range(3))
     optimizer = make([sick, untouched], lr=0.1, **momentum)

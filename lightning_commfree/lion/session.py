@@ -118,7 +118,7 @@ class VotingSession:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer steps that run in the body.
+        """Vote in the optimizer steps of a `with` block.
 
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.
@@ -215,7 +215,7 @@ class VotingSession:
             return None  # these ranks hold other shards
         place = self._channels.within.rank if divided else 0
         workers, view = ranks // size, self._view
-        wanted = [view.place] if view.place < workers else range(workers)
+        wanted = [view.rank] if view.rank < workers else range(workers)
 
         # ranks are numbered worker by worker
         found = load(worker * size + place for worker in wanted)

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_commfree.domino.families import FAMILIES, Llama
 from lightning_commfree.domino.layers import BACKWARD_TAG, FORWARD_TAG
 from tests.domino.channels import Deaf
-from tests.domino.models import Case, Outcome, reference, worst_error
-from tests.domino.ranks import play, play_all, with_channel
+from tests.domino.models import Case, Outcome, make, reference, worst_error
+from tests.domino.ranks import divide, play, play_all, with_channel
 from tests.pairs import pairwise
 from tests.world import run_ranks
 
@@ -128,3 +129,22 @@ def test_a_skipped_all_reduce_exceeds_the_tolerances(tmp_path: Path, tag: str) -
     for outcomes in run_ranks(with_channel, 2, tmp_path, forgetful, (tag, cases)):
         for case, outcome in zip(cases, outcomes, strict=True):
             assert worst_error(outcome, exact(case)) > 1e4 * FLOAT
+
+
+NEW = Case("olmo", 3)
+
+
+def with_a_new_family(channel: Any) -> tuple[Outcome, bool, bool]:
+    """Results of a step with a new family, and whether it was scheduled with and without it."""
+    plain = divide(make("olmo"), channel, NEW).scheduled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "OlmoForCausalLM", Llama(raw_embedding=True))
+        scheduled = divide(make("olmo"), channel, NEW).scheduled
+        return play(channel, NEW), scheduled, plain
+
+
+def test_a_new_entry_of_the_table_schedules_an_architecture(tmp_path: Path) -> None:
+    for outcome, scheduled, plain in run_ranks(with_channel, 2, tmp_path, with_a_new_family):
+        assert scheduled
+        assert not plain
+        assert worst_error(outcome, reference(NEW)) < EXACT

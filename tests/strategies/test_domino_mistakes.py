@@ -97,7 +97,7 @@ MISTAKES = [
     Mistake(Early, ("The optimizer holds ", "Create both in `configure_optimizers`")),
     Mistake(Rows, ("`Adafactor` keeps a '", "Use an element-wise optimizer")),
     Mistake(CausalLM, ("ranks of a tensor group must validate on the same batch",), apart=True),
-    *(with_callback(average, "it copies the whole") for average in AVERAGES),
+    *(with_callback(average, "it copies the full model") for average in AVERAGES),
     with_callback(callbacks.ModelPruning("l1_unstructured"), "it would choose what"),
     Mistake(Tiny, ("found no model in `Tiny` that it can shard (its",)),
     Mistake(Compiled, ("is compiled already, as `OptimizedModule`",)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cuda_walk import CPU, CudaWalk, InstantChannel, Question, is_walked
+from tests.cuda_walk import CudaWalk, Question, is_walked
 
 ASKS: dict[str, tuple[Callable[[Tensor], Any], set[str]]] = {
     "item": (lambda x: x.sum().item(), {"value"}),
@@ -61,7 +61,7 @@ def test_a_question_is_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_what_the_device_does_alone_is_no_question(name: str) -> None:
+def test_work_on_the_device_alone_is_no_question(name: str) -> None:
     with CudaWalk() as walk:
         QUIET[name](torch.empty(3, 4, device=walk.device))
     assert walk.questions == []
@@ -102,25 +102,6 @@ def test_autograd_stays_on_the_device() -> None:
         optimizer.step()
         assert all(is_walked(p.grad) for p in module.parameters())
     assert walk.questions == []
-
-
-def test_a_tensor_says_where_it_is() -> None:
-    with CudaWalk() as walk:
-        x = torch.empty(3, device=walk.device)
-        assert (x.device, x.is_cuda, x.is_cpu, x.is_meta) == (walk.device, True, False, False)
-        x = torch.empty(3)
-        assert (x.device, x.is_cuda, x.is_cpu, x.is_meta) == (CPU, False, True, False)
-
-
-def test_a_channel_wants_its_device() -> None:
-    with CudaWalk() as walk:
-        channel, x = InstantChannel(size=3), torch.empty(3, 4, device=walk.device)
-        assert channel.all_reduce(x, "tag").wait() is x
-        assert channel.all_gather(x, "tag").wait().shape == (3, 3, 4)
-        assert channel.all_to_all(x, "tag").wait().shape == (3, 4)
-        assert channel.broadcast(x, "tag").wait() is x
-        with pytest.raises(AssertionError, match="a tensor on cuda:0 is sent on cpu"):
-            InstantChannel(device=CPU).all_reduce(x, "tag")
 
 
 def test_nothing_is_left_behind() -> None:

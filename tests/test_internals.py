@@ -155,17 +155,3 @@ def test_a_planted_private_name_is_found(planted: str, tmp_path: Path) -> None:
     file = tmp_path / "planted.py"
     file.write_text(planted, encoding="utf-8")
     assert findings([file], lightnings_private_names())
-
-
-@pytest.mark.parametrize(
-    "legal",
-    [
-        "from lightning.pytorch.strategies import DDPStrategy",
-        "class A:\n    def f(self):\n        self._mine = 0\n        return self._mine",
-        "class A:\n    _mine = 0\ndef f(a):\n    return a._mine",
-    ],
-)
-def test_our_own_private_names_are_not(legal: str, tmp_path: Path) -> None:
-    file = tmp_path / "legal.py"
-    file.write_text(legal, encoding="utf-8")
-    assert findings([file], lightnings_private_names()) == []

@@ -22,7 +22,6 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 
 def text_of(name: str) -> str:
@@ -52,19 +51,6 @@ def test_the_public_ci_runs_the_local_commands() -> None:
     assert pythons[0] == project()["requires-python"].removeprefix(">=")
     named = {line.rpartition(" ")[2] for line in project()["classifiers"] if ":: 3." in line}
     assert set(pythons) <= named
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
-def test_an_issue_form_asks_something(form: Path) -> None:
-    content = yaml.safe_load(form.read_text(encoding="utf-8"))
-    if form.name == "config.yml":
-        assert content == {"blank_issues_enabled": True}
-        return
-    assert content["name"]
-    assert content["description"]
-    ids = [part["id"] for part in content["body"]]
-    assert len(ids) == len(set(ids)) > 0
-    assert all(part["attributes"]["label"] for part in content["body"])
 
 
 def test_the_image_copies_files_that_exist() -> None:

@@ -205,13 +205,13 @@ class Channel:
         return self._pending([work], tensor, tag)
 
     def naming_lost(self, tag: str, computing: bool = False) -> AbstractContextManager[None]:
-        """Return a context that names the lost ranks if a collective in its body fails.
+        """Name the lost ranks if a collective in a `with` block fails.
 
         For collectives that other libraries run among these ranks, such as a framework's barrier.
 
         Args:
             tag: name of the collective in the error.
-            computing: whether the body may fail for other reasons, as a training step can: its
+            computing: whether the block may fail for other reasons, as a training step can: its
                 error then passes unchanged if no rank is lost.
         """
         return self._watch.naming(tag, computing)

@@ -47,7 +47,7 @@ class Route(NamedTuple):
     @property
     def shard(self) -> int:
         """Index of the shard that this member reduces."""
-        return self.view.place if self.two_phase else 0
+        return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
         """Send this member's messages, shape (S, u): one about each shard.

@@ -118,7 +118,7 @@ class Ledger:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count the traffic in the body under `phase`."""
+        """Count the traffic of a `with` block under `phase`."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -127,7 +127,7 @@ class Ledger:
 
     @contextmanager
     def thread_phase(self, phase: str) -> Iterator[None]:
-        """Count the calling thread's traffic in the body under `phase`.
+        """Count the calling thread's traffic in a `with` block under `phase`.
 
         A background thread may still send the payload of a step while a validation runs.
         """
@@ -144,7 +144,7 @@ class Ledger:
 
     @contextmanager
     def count_wait(self, tag: str) -> Iterator[None]:
-        """Add the duration of the body to the seconds waited for `tag`."""
+        """Add the duration of a `with` block to the seconds waited for `tag`."""
         start = time.perf_counter()
         try:
             yield

@@ -137,7 +137,7 @@ class CloseOnFork:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Register all TCP sockets opened in the body, by any thread and any library."""
+        """Register all TCP sockets opened in a `with` block, by any thread and any library."""
         before = _tcp_sockets()
         try:
             yield

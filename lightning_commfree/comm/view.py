@@ -1,7 +1,7 @@
 """Membership of a group: the members that take part in an exchange, and the channel between them.
 
 A *view* is one composition of the group. An exchange runs in one view from start to end. Algorithms
-take the group's size and their own index from the view only, so that an exchange can be repeated in
+take the size and their own rank from the view only, so that an exchange can be repeated in
 another view when a member is lost. A job of fixed size has a single view.
 """
 
@@ -30,7 +30,7 @@ class View(NamedTuple):
         return len(self.members)
 
     @property
-    def place(self) -> int:
+    def rank(self) -> int:
         """Index of this process's member in `members`."""
         return self.channel.rank
 

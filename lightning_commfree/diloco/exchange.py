@@ -100,13 +100,13 @@ def merge_summaries(headers_M3: Tensor) -> HeaderSummary:
     return HeaderSummary(_any_stops(flags), *seen, _nonfinite(flags))
 
 
-def report(summary: HeaderSummary, place: int) -> Header:
-    """Return the header in which member `place` reports its summary on the way down.
+def report(summary: HeaderSummary, member: int) -> Header:
+    """Return the header in which `member` reports its summary on the way down.
 
     The step field carries `drifted`, the digest field `steps_differ`. The NaN flag is only the
     sender's own, because every member sends such a header.
     """
-    own, joined_differ = place in summary.nonfinite, int(summary.joined_differ)
+    own, joined_differ = member in summary.nonfinite, int(summary.joined_differ)
     return Header(summary.stop, int(summary.drifted), int(summary.steps_differ), own, joined_differ)
 
 
@@ -413,7 +413,7 @@ class FragmentExchange:
 
         message = torch.empty(self._down.num_bytes, dtype=torch.uint8, device=received.device)
         lost = torch.empty_like(mean) if keep_loss else None
-        header = report(summary, self.route.view.place)
+        header = report(summary, self.route.view.rank)
         self._down.write(message, header, mean, self._up.average_buffers(counted), gram, lost)
         # The error is in the mean of all replicas, but only this one corrects it, by a gradient
         # that is divided by their number.

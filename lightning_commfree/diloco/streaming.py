@@ -144,7 +144,7 @@ class StreamingDiLoCo:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Run an inner step in the body; then call `after_step`.
+        """Take an inner step in a `with` block; then call `after_step`.
 
         Parameters that were thawed since the last step join now, before any replica has trained
         them. A thaw in the middle of a step is noticed too late and raises after it.
@@ -198,7 +198,7 @@ class StreamingDiLoCo:
             self.fragments[p].outer_step(arrival.mean)
             self.fragments[p].average_buffers(arrival.mean)
 
-            if self.view.place in arrival.nonfinite:
+            if self.view.rank in arrival.nonfinite:
                 self._restart_from_global(p, take_global(self.fragments, p, self._within))
             else:
                 self.fragments[p].merge(self.settings.mix)
@@ -237,7 +237,7 @@ class StreamingDiLoCo:
             arrival = self._receive(p)
             self.fragments[p].take_mean(arrival.mean if self.num_replicas > 1 else None)
             self.landings[p] = self.landings[p]._replace(outer_lr=1.0)
-            if self.view.place in arrival.nonfinite:
+            if self.view.rank in arrival.nonfinite:
                 self._restart_from_global(p, [p])
             return arrival.stop
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lightning_commfree.comm.settings import check_choice, check_count
+
 AUTO = "auto"
 SPLITS = (AUTO, "batch", "token", "weight", "hybrid", "none")
 
@@ -22,21 +24,10 @@ class DominoSettings:
     num_micro_batches: int = 2
 
     def __post_init__(self) -> None:
-        if self.split not in SPLITS:
-            raise ValueError(
-                f"`split={self.split!r}` is unknown. Choose one of {', '.join(map(repr, SPLITS))}."
-            )
-        for name, least in (("tensor_parallel_size", 1), ("num_micro_batches", 2)):
-            value = getattr(self, name)
-            if value is None and name == "tensor_parallel_size":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(
-                    f"`{name}={value!r}` must be a whole number, but it is a"
-                    f" {type(value).__name__}. Give an int."
-                )
-            if value < least:
-                raise ValueError(f"`{name}={value}` must be at least {least}.")
+        check_choice("split", self.split, SPLITS)
+        if self.tensor_parallel_size is not None:
+            check_count("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_count("num_micro_batches", self.num_micro_batches, 2)
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings as text; they must be equal on all ranks."""

@@ -18,9 +18,9 @@ from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import (
     LionParam,
     check_momenta,
+    copy_state,
     fill_state,
-    follow_values,
-    keep_exact,
+    update_master,
 )
 from lightning_commfree.model.shards import is_shard, local_tensor
 
@@ -185,14 +185,14 @@ class DistributedLion(Optimizer):
 
         for index, parameter in zip(saved, own, strict=True):
             if index in state_dict["state"]:  # else it has no state yet
-                keep_exact(self.state[parameter], state_dict["state"][index], parameter.device)
+                copy_state(self.state[parameter], state_dict["state"][index], parameter.device)
 
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Update master copies from parameters that were written to since the last step."""
         for group in self.param_groups:
             for p in group["params"]:
-                follow_values(self.state[p], local_tensor(p))
+                update_master(self.state[p], local_tensor(p))
 
     def _vote(self) -> Voting:
         if self.voting is not None and not self.is_voted_on:

@@ -118,7 +118,7 @@ class VotingSession:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Vote in the optimizer steps that run in the body.
+        """Vote in the optimizer steps of a `with` block.
 
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.
@@ -161,7 +161,7 @@ class VotingSession:
     def cycle(self) -> tuple[Mapping[str, int], int]:
         """Return the bytes that this rank sends per cycle, by tag, and the steps of a cycle.
 
-        As if every optimizer took one step per batch.
+        This assumes that every optimizer takes one step per batch.
         """
         cycles = [voting.cycle() for voting in self.votings]
         return sum((sent for sent, _ in cycles), Counter[str]()), cycles[0][1]
@@ -215,7 +215,7 @@ class VotingSession:
             return None  # these ranks hold other shards
         place = self._channels.within.rank if divided else 0
         workers, view = ranks // size, self._view
-        wanted = [view.place] if view.place < workers else range(workers)
+        wanted = [view.rank] if view.rank < workers else range(workers)
 
         # ranks are numbered worker by worker
         found = load(worker * size + place for worker in wanted)

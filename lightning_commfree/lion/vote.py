@@ -141,7 +141,7 @@ class Majority:
         return (2, 1)
 
     def expected_planes(self, workers: int) -> int:
-        """Return 2 for an even number of workers, where some ties are certain, else 1."""
+        """Return 2 if some ties are certain (an even number of workers, no `draw`), else 1."""
         return 2 if workers % 2 == 0 and self._draw is None else 1
 
 

@@ -68,7 +68,7 @@ class BallotInFlight(NamedTuple):
 
     ballot: Ballot
     pending: Pending[VoteResult]
-    gradients: list[tuple[Tensor | None, int]]  # behind the ballot, with their version counters
+    gradients: list[tuple[Tensor | None, int]]  # of the ballot, with version counters
 
 
 class CastVote(NamedTuple):
@@ -169,9 +169,9 @@ class Voting:
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Launch buckets as their gradients become ready, in the step's last backward in the body.
+        """Launch buckets as their gradients become ready, in a `with` block around a backward.
 
-        Nothing may change the gradients between that backward and the step.
+        It must be the step's last backward, and nothing may change the gradients before the step.
         """
         for parameter in self._bucket_of:
             if parameter.requires_grad and parameter not in self._hooks:
@@ -351,7 +351,7 @@ class BucketVote:
         """Update the bucket's parameters and this worker's momenta by the result."""
         summary, delta = result
         assert delta is not None, "a refused bucket has raised"
-        abstained = self._view.place in summary.abstaining
+        abstained = self._view.rank in summary.abstaining
 
         with record_function(f"apply vote #{self.bucket.index}"):
             on_device = delta.to(self.bucket.parameters[0].device)

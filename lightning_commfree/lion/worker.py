@@ -57,14 +57,14 @@ def fill_state(state: State, held: Tensor) -> State:
     return state
 
 
-def keep_exact(state: State, saved: State, device: torch.device) -> None:
+def copy_state(state: State, saved: State, device: torch.device) -> None:
     """Copy a saved state's tensors without changing their dtypes."""
     for key, value in saved.items():
         if isinstance(value, Tensor):
             state[key] = local_tensor(value).to(device, copy=True)
 
 
-def follow_values(state: State, held: Tensor) -> None:
+def update_master(state: State, held: Tensor) -> None:
     """Update a master copy from a parameter that was written to.
 
     Values that still equal the rounded master copy keep their full precision.

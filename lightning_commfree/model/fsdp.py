@@ -181,7 +181,7 @@ def _ties(module: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 @contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Accumulate full gradients locally in the body; the next backward after it reduces them."""
+    """Accumulate full gradients locally in a `with` block; the next backward reduces them."""
     assert isinstance(module, FSDPModule), "`apply_fsdp` must come first"
     module.set_requires_gradient_sync(False)
     try:

@@ -165,7 +165,7 @@ class WeightSwap:
 
     @contextmanager
     def local_weights(self) -> Iterator[None]:
-        """Put the local weights into the module for the body."""
+        """Put the local weights into the module in a `with` block."""
         swapped = self.swapped_in
         self.swap_out()
         yield
@@ -174,7 +174,7 @@ class WeightSwap:
 
     @contextmanager
     def outer_weights(self, shown: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Put the shared weights into the module for the body; nested uses do nothing."""
+        """Put the shared weights into the module in a `with` block; nested uses do nothing."""
         if self.swapped_in:
             yield
             return

@@ -149,12 +149,7 @@ def refuse_compiled(strategy: str, module: pl.LightningModule) -> None:
 
 
 def refuse_manual(strategy: str, module: pl.LightningModule, reason: str) -> None:
-    """Refuse manual optimization, and with it several optimizers.
-
-    Args:
-        strategy: its name.
-        module: to be trained.
-        reason: why it cannot work, a clause.
+    """Refuse manual optimization, and with it several optimizers; `reason` is a clause.
 
     Raises:
         ValueError: the module calls its optimizers itself.

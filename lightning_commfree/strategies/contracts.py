@@ -176,7 +176,7 @@ class Between(Resumable, Protocol):
         return nullcontext()
 
     def after_step(self, stop: bool) -> bool:
-        """Run the algorithm's communication after a step, as the fit's clock counts them.
+        """Run the algorithm's communication after a step, as counted by the fit's clock.
 
         Args:
             stop: whether this rank wants to stop training; sent to the other ranks.

@@ -23,12 +23,6 @@ def test_a_choice_other_than_the_best_has_a_ratio() -> None:
     assert auto_split.page_lines({("1gbit", 4): cell})[-1].endswith(" | 3 |")
 
 
-def test_the_best_choice_has_ratio_one() -> None:
-    cell = auto_split.Cell("batch", 30, PASSES, {})
-    assert cell.ratio == 1
-    assert "in 1 of 1 cells (met)" in " ".join(auto_split.opening({("1gbit", 4): cell}))
-
-
 def test_the_interval_contains_the_median_in_19_of_20_cases() -> None:
     noise, held = random.Random(0), 0
     for _ in range(400):

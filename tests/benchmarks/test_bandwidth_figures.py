@@ -10,14 +10,12 @@ from benchmarks.bandwidth.figures import (
     NOT_SLOWER,
     SLOWER,
     Figures,
-    compare,
-    compare_step_by_step,
     figures_by_row,
     verdict_of_rounds,
     verdict_of_steps,
 )
 from benchmarks.bandwidth.page import headline
-from tests.benchmarks.records import record, stepped
+from tests.benchmarks.records import record
 
 
 def figures_of(*records: dict[str, Any]) -> list[Figures]:
@@ -33,30 +31,6 @@ def test_a_row_is_the_median_over_rounds_of_the_slower_node() -> None:
     assert (none.step_ms, none.wire_bytes, none.ledger_bytes) == (300, 0, None)
     assert (ddp.step_ms, ddp.wire_bytes, ddp.ledger_bytes) == (600, 8_010_000, 4_000_000)
     assert not ddp.ledger_is_counted, "DDP has no ledger, so its bytes are computed"
-
-
-def test_rows_are_compared_in_rounds_measured_by_one_call() -> None:
-    """The second call found the machine twice as slow, and measured only one of the two rows."""
-    calls = [
-        {**record(row, ms, 0, round_=i), "call": call}
-        for row, ms, i, call in [
-            ("overlap", 300, 0, 0),
-            ("overlap_fp4", 270, 0, 0),
-            ("overlap", 300, 1, 0),
-            ("overlap_fp4", 600, 1, 1),
-            ("overlap_fp4", 600, 2, 1),
-        ]
-    ]
-    before, after = figures_of(*calls)
-    assert compare(after, before) == (pytest.approx(0.9), [pytest.approx(0.9)])
-    before, after = figures_of(calls[2], calls[3])
-    assert compare(after, before) == (pytest.approx(2.0), []), "no round contains both"
-
-
-@pytest.mark.parametrize(("nodes", "num_bytes"), [(2, 4_000_000), (4, 6_000_000)])
-def test_the_formula_of_ddp_depends_on_the_number_of_nodes(nodes: int, num_bytes: int) -> None:
-    (figures,) = figures_of(record("ddp", 1, nodes=nodes))
-    assert figures.ledger_bytes == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -87,47 +61,6 @@ def test_the_verdict_by_rounds(ratio: float, by_round: list[float], verdict: str
 )
 def test_the_verdict_by_steps(ratio: float, without_one: list[float], verdict: str) -> None:
     assert verdict_of_steps(ratio, without_one) == verdict
-
-
-def test_step_by_step_removes_interruptions_and_keeps_syncs() -> None:
-    """Every round syncs in its last step and is interrupted in another; node 0 is slower."""
-    rounds = []
-    for i in range(3):
-        steps = [10.0, 10.0, 10.0, 30.0]
-        steps[i] = 500.0
-        rounds.append(stepped("none", i, steps, [9.0] * 4))
-    (figures,) = figures_of(*rounds)
-    assert figures.step_ms == pytest.approx(137.5)
-    assert figures.step_by_step_ms() == pytest.approx(15.0)
-    (figures,) = figures_of(*rounds[:2])
-    assert figures.step_by_step_ms() is None, "the median of two rounds is their mean"
-
-
-def test_rows_are_compared_with_each_round_left_out() -> None:
-    rounds = [stepped("overlap", i, [10.0, 10.0], [9.0, 9.0]) for i in range(4)]
-    for i, ms in enumerate([9.0, 9.0, 11.0, 11.0]):
-        rounds.append(stepped("overlap_fp4", i, [ms, ms], [1.0, 1.0]))
-    before, after = figures_of(*rounds)
-    of_all, without_one = compare_step_by_step(after, before)
-    assert of_all == pytest.approx(1.0)
-    assert sorted(without_one) == pytest.approx([0.9, 0.9, 1.1, 1.1])
-    before, after = figures_of(
-        *rounds[:4], *(record("overlap_fp4", 9, 0, round_=i) for i in range(4))
-    )
-    assert compare_step_by_step(after, before) is None, "its steps were not recorded"
-
-
-def test_own_time_excludes_waiting_for_the_slower_node() -> None:
-    """Node 0 waits 40 ms for node 1 in one round and the reverse in another; the link takes 6."""
-    rounds = []
-    for i in range(2):
-        made = stepped("overlap", i, [100.0, 100.0], [100.0, 100.0])
-        for rank, node in enumerate(made["nodes"]):
-            waits = 40.0 if rank == i % 2 else 0.0
-            node["own_s"] = [0.0, (6.0 + waits) / 1e3]
-        rounds.append(made)
-    (figures,) = figures_of(*rounds)
-    assert figures.own_ms() == pytest.approx(3.0)
 
 
 def test_missed_targets_are_reported() -> None:

@@ -59,15 +59,6 @@ def window(row: str, ms: list[float], ledger: int, wire: int) -> dict[str, Any]:
     return vars(made)
 
 
-def test_a_node_is_as_slow_as_its_slowest_rank_and_sends_the_bytes_of_both() -> None:
-    windows = [window("ddp", ms, 50, 105) for ms in ([1, 9], [4, 2], [3, 3], [5, 1])]
-    first, second = link.by_node(windows, 2)
-    assert first["step_s"] == [0.004, 0.009]
-    assert second["step_s"] == [0.005, 0.003]
-    assert (first["ledger_bytes"], first["wire_bytes"]) == (100, 105)
-    assert first["seconds"] == pytest.approx(0.013)
-
-
 def test_targets_are_judged_by_the_medians(tmp_path: Path) -> None:
     results = Results(tmp_path / "link.json", link.SETTINGS)
     for round_ in range(3):

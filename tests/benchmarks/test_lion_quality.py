@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common.pretraining import batches
-from benchmarks.lion_quality import __main__ as lion_quality
-from benchmarks.lion_quality.grid import BETAS, Run
+from benchmarks.lion_quality.grid import BETAS
 from benchmarks.lion_quality.simulated import simulated_lion_cosine, take_step, train
 from lightning_commfree import DistributedLion
 from lightning_commfree.comm.channel import Channel
@@ -121,15 +119,3 @@ def test_one_worker_trains_like_a_trainer(
 
 def test_the_recipe_uses_betas_of_the_benchmark() -> None:
     assert lion_betas(500) in BETAS
-
-
-def test_a_true_run_in_a_separate_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run("gpt2_tiny", "majority", 2, 1, 0.001, 0.9, 0.95)
-    more = [*SMALL, f"cache_dir={tmp_path}/cache"]
-    monkeypatch.setattr(lion_quality, "planned", lambda losses, seeds: [run])
-    lion_quality.main(["--results", str(tmp_path / "q.json"), "--steps", str(STEPS), *more])
-    (entry,) = json.loads((tmp_path / "q.json").read_text())["runs"]
-    assert Run(**entry["run"]) == run
-    config = lion_quality.configuration(run, STEPS, more)
-    assert entry["validation_loss"] == train(config, 2, "majority")
-    assert "missing |" in (tmp_path / "q.md").read_text()

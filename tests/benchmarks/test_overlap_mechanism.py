@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.overlap import page
 from benchmarks.overlap.link import Link, SleepingChannel
-from benchmarks.overlap.medians import mechanism_medians, medians, merged, share_hidden, slower
+from benchmarks.overlap.medians import share_hidden
 from benchmarks.overlap.methods import Model, batch_of, ours
 from benchmarks.overlap.page import most_hidden
 from lightning_commfree.comm.ledger import Ledger
@@ -84,45 +82,3 @@ def test_without_noise_the_schedule_hides_all_that_it_can() -> None:
         ALL_REDUCES, step_seconds("sync", 1.0, 1.5), step_seconds("batch", 1.0, 1.5)
     )
     assert hidden < 0.75 * most_hidden(TOY.layers)
-
-
-def test_a_step_takes_as_long_as_on_the_slower_node() -> None:
-    assert slower([{"s": [1, 5]}, {"s": [2, 3]}], "s") == [2, 5]
-    assert share_hidden(none_s=1.0, sync_s=2.0, domino_s=1.25) == 0.75
-
-
-def test_nodes_are_merged_step_by_step() -> None:
-    rows = [
-        {"rows": {"sync": {"seconds": [1.0, 5.0], "waited": [0.1, 0.3], "collectives": 7}}},
-        {"rows": {"sync": {"seconds": [2.0, 3.0], "waited": [0.3, 0.5], "collectives": 7}}},
-    ]
-    (row,) = merged(rows).values()
-    assert (row["seconds"], row["collectives"]) == ([2.0, 5.0], 7)
-    assert row["waited"] == pytest.approx([0.2, 0.4])
-    for node in rows:
-        node["rows"]["sync"]["waited"] = []  # PyTorch has no ledger
-    assert merged(rows)["sync"]["waited"] == []
-
-
-def rows_of(**seconds: float) -> dict[str, dict[str, Any]]:
-    return {name: {"seconds": [s, 9.0, s, 0.0, s]} for name, s in seconds.items()}
-
-
-@pytest.mark.parametrize(
-    ("domino_s", "hidden", "speed"), [(1.2, 0.8, 2 / 1.2), (2.5, -0.5, 2 / 2.5)]
-)
-def test_share_hidden_and_speed_are_of_medians(
-    domino_s: float, hidden: float, speed: float
-) -> None:
-    found = medians(rows_of(none=1.0, sync=2.0, batch=domino_s))
-    assert found is not None
-    assert (found.share, found.hidden, found.speed) == pytest.approx((0.5, hidden, speed))
-    rows = rows_of(**{"none": 1.0, "sync@0.3": 2.0, "batch@0.3": domino_s})
-    assert mechanism_medians(rows, "0.3") == found
-    assert medians(rows_of(none=1.0, batch=1.2)) is None, "there is no synchronous row"
-
-
-def test_the_target_of_the_nearest_share_applies() -> None:
-    assert page.target_of(0.26) == page.Target(0.5, 1.1)
-    assert page.target_of(0.31) == page.Target(0.6, 1.25)
-    assert page.target_of(0.7) == page.Target(0.6, 1.35)

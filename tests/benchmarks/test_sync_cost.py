@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.sync_cost import __main__ as sync_cost
-from benchmarks.sync_cost.job import SyncJob
 from lightning_commfree.comm.ledger import all_gather_bytes
 from lightning_commfree.diloco import CODECS
 
@@ -54,24 +53,3 @@ def test_the_outer_state_has_the_size_of_the_design(page: str) -> None:
     assert host + gpu == design == 4.0
     if not torch.cuda.is_available():
         assert resident == pytest.approx(design, rel=0.3)
-
-
-def test_figures_are_per_replica_and_sync() -> None:
-    """Two replicas, four rounds, packets resent by TCP in one; barriers alone are 200 bytes."""
-    job = SyncJob(2, 10, 4, {}, own_network=True)
-    ranks = [
-        {
-            "idle_bytes": [200, 200, 9200, 200],
-            "interface_bytes": [2200, 3100, 2200, 2200],
-            "ledger_bytes": 400 * factor,
-            "predicted_bytes": 150,
-            "cpu_s": {phase: [9.0, factor, factor] for phase in sync_cost.PHASES},
-        }
-        for factor in (1, 2)
-    ]
-    cost = sync_cost.cost_of(job, ranks)
-    assert (cost.ledger_bytes, cost.predicted_bytes, cost.interface_bytes) == (150, 150, 1000)
-    assert set(cost.cpu_s.values()) == {2.0}
-    uncounted = [{**rank, "idle_bytes": None, "interface_bytes": None} for rank in ranks]
-    cost = sync_cost.cost_of(job._replace(own_network=False), uncounted)
-    assert cost.interface_bytes is None

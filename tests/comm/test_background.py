@@ -61,7 +61,7 @@ def test_closing_waits_for_nothing_and_gives_up_what_is_queued() -> None:
     assert not ran
 
 
-def test_what_a_rank_waits_for_on_its_own_device_is_not_counted() -> None:
+def test_a_wait_for_the_ranks_own_device_is_not_counted() -> None:
     """The event of the last kernel passes late; the peers were there long before."""
     ledger = Ledger()
     background = Background(ledger)

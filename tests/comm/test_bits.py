@@ -59,13 +59,6 @@ def test_one_byte_of_nibbles_by_hand() -> None:
     assert packed.tolist() == [0xA3, 0, 0, 0, 0, 0, 0, 0xF0] == pack_nibbles(codes).tolist()
 
 
-@pytest.mark.parametrize(
-    ("numel", "num_bytes"), [(0, 0), (1, 8), (16, 8), (17, 16), (64, 32), (65, 40), (129, 72)]
-)
-def test_sizes_by_hand(numel: int, num_bytes: int) -> None:
-    assert packed_nibbles_size(numel) == num_bytes
-
-
 @given(numel=NUMELS, cuts=CUTS, longer=st.integers(0, 3), seed=SEEDS)
 @settings(deadline=None)
 def test_flags_in_parts_of_any_length(numel: int, cuts: list[int], longer: int, seed: int) -> None:
@@ -113,15 +106,6 @@ def test_flags_that_are_left_out_stay_zero(numel: int) -> None:
             pack_bits_part(flags[part.start : part.stop], part.start, packed)
             expected[part.start : part.stop] = True
         assert torch.equal(packed, pack_bits(expected))
-
-
-def test_a_bitwise_vote_on_words_is_a_vote_on_flags() -> None:
-    """What the layout is for: three ballots, majority word by word, 64 flags at a time."""
-    a, b, c = (random_flags(1000, seed) for seed in range(3))
-    x, y, z = (pack_bits(flags).view(torch.int64) for flags in (a, b, c))
-    majority = (x & y) | ((x ^ y) & z)
-    expected = a.int() + b.int() + c.int() >= 2
-    assert torch.equal(unpack_bits(majority.view(torch.uint8), 1000), expected)
 
 
 @pytest.mark.gpu

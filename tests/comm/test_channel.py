@@ -120,7 +120,7 @@ def launch_all_then_wait(
 
 
 @pytest.mark.parametrize("full_duplex", [False, True])
-@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 5, 0, 3, 1, 4]])
+@pytest.mark.parametrize("order", [[2, 5, 0, 3, 1, 4]])
 def test_pendings_may_be_waited_for_in_any_order(
     order: list[int], full_duplex: bool, tmp_path: Path
 ) -> None:
@@ -139,37 +139,6 @@ def test_pendings_may_be_waited_for_in_any_order(
         for i, (got, want) in enumerate(zip(results, expected, strict=True)):
             assert torch.equal(got, want), f"launch {i} on rank {rank}"
         assert set(seconds) == {"large", "small"}
-
-
-def wait_twice(rank: int, size: int) -> dict[str, Any]:
-    channel = world_channel(rank, size)
-    pending = channel.all_gather(of_rank(rank, 3), "t")
-    first = pending.wait()
-    waited = channel.ledger.seconds_waited
-    seen: list[Tensor] = []
-    chained = channel.all_gather(of_rank(rank, 3), "t").then(lambda t: seen.append(t) or t.sum())
-    calls_before_wait = len(seen)
-    total = chained.wait()
-    return {
-        "same object": pending.wait() is first,
-        "second wait counts nothing": waited > 0.0 and channel.ledger.collectives == 2,
-        "then has not run yet": calls_before_wait,
-        "then, twice the same": chained.wait() is total,
-        "then runs": len(seen),
-        "total": float(total),
-    }
-
-
-def test_wait_twice_is_the_same_object_and_then_runs_once(tmp_path: Path) -> None:
-    for result in run_ranks(wait_twice, 2, tmp_path):
-        assert result == {
-            "same object": True,
-            "second wait counts nothing": True,
-            "then has not run yet": 0,
-            "then, twice the same": True,
-            "then runs": 1,
-            "total": float(sum(of_rank(r, 3).sum() for r in range(2))),
-        }
 
 
 def test_then_chains_and_shares_the_one_transfer() -> None:

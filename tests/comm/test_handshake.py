@@ -45,62 +45,62 @@ def second_half_disagrees(rank: int, size: int) -> str:
     return ""
 
 
-def texts(cases: list[list[dict[str, str]]], folder: Path) -> list[str]:
-    """Return what the ranks were told, case by case; all must have been told the same."""
-    told = [[text for text, *_ in outcomes] for outcomes in run_ranks(told_apart, 3, folder, cases)]
-    assert told[0] == told[1] == told[2]
-    return told[0]
-
-
-def test_agreement_costs_a_digest_and_nothing_else(tmp_path: Path) -> None:
-    other_order = dict(reversed(FACTS.items()))
-    many = {f"parameter_{i}": "float32 [4096, 4096]" for i in range(500)}
-    cases = [[FACTS, other_order, FACTS], [many] * SIZE, [{}] * SIZE]
-    for outcomes in run_ranks(told_apart, SIZE, tmp_path, cases):
-        assert outcomes == [("", all_gather_bytes(DIGEST_BYTES, SIZE), 1)] * len(cases)
-
-
-def test_a_difference_names_ranks_and_values(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the ranks were told in each case; all must have been told the same and sent alike."""
     other_setting = {**FACTS, "sync_every": "50"}
-    other_shape = {**FACTS, "weight": "float32 [3, 4]"}
-    without_bias = {name: text for name, text in FACTS.items() if name != "bias"}
-    with_extra = {**FACTS, "head": "float32 [2]"}
-    cases = [
-        [FACTS, FACTS, other_setting],
-        [FACTS, other_shape, FACTS],
-        [FACTS, without_bias, with_extra],
-        [other_setting, FACTS, FACTS],
-        [FACTS, FACTS, FACTS],
-    ]
-    setting, shape, parameters, odd_first, agreed = texts(cases, tmp_path)
-    assert "do not agree: sync_every is 50 on rank 2, 100 on rank 0. Start every" in setting
-    assert "do not agree: weight is float32 [3, 4] on rank 1, float32 [4, 3] on rank 0." in shape
-    assert "bias is absent on rank 1, für on rank 0" in parameters
-    assert "head is float32 [2] on rank 2, absent on rank 0" in parameters
-    assert "sync_every is 100 on rank 1, 50 on rank 0" in odd_first
-    assert "sync_every is 100 on rank 2, 50 on rank 0" in odd_first
-    assert agreed == "", "after a refusal the channel still works"
-
-
-def test_what_agrees_is_not_named(tmp_path: Path) -> None:
-    (text,) = texts([[FACTS, FACTS, {**FACTS, "sync_every": "50"}]], tmp_path)
-    assert "wire_dtype" not in text
-    assert "rank 1" not in text
-
-
-def test_many_differences_are_counted(tmp_path: Path) -> None:
     one = {f"p{i}": "float32 [1]" for i in range(8)}
-    two = {f"p{i}": "float32 [2]" for i in range(8)}
-    (text,) = texts([[one, two, one]], tmp_path)
-    named = [f"p{i}" for i in range(8) if f"p{i} is" in text]
+    cases = {
+        "other order": [FACTS, dict(reversed(FACTS.items())), FACTS],
+        "many": [{f"parameter_{i}": "float32 [4096, 4096]" for i in range(500)}] * SIZE,
+        "none": [{}] * SIZE,
+        "setting": [FACTS, FACTS, other_setting],
+        "shape": [FACTS, {**FACTS, "weight": "float32 [3, 4]"}, FACTS],
+        "parameters": [
+            FACTS,
+            {name: text for name, text in FACTS.items() if name != "bias"},
+            {**FACTS, "head": "float32 [2]"},
+        ],
+        "odd first": [other_setting, FACTS, FACTS],
+        "eight": [one, dict.fromkeys(one, "float32 [2]"), one],
+        "agreed": [FACTS, FACTS, FACTS],
+    }
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = run_ranks(told_apart, SIZE, folder, list(cases.values()))
+    assert [text for text, *_ in ranks[0]] == [text for text, *_ in ranks[1]]
+    assert [text for text, *_ in ranks[0]] == [text for text, *_ in ranks[2]]
+    for outcomes in ranks:
+        for text, *sent in outcomes:
+            assert text or sent == [all_gather_bytes(DIGEST_BYTES, SIZE), 1], "a digest and no more"
+    return {name: text for name, (text, *_) in zip(cases, ranks[0], strict=True)}
+
+
+def test_ranks_that_agree_are_told_nothing(told: dict[str, str]) -> None:
+    assert told["other order"] == told["many"] == told["none"] == ""
+    assert told["agreed"] == "", "after a refusal the channel still works"
+
+
+def test_a_difference_names_ranks_and_values_and_nothing_else(told: dict[str, str]) -> None:
+    assert "do not agree: sync_every is 50 on rank 2, 100 on rank 0. Start" in told["setting"]
+    assert "wire_dtype" not in told["setting"]
+    assert "rank 1" not in told["setting"]
+    shape = "do not agree: weight is float32 [3, 4] on rank 1, float32 [4, 3] on rank 0."
+    assert shape in told["shape"]
+    assert "bias is absent on rank 1, für on rank 0" in told["parameters"]
+    assert "head is float32 [2] on rank 2, absent on rank 0" in told["parameters"]
+    for rank in (1, 2):
+        assert f"sync_every is 100 on rank {rank}, 50 on rank 0" in told["odd first"]
+
+
+def test_many_differences_are_counted(told: dict[str, str]) -> None:
+    named = [f"p{i}" for i in range(8) if f"p{i} is" in told["eight"]]
     assert named == ["p0", "p1", "p2", "p3", "p4"]
-    assert "; and 3 more. Start every" in text
+    assert "; and 3 more. Start every" in told["eight"]
 
 
-@pytest.mark.parametrize("fingerprint", [{}, FACTS])
-def test_one_rank_agrees_with_itself_and_sends_nothing(fingerprint: dict[str, str]) -> None:
+def test_one_rank_agrees_with_itself_and_sends_nothing() -> None:
     ledger = Ledger()
-    check_agreement(Channel([0], 0, ledger), fingerprint)
+    check_agreement(Channel([0], 0, ledger), FACTS)
     assert ledger.totals() == Ledger().totals()
 
 

@@ -44,18 +44,6 @@ def test_the_groups_of_an_axis_partition_the_ranks(mesh: Mesh) -> None:
                 )
 
 
-@given(MESHES)
-def test_coordinates_name_a_rank(mesh: Mesh) -> None:
-    world = range(math.prod(mesh.sizes))
-    assert len({tuple(mesh.coordinate(r, a) for a in mesh.axes) for r in world}) == len(world)
-
-
-@pytest.mark.parametrize(("world_size", "replica_size"), [(1, 1), (6, 1), (6, 3), (6, 6)])
-def test_every_divisor_fits(world_size: int, replica_size: int) -> None:
-    mesh = replica_mesh(world_size, replica_size)
-    assert mesh.sizes == (world_size // replica_size, replica_size)
-
-
 @pytest.mark.parametrize("replica_size", [4, 12, 0, -2])
 def test_a_replica_size_that_does_not_divide_is_refused(replica_size: int) -> None:
     expected = (

@@ -7,12 +7,10 @@ import os
 import signal
 import socket
 import time
-from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
@@ -83,14 +81,3 @@ def test_children_close_what_was_opened_and_nothing_else() -> None:
         assert first.recv(4) == b"here"
         for one in (first, local, after):
             one.close()
-
-
-def test_nothing_is_left_of_it() -> None:
-    before = len(util._afterfork_registry)  # type: ignore[attr-defined]
-    unshared = CloseOnFork()
-    for _ in range(2):
-        with unshared.opening():
-            pass
-    del unshared
-    assert len(util._afterfork_registry) == before  # type: ignore[attr-defined]
-    assert not dist.is_initialized()

@@ -109,10 +109,9 @@ def test_the_end_is_no_outer_step_for_the_outer_optimizer() -> None:
     assert {landing.outer_lr for landing in diloco.landings.values()} == {1.0}
 
 
-@pytest.mark.parametrize("mix", [0.5, 1.0])
-def test_finish_before_the_first_launch_is_one_averaging_step(mix: float, tmp_path: Path) -> None:
-    """A fit shorter than `sync_every`, whatever the mix."""
-    changes = {"sync_every": 100, "mix": mix}
+def test_finish_before_the_first_launch_is_one_averaging_step(tmp_path: Path) -> None:
+    """A fit shorter than `sync_every`, with the mix that ignores all others."""
+    changes = {"sync_every": 100, "mix": 1.0}
     traces = run_ranks(train, 2, tmp_path, Run(3, changes))
     for name in traces[0].local[-1]:
         mean = (traces[0].local[2][name] + traces[1].local[2][name]) / 2
@@ -122,7 +121,7 @@ def test_finish_before_the_first_launch_is_one_averaging_step(mix: float, tmp_pa
         assert apart > 1e-3, "there was something to average"
 
 
-def test_training_may_go_on_after_finish() -> None:
+def test_training_may_continue_after_finish() -> None:
     """What is foreseen to be the last step need not be it; a landing of `finish` is done then."""
     module, diloco = after_some_steps(4)
     assert diloco.in_flight == [0]

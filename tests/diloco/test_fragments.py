@@ -95,11 +95,6 @@ def test_a_wrapper_only_puts_a_prefix_in_front() -> None:
         ]
 
 
-def test_block_1_does_not_take_what_belongs_to_block_10() -> None:
-    fragments = split_into_fragments(gpt2(11), 12, "strided")
-    assert blocks_in(fragments, "transformer.h.") == [*[[i] for i in range(11)], []]
-
-
 # What is split
 
 
@@ -119,10 +114,6 @@ def test_a_model_of_nothing_but_blocks_has_no_fragment_for_the_rest() -> None:
     ]
 
 
-def test_a_list_of_one_is_no_list_of_blocks() -> None:
-    assert len(split_into_fragments(gpt2(1), None, "strided")) == 1
-
-
 def test_one_fragment_is_the_whole_model() -> None:
     model = gpt2(2)
     for pattern in PATTERNS:
@@ -138,14 +129,6 @@ def test_frozen_parameters_are_left_out() -> None:
     assert blocks_in(fragments, "transformer.h.") == [[0, 3], [2], []]
     assert "transformer.wte.weight" not in fragments[-1].parameters
     assert_partition(model, fragments)
-
-
-def test_where_only_blocks_train_nothing_is_left_for_a_last_fragment() -> None:
-    model = gpt2(3)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("transformer.h."))
-    fragments = split_into_fragments(model, None, "strided")
-    assert blocks_in(fragments, "transformer.h.") == [[0, 1, 2]]
 
 
 def test_a_weight_tied_between_blocks_goes_with_the_first() -> None:

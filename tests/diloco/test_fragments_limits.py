@@ -47,13 +47,6 @@ def test_balanced_by_hand() -> None:
     assert second.parameters == ("2", "3")
 
 
-@pytest.mark.parametrize(("layers", "num_fragments"), [(2, 2), (4, 3), (7, 4)])
-def test_balanced_takes_the_number_from_the_blocks_if_there_are_any(
-    layers: int, num_fragments: int
-) -> None:
-    assert len(split_into_fragments(gpt2(layers), None, "balanced")) == num_fragments
-
-
 @pytest.mark.parametrize(("tensors", "num_fragments"), [(1, 1), (3, 3), (9, 4)])
 def test_balanced_without_blocks_makes_four_fragments_at_most(
     tensors: int, num_fragments: int
@@ -107,19 +100,6 @@ def test_more_fragments_than_blocks_and_the_rest_are_refused(pattern: str) -> No
         split_into_fragments(gpt2(3), 5, pattern)
 
 
-def test_more_fragments_than_blocks_alone_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="it has 2 blocks, so at most 2"):
-        split_into_fragments(model, 3, "strided")
-
-
-def test_two_fragments_without_blocks_are_refused() -> None:
-    """Layers of several classes in one `Sequential` are no blocks."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="it has 0 blocks and other parameters, so at most 1"):
-        split_into_fragments(model, 2, "strided")
-
-
 def test_more_balanced_fragments_than_tensors_are_refused() -> None:
     assert len(split_into_fragments(nn.Linear(2, 2), 2, "balanced")) == 2
     message = r"`num_fragments=3` .*: it has 2 trainable tensors\. Choose at most 2\."
@@ -157,7 +137,7 @@ def tree_of(children: st.SearchStrategy[nn.Module]) -> st.SearchStrategy[nn.Modu
 TREES = st.recursive(LEAVES.map(lambda make: make()), tree_of, max_leaves=8)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     module=TREES,
     pattern=st.sampled_from(PATTERNS),

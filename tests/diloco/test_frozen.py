@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,7 +44,8 @@ class Outcome:
 
 THAWED = ["embed.weight", "embed.bias"]
 CASES = [  # sync_every, overlap_steps, thawed before step
-    *product((4,), (0, 1, 3), (1, 3, 4, 5, 6, 7, STEPS)),
+    *product((4,), (0, 1, 3), (1, 4, 7)),  # first, at a launch, after a landing
+    (4, 1, STEPS),
     (6, 1, 9),
 ]
 
@@ -121,8 +121,8 @@ def play(
     return seen
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_is_thawed_equals_the_twin_after_every_step(size: int, tmp_path: Path) -> None:
+def test_thawed_parameters_equal_the_twin_after_every_step(tmp_path: Path) -> None:
+    size = 3
     ranks = run_ranks(thaw_all, size, tmp_path)
     for i, (every, overlap, at) in enumerate(CASES):
         for outcomes in ranks:
@@ -150,11 +150,11 @@ def thaw_and_resume(rank: int, size: int) -> list[tuple[Outcome, Outcome]]:
     return [
         (thaw(rank, size, one, at), thaw(rank, size, one, at, resume_at))
         for one in changes
-        for resume_at in (6, 7, 11, 12)
+        for resume_at in (6, 11)
     ]
 
 
-def test_a_state_after_the_thaw_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_state_saved_after_the_thaw_resumes_exactly(tmp_path: Path) -> None:
     for outcomes in run_ranks(thaw_and_resume, 2, tmp_path):
         for straight, resumed in outcomes:
             assert not straight.error
@@ -233,12 +233,9 @@ def names_of_teacher() -> list[str]:
     return [name for name, _ in WithTeacher().named_parameters() if name.startswith("teacher.")]
 
 
-@pytest.mark.parametrize("changes", [{}, {"wire_dtype": "fp4"}])
-def test_a_teacher_is_averaged_at_a_validation_and_at_the_end(
-    changes: dict[str, Any], tmp_path: Path
-) -> None:
-    """In fp32 on every wire; in between each replica has its own."""
-    ranks = run_ranks(move, 3, tmp_path, (6, 10), 0, changes)
+def test_a_teacher_is_averaged_at_a_validation_and_at_the_end(tmp_path: Path) -> None:
+    """In fp32 also where the wire is fp4; in between each replica has its own."""
+    ranks = run_ranks(move, 3, tmp_path, (6, 10), 0, {"wire_dtype": "fp4"})
     for name in names_of_teacher():
         teachers = [WithTeacher().get_parameter(name).detach()] * 3
         for step in range(1, STEPS + 1):
@@ -332,9 +329,6 @@ def bytes_sent(rank: int, size: int, with_base: bool) -> list[int]:
     return [*sent, channel.ledger.bytes_by_tag["outer_gradient"]]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_is_frozen_and_nobody_moves_costs_no_byte_before_the_end(
-    size: int, tmp_path: Path
-) -> None:
-    without = run_ranks(bytes_sent, size, tmp_path, False)
-    assert run_ranks(bytes_sent, size, tmp_path, True) == without
+def test_frozen_parameters_that_nobody_moves_cost_no_byte_before_the_end(tmp_path: Path) -> None:
+    without = run_ranks(bytes_sent, 3, tmp_path, False)
+    assert run_ranks(bytes_sent, 3, tmp_path, True) == without

@@ -22,7 +22,6 @@ from lightning_commfree.diloco.quantize import (
     encode_int8,
 )
 
-NAN_SCALE = 255
 LEAST_TOP, GREATEST_TOP = -118, 119
 
 
@@ -114,7 +113,7 @@ NEAR_A_POWER = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ALL_CLASSES)
 def test_any_bits_become_the_nearest_value(bits: list[int]) -> None:
     """A block of arbitrary floats holds a NaN or Inf now and then; alone, each is its own block."""
@@ -124,7 +123,7 @@ def test_any_bits_become_the_nearest_value(bits: list[int]) -> None:
         assert_same_bits(through_e3m0(value), reference(value))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 254), NEAR_A_POWER)
 def test_ties_and_their_neighbours_at_every_scale(
     exponent: int, parts: list[tuple[int, int, int]]
@@ -150,13 +149,6 @@ def test_every_block_has_its_own_scale(
     assert_same_bits(through_int8(values), expected_int8)
 
 
-def test_powers_of_two_and_zeros_are_exact() -> None:
-    values = torch.tensor([4.0, -2.0, 1.0, 0.5, -0.25, 0.125, 0.0625, 0.0, -0.0])
-    decoded = through_e3m0(values)
-    assert_same_bits(decoded, values)
-    assert_same_bits(through_e3m0(decoded), decoded)
-
-
 def test_code_and_scale_by_hand() -> None:
     """1.4 rounds to 2^0, whose biased exponent is 127; 2^-6 is code 1, 2^0 code 7; bit 3 is the
     sign."""
@@ -178,36 +170,6 @@ def test_a_block_with_nan_or_inf_decodes_to_nan(
     torch.testing.assert_close(decoded[BLOCK:], torch.ones(BLOCK), atol=0.0, rtol=1e-6)
 
 
-def test_the_scale_of_what_is_too_large_is_that_of_nan() -> None:
-    for too_large in (torch.finfo(torch.float32).max, 1.5 * 2.0**GREATEST_TOP):
-        assert e3m0_of(torch.tensor([too_large]))[1].tolist() == [NAN_SCALE]
-        assert through_e3m0(torch.tensor([too_large])).isnan()
-    largest = torch.tensor([1.499 * 2.0**GREATEST_TOP])
-    assert through_e3m0(largest).tolist() == [2.0**GREATEST_TOP]
-
-
-@pytest.mark.parametrize("through", [through_e3m0, through_int8])
-def test_tiny_blocks_become_zero(through: Callable[[Tensor], Tensor]) -> None:
-    tiny, small = torch.full((5,), 2.0**LEAST_TOP * 0.74), torch.full((5,), 2.0**LEAST_TOP)
-    assert torch.equal(through(tiny), torch.zeros(5))
-    torch.testing.assert_close(through(small), small, atol=0.0, rtol=1e-6)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=1, max_size=40),
-    st.integers(-90, 100),
-)
-def test_int8_is_the_nearest_step(numbers: list[float], exponent: int) -> None:
-    values = torch.tensor(numbers) * 2.0**exponent
-    if float(values.abs().max()) < 2.0**LEAST_TOP:
-        assert torch.equal(through_int8(values), torch.zeros_like(values))
-        return
-    step = values.double().abs().max() / 127
-    error = (through_int8(values).double() - values.double()).abs().max()
-    assert float(error) <= 0.5 * float(step) * (1 + 1e-4)
-
-
 def test_int8_codes_by_hand() -> None:
     """Steps of 1: ties go to the even step, the largest magnitude is +-127."""
     codes, scales = int8_of(torch.tensor([127.0, -127.0, 0.5, 1.5, -2.5, 2.6, 0.0]))
@@ -215,7 +177,7 @@ def test_int8_codes_by_hand() -> None:
     assert codes.tolist() == [127, -127, 0, 2, -2, 3, 0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ALL_CLASSES)
 def test_int8_of_any_bits_is_the_nearest_step_or_nan_or_zero(bits: list[int]) -> None:
     values = any_fp32(bits)
@@ -227,8 +189,3 @@ def test_int8_of_any_bits_is_the_nearest_step_or_nan_or_zero(bits: list[int]) ->
     else:
         error = (decoded.double() - values.double()).abs().max()
         assert float(error) <= 0.5 * largest / 127 * (1 + 1e-4)
-
-
-@pytest.mark.parametrize("through", [through_e3m0, through_int8])
-def test_nothing_makes_nothing(through: Callable[[Tensor], Tensor]) -> None:
-    assert through(torch.empty(0)).numel() == 0

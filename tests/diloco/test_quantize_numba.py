@@ -18,13 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.sync_cost.job import start
 from lightning_commfree.comm.bits import packed_nibbles_size
-from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.diloco import codec, quantize_numba, streaming
+from lightning_commfree.diloco import codec, quantize_numba
 from lightning_commfree.diloco.codec import BLOCK, Fp4Codec, Int8Codec, decode_all, num_blocks
-from lightning_commfree.diloco.exchange import FragmentMessage, Header
 
 CPU = torch.device("cpu")
 PAIRS = {
@@ -127,39 +123,6 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
 
 
-def test_every_loop_is_compiled_once() -> None:
-    """For one type of arrays, whole and aligned: another one would be compiled in a landing."""
-    for name, (compiled, _) in PAIRS.items():
-        layout = FragmentMessage(compiled, numel=3 * BLOCK + 5, num_buffers=3)
-        values, header = torch.randn(3 * BLOCK + 5), Header(stop=False, step=1, digest=0)
-        messages = torch.empty(2, layout.num_bytes, dtype=torch.uint8)
-        for message in messages:
-            layout.write(message, header, values, torch.ones(3))
-        mean, _ = layout.average(messages)
-        assert torch.equal(mean, through(name, values))
-    for loop in (
-        quantize_numba._encode_e3m0,
-        quantize_numba._decode_e3m0,
-        quantize_numba._encode_int8,
-    ):
-        assert len(loop.signatures) == 1
-
-
-def test_the_algorithm_begins_with_its_wire_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or the first launch would wait for the compiler."""
-    warm: list[tuple[object, torch.device]] = []
-    monkeypatch.setattr(streaming, "warm_up", lambda *args: warm.append(args))
-    start(torch.nn.Linear(3, 3), Channel([0], 0, Ledger()), wire_dtype="fp4").close()
-    assert warm == [(Fp4Codec(), CPU)]
-
-
-@pytest.mark.parametrize("scale", [0, 1, 8, 9, 246, 247, 254, 255])
-def test_scales_that_no_encoder_writes_are_read_alike(scale: int) -> None:
-    payload = torch.cat([torch.arange(BLOCK // 2), torch.tensor([scale])]).to(torch.uint8)
-    found, expected = (decode_all(reader, payload, torch.empty(BLOCK)) for reader in PAIRS["fp4"])
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_loops_and_torch_operations_agree_to_the_bit(name: str, numel: int) -> None:
@@ -195,21 +158,6 @@ def test_they_agree_where_the_rules_change(name: str) -> None:
 def test_they_agree_on_what_hypothesis_finds(numbers: list[float]) -> None:
     for name in PAIRS:
         check(name, torch.tensor(numbers, dtype=torch.float32))
-
-
-def test_a_chunk_may_begin_at_any_block() -> None:
-    """Also where it holds the end of the one row of codes and the beginning of the other."""
-    numel = 9 * BLOCK + 5
-    values = torch.ldexp(torch.randn(numel), torch.arange(numel) // BLOCK)
-    payload, _ = payloads("fp4", values)
-    whole = decode_all(PAIRS["fp4"][1], payload, torch.empty(numel))
-    for first in range(num_blocks(numel)):
-        for last in range(first + 1, num_blocks(numel) + 1):
-            part = slice(first * BLOCK, min(last * BLOCK, numel))
-            out = torch.full((part.stop - part.start + 2,), math.pi)
-            PAIRS["fp4"][0].decode(payload, numel, part, out[1:-1])
-            assert torch.equal(out[1:-1], whole[part])
-            assert (out[[0, -1]] == torch.tensor(math.pi)).all()
 
 
 @pytest.fixture
@@ -307,7 +255,3 @@ def test_where_nothing_can_be_kept_it_compiles_without(monkeypatch: pytest.Monke
         return 2 * number
 
     assert quantize_numba._compiled(double)(21) == 42
-
-
-def test_another_device_takes_torch_operations() -> None:
-    assert codec._loops(torch.device("cuda")) is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
-from functools import partial
 from typing import Any
 
 import pytest
@@ -33,31 +31,6 @@ def make(**changes: Any) -> DiLoCoSettings:
     return DiLoCoSettings(**{**LEGAL, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"sync_every": 1, "overlap_steps": 0},
-        {"sync_every": 2, "overlap_steps": 1},
-        {"num_fragments": 1},
-        {"num_fragments": 1000},
-        {"check_drift_every": 0},
-        {"outer_device": "cpu"},
-        {"nonfinite": "abstain"},
-        {"evaluate": "mean"},
-        {"mix": 0},
-        {"mix": 1.0},
-        *[{"fragment_pattern": pattern} for pattern in ("sequential", "balanced")],
-        *[{"wire_dtype": wire_dtype} for wire_dtype in ("fp32", "bf16", "int8")],
-        {"outer_optimizer": partial(torch.optim.Adam, lr=0.1)},
-    ],
-)
-def test_legal_values_are_taken_as_they_are(changes: dict[str, Any]) -> None:
-    settings = make(**changes)
-    for field in fields(settings):
-        assert getattr(settings, field.name) == {**LEGAL, **changes}[field.name]
-
-
 REFUSED = [
     (
         {"evaluate": "local"},
@@ -67,30 +40,24 @@ REFUSED = [
     ({"outer_device": "tpu"}, r"`outer_device='tpu'` is unknown. Choose 'cpu'"),
     ({"check_drift_every": -1}, r"`check_drift_every=-1` must be at least 0, where 0 means never"),
     ({"sync_every": 0, "overlap_steps": 0}, r"`sync_every=0` must be at least 1: it counts"),
-    ({"sync_every": -5}, r"`sync_every=-5` must be at least 1"),
     ({"num_fragments": 0}, r"`num_fragments=0` must be at least 1, or None to derive it"),
     (
         {"fragment_pattern": "stripes"},
         r"`fragment_pattern='stripes'` is unknown\. Choose one of"
         r" 'strided', 'sequential', 'balanced'\.",
     ),
-    ({"fragment_pattern": None}, r"`fragment_pattern=None` is unknown"),
     (
         {"sync_every": 4, "overlap_steps": 4},
         r"`overlap_steps=4` must be at least 0 and below `sync_every=4`: a fragment has to land"
         r" before its next launch\. Lower `overlap_steps` or raise `sync_every`\.",
     ),
-    ({"sync_every": 4, "overlap_steps": 9}, r"`overlap_steps=9` must be .* `sync_every=4`"),
     ({"overlap_steps": -1}, r"`overlap_steps=-1` must be at least 0"),
     ({"mix": 1.5}, r"`mix=1\.5` is outside \[0, 1\]\. It is the weight of the local parameters"),
-    ({"mix": -0.1}, r"`mix=-0\.1` is outside \[0, 1\]"),
     ({"mix": float("nan")}, r"`mix=nan` is outside \[0, 1\]"),
     (
         {"wire_dtype": "fp8"},
         r"`wire_dtype='fp8'` is unknown\. Choose one of 'fp32', 'bf16', 'int8', 'fp4', or pass",
     ),
-    ({"wire_dtype": None}, r"`wire_dtype=None` is unknown"),
-    ({"wire_dtype": torch.bfloat16}, r"`wire_dtype=torch\.bfloat16` is unknown"),
     ({"replica_size": 0}, r"`replica_size=0` must be at least 1: it counts the ranks of"),
 ]
 
@@ -117,10 +84,7 @@ def test_an_outer_optimizer_that_is_no_factory_is_refused(outer_optimizer: Any, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sync_every", 2.5),
         ("sync_every", True),
-        ("num_fragments", True),
-        ("overlap_steps", False),
         ("sync_every", "100"),
         ("num_fragments", 1.5),
         ("overlap_steps", 0.5),
@@ -133,11 +97,6 @@ def test_a_number_of_another_kind_is_refused_by_name(name: str, value: Any) -> N
     """From a config file `1e2` is a float and `"100"` a string; half a step counts nothing."""
     with pytest.raises((TypeError, ValueError), match=f"`{name}={value!r}`"):
         make(**{name: value})
-
-
-def test_the_settings_cannot_be_changed_afterwards() -> None:
-    with pytest.raises(FrozenInstanceError):
-        make().sync_every = 3  # type: ignore[misc]
 
 
 def test_facts_hold_every_setting_that_two_ranks_can_compare() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_commfree.diloco import CODECS, StreamingDiLoCo, default_outer_optimizer
+from lightning_commfree.diloco import StreamingDiLoCo
 from tests.diloco.training import (
     Net,
     Run,
@@ -117,8 +117,9 @@ def check_against_twin(size: int, run: Run, folder: Path) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wire_dtype", list(CODECS))
+@pytest.mark.parametrize(
+    ("wire_dtype", "size"), [("fp32", 3), ("bf16", 2), ("int8", 3), ("fp4", 2), ("fp4", 3)]
+)
 def test_every_wire_format_equals_the_twin_through_the_wire(
     wire_dtype: str, size: int, tmp_path: Path
 ) -> None:
@@ -132,9 +133,7 @@ def test_every_wire_format_equals_the_twin_through_the_wire(
     assert (difference == 0.0) == (wire_dtype == "fp32"), "the format leaves its mark"
 
 
-@pytest.mark.parametrize(
-    ("num_fragments", "overlap_steps", "most"), [(3, 3, 2), (3, 5, 3), (2, 4, 2)]
-)
+@pytest.mark.parametrize(("num_fragments", "overlap_steps", "most"), [(3, 5, 3), (2, 4, 2)])
 def test_several_fragments_in_flight_equal_the_twin(
     num_fragments: int, overlap_steps: int, most: int, tmp_path: Path
 ) -> None:
@@ -162,12 +161,6 @@ def test_a_landing_one_step_later_would_be_seen(tmp_path: Path) -> None:
     late = twin(2, Run(8, {"num_fragments": 2, "overlap_steps": 2}), trace.fragments)[0]
     assert largest_difference(trace.local[:4], late.local[:4]) == 0.0
     assert largest_difference(trace.local[4:5], late.local[4:5]) > 1e-4
-
-
-def test_the_default_outer_optimizer_equals_the_twin(tmp_path: Path) -> None:
-    """The paper's lr 0.4 with Nesterov momentum, as a user gets it."""
-    changes = {"outer_optimizer": default_outer_optimizer, "num_fragments": 4}
-    check_against_twin(2, Run(14, changes), tmp_path)
 
 
 # What must not change the training
@@ -247,17 +240,3 @@ def test_a_buffer_written_to_in_between_keeps_what_was_written() -> None:
         module.best += 3.0
     assert module.best.tolist() == [3.0, 3.0]
     assert torch.equal(module.head.weight, weight)
-
-
-def test_swapping_twice_in_one_direction_does_nothing_more() -> None:
-    module, diloco = after_some_steps(6)
-    local = all_bits(module)
-    diloco.weight_swap.swap_out()
-    assert_equal_states(all_bits(module), local)
-    diloco.weight_swap.swap_in()
-    outer = all_bits(module)
-    diloco.weight_swap.swap_in()
-    assert_equal_states(all_bits(module), outer)
-    diloco.weight_swap.swap_out()
-    diloco.weight_swap.swap_out()
-    assert_equal_states(all_bits(module), local)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_commfree.diloco import CODECS
 from tests.diloco.training import (
     ADAMW,
     AVERAGING,
@@ -59,9 +57,9 @@ def test_every_step_with_lr_1_is_data_parallel_sgd(size: int, tmp_path: Path) ->
         assert largest_difference(trace.local, data_parallel(1)) > 1000 * tolerance, "a sum passes"
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_third_step_with_lr_1_is_parameter_averaging(size: int, tmp_path: Path) -> None:
+def test_every_third_step_with_lr_1_is_parameter_averaging(tmp_path: Path) -> None:
     """With AdamW inside, whose state stays each replica's own."""
+    size = 3
     changes = {"sync_every": 3, "num_fragments": 1, "overlap_steps": 0, "mix": 0.0}
     run = Run(9, {**changes, "outer_optimizer": AVERAGING}, finish=False)
 
@@ -129,65 +127,10 @@ def test_mix_1_is_independent_runs_bit_for_bit(wire_dtype: str, tmp_path: Path) 
     assert not torch.equal(traces[0].outer[-1][0], traces[0].outer[0][0]), "something did land"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_mix_0_a_fragment_is_equal_on_all_replicas_where_it_lands(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
-    run = Run(11, {"mix": 0.0, "num_fragments": 2}, dtype=dtype, finish=False)
-    traces = run_ranks(train, 3, tmp_path, run)
-    fragments = traces[0].fragments
-    for step, landed in {5: 0, 7: 1, 9: 0, 11: 1}.items():  # H = 4, P = 2, tau = 1
-        for name in fragments[landed]:
-            values = [bits(trace.local[step - 1][name]) for trace in traces]
-            assert torch.equal(values[0], values[1]), (step, name)
-            assert torch.equal(values[0], values[2]), (step, name)
-        flat = torch.cat([traces[0].local[step - 1][name].flatten() for name in fragments[landed]])
-        assert torch.equal(flat, traces[0].outer[step - 1][landed].to(dtype))
-        name = fragments[1 - landed][0]
-        apart = [trace.local[step - 1][name] for trace in traces]
-        assert not torch.equal(apart[0], apart[1]), "the other fragment is each replica's own"
-
-
-def test_outer_lr_0_returns_to_the_initial_value_at_every_sync(tmp_path: Path) -> None:
-    changes = {"overlap_steps": 0, "mix": 0.0, "num_fragments": 1}
-    run = Run(9, {**changes, "outer_optimizer": partial(torch.optim.SGD, lr=0.0)}, finish=False)
-    initial = state_of(Net())
-    for trace in run_ranks(train, 2, tmp_path, run):
-        for step, state in enumerate(trace.local, 1):
-            same = [torch.equal(state[name], initial[name]) for name in initial]
-            assert all(same) if step % 4 == 0 else not any(same), step
-
-
-@pytest.mark.parametrize("wire_dtype", list(CODECS))
+@pytest.mark.parametrize("wire_dtype", ["fp32", "fp4"])
 def test_two_replicas_with_the_same_data_are_one(wire_dtype: str, tmp_path: Path) -> None:
     """(d + d) / 2 is d, exactly. At the end one alone sends nothing, and rounds nothing."""
     run = Run(11, {"wire_dtype": wire_dtype, "num_fragments": 2}, same_data=True, finish=False)
     one = train(0, 1, run)
     for rank, trace in enumerate(run_ranks(train, 2, tmp_path, run)):
         assert_same_bits(trace, one, f"rank {rank}")
-
-
-def test_three_replicas_with_the_same_data_are_one_to_rounding(tmp_path: Path) -> None:
-    """(d + d + d) / 3 may be off by a rounding; a sum without the division by far."""
-    run = Run(11, {"num_fragments": 2}, inner=PLAIN_SGD, same_data=True)
-    one = train(0, 1, run)
-    lr_times_3 = partial(torch.optim.SGD, lr=2.1, momentum=0.9, nesterov=True)
-    summed = train(0, 1, Run(11, {**run.changes, "outer_optimizer": lr_times_3}, inner=PLAIN_SGD))
-    for trace in run_ranks(train, 3, tmp_path, run):
-        assert largest_difference(trace.local, one.local) < 1e-6
-        assert largest_difference(trace.local, summed.local) > 1e-2
-
-
-def test_fragments_that_leave_together_are_the_whole_model_in_one(tmp_path: Path) -> None:
-    """H = 1 gives every fragment the offset 0: how the model is cut cannot be seen."""
-    changes = {"sync_every": 1, "overlap_steps": 0, "mix": 0.25}
-    one, four = (
-        run_ranks(train, 2, tmp_path, Run(5, {**changes, "num_fragments": p})) for p in (1, 4)
-    )
-    for rank in range(2):
-        assert len(four[rank].fragments) == 4
-        for step, (got, expected) in enumerate(
-            zip(four[rank].local, one[rank].local, strict=True), 1
-        ):
-            for name, tensor in expected.items():
-                assert torch.equal(got[name], tensor), f"rank {rank} step {step} {name}"

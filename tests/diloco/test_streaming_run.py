@@ -8,60 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.diloco.training import (
     Net,
-    State,
     after_some_steps,
     alone,
-    batch,
     start,
     world,
 )
 from tests.world import run_ranks
 
 # Buffers
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.norm = nn.BatchNorm1d(3)
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
-
-
-def train_normed(rank: int, size: int) -> list[State]:
-    """Return buffers before and after the landing of step 3; rank 1 saw a batch more."""
-    module = Normed()
-    diloco = start(module, world(rank, size), sync_every=3, overlap_steps=0, mix=0.0)
-    for step in range(1, 4):
-        module(batch(rank, step)[0] + 10.0 * rank)
-        if step == 3 and rank == 1:
-            module(batch(rank, 4)[0])
-        before = {name: b.clone() for name, b in module.named_buffers()}
-        diloco.after_step()
-    with diloco.weight_swap.outer_weights():
-        outer = {name: b.clone() for name, b in module.named_buffers()}
-    return [before, {name: b.clone() for name, b in module.named_buffers()}, outer]
-
-
-def test_batch_norm_statistics_are_averaged_and_counters_stay(tmp_path: Path) -> None:
-    (before_0, after_0, outer_0), (before_1, after_1, outer_1) = run_ranks(
-        train_normed, 2, tmp_path
-    )
-    for name in ("norm.running_mean", "norm.running_var"):
-        mean = (before_0[name] + before_1[name]) / 2
-        assert (before_0[name] - before_1[name]).abs().min() > 1e-2, "nothing to average"
-        torch.testing.assert_close(after_0[name], mean, rtol=1e-5, atol=1e-6)
-        for other in (after_1, outer_0, outer_1):
-            assert torch.equal(other[name], after_0[name])
-    counter = "norm.num_batches_tracked"
-    assert (after_0[counter].item(), after_1[counter].item()) == (3, 4)
 
 
 # Refusals, bytes, stop
@@ -82,7 +39,7 @@ def test_a_parameter_that_becomes_trainable_in_the_middle_of_a_step_is_refused_a
         diloco.after_step()
 
 
-def test_a_parameter_that_is_frozen_later_goes_on_being_exchanged() -> None:
+def test_a_parameter_frozen_later_is_still_exchanged() -> None:
     module, diloco = after_some_steps(3)
     module.embed.requires_grad_(False)
     moved = module.embed.weight.detach() + 1.0
@@ -106,7 +63,7 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
     return [diloco.bytes_per_cycle, total - sent[2 * cycle], sent[cycle - 1] - sent[0]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("wire_dtype", "fragment_bytes"),
     # blocks 0 and 2, 60 values; block 1, 30 values; the rest, 25: each 24 bytes of header and the
@@ -118,7 +75,7 @@ def bytes_of_cycles(rank: int, size: int, changes: dict[str, Any]) -> list[int]:
         ("fp4", [24 + 32 + 1 + 7, 24 + 16 + 1 + 7, 24 + 16 + 1 + 7]),
     ],
 )
-def test_the_ledger_counts_what_a_cycle_is_said_to_send(
+def test_a_cycle_sends_the_predicted_bytes(
     size: int, wire_dtype: str, fragment_bytes: list[int], tmp_path: Path
 ) -> None:
     changes = {"num_fragments": 3, "wire_dtype": wire_dtype, "sync_every": 6, "overlap_steps": 2}
@@ -146,8 +103,7 @@ def steps_told_to_stop(rank: int, size: int, asks_from: dict[int, int]) -> tuple
     ("asks_from", "told"),
     [
         ({}, []),
-        ({1: 5}, [7, 9, 11]),  # leaves with fragment 1 after step 6, lands after step 7
-        ({1: 6}, [7, 9, 11]),
+        ({1: 6}, [7, 9, 11]),  # leaves with fragment 1 after step 6, lands after step 7
         ({0: 7, 2: 9}, [9, 11]),
         ({2: 11}, []),
     ],

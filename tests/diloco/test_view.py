@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -102,8 +103,11 @@ def settings(**changes: Any) -> DiLoCoSettings:
     return DiLoCoSettings(**{**DEFAULTS, "num_fragments": 2, **changes})
 
 
+NET = Net()  # not made in the threads, which share the random numbers
+
+
 def play(channel: ThreadChannel, membership: Any) -> dict[str, Tensor]:
-    module = Net()
+    module = copy.deepcopy(NET)
     fragments = split_into_fragments(module, 2, "strided")
     diloco = StreamingDiLoCo(module, fragments, settings(), membership)
     for step in range(1, 12):

@@ -11,22 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_commfree.comm.bits import packed_nibbles_size
-from lightning_commfree.diloco import codec as wire_module
 from lightning_commfree.diloco.codec import (
     BLOCK,
     CODECS,
     Codec,
     Fp4Codec,
     Int8Codec,
-    blocks_of,
-    chunks,
     decode_all,
-    num_blocks,
 )
 from lightning_commfree.diloco.exchange import FragmentMessage, Header
-from lightning_commfree.diloco.quantize import encode_e3m0
-from tests.planes import pack_nibbles, unpack_nibbles
 
 FORMATS: dict[str, Codec] = {
     **CODECS,  # the last two in compiled loops, as long as all is on a CPU
@@ -50,23 +43,12 @@ def through_the_wire(name: str, values: Tensor) -> Tensor:
     return decode_all(FORMATS[name], payload_of(name, values), torch.empty(values.numel()))
 
 
-def test_the_names_of_the_design() -> None:
-    assert list(CODECS) == ["fp32", "bf16", "int8", "fp4"]
-
-
 @pytest.mark.parametrize(
     ("name", "bits"), [("fp32", 32.0), ("bf16", 16.0), ("int8", 8.125), ("fp4", 4.03125)]
 )
 def test_bits_a_value_are_those_of_the_table(name: str, bits: float) -> None:
     numel = 1000 * BLOCK
     assert 8 * FORMATS[name].num_bytes(numel) / numel == bits
-
-
-@pytest.mark.parametrize(
-    ("name", "num_bytes"), [("fp32", 4), ("bf16", 2), ("int8", 4 + 1), ("fp4", 8 + 1)]
-)
-def test_one_value_takes_its_code_and_its_scale(name: str, num_bytes: int) -> None:
-    assert FORMATS[name].num_bytes(1) == num_bytes
 
 
 @pytest.mark.parametrize("numel", ODD_NUMELS)
@@ -130,42 +112,6 @@ def test_bf16_ties_and_what_is_not_finite() -> None:
     assert decoded[4].isnan()
 
 
-@pytest.mark.parametrize("chunk", [BLOCK, None])
-@pytest.mark.parametrize("numel", ODD_NUMELS)
-def test_an_fp4_payload_is_packed_codes_then_scales(
-    numel: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunk by chunk as in one go: where a row of the packed codes ends, a chunk is cut in two."""
-    if chunk is not None:
-        monkeypatch.setattr(wire_module, "_CPU_CHUNK", chunk)
-    values = torch.randn(numel)
-    scales = torch.empty(num_blocks(numel), dtype=torch.uint8)
-    parts = [torch.empty(0, dtype=torch.uint8)]
-    for part in chunks(numel, values.device):
-        blocks, shape = blocks_of(part)
-        codes = encode_e3m0(values[part].view(shape), scales[blocks])
-        parts.append(codes.clone())
-    codes = torch.cat(parts)
-    payload = payload_of("fp4", values)
-    split = packed_nibbles_size(numel)
-    assert torch.equal(payload, torch.cat([pack_nibbles(codes), scales]))
-    assert torch.equal(unpack_nibbles(payload[:split], numel), codes)
-
-
-@pytest.mark.parametrize("chunk", [BLOCK, None])
-@pytest.mark.parametrize("numel", ODD_NUMELS)
-@pytest.mark.parametrize("name", NAMES)
-def test_blocks_on_the_wire_are_what_each_would_be_alone(
-    name: str, numel: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks differ in magnitude, so that a scale or a code at the wrong block would be seen."""
-    if chunk is not None:
-        monkeypatch.setattr(wire_module, "_CPU_CHUNK", chunk)
-    values = torch.randn(numel) * 10.0 ** (torch.arange(numel) // BLOCK)
-    alone = [through_the_wire(name, block) for block in values.split(BLOCK)]
-    assert torch.equal(through_the_wire(name, values), torch.cat(alone))
-
-
 @pytest.mark.parametrize("numel", ODD_NUMELS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chunk_is_that_part_of_the_whole_and_nothing_else(name: str, numel: int) -> None:
@@ -193,7 +139,7 @@ def test_threads_do_not_share_a_workspace() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-def test_what_a_thread_keeps_can_be_used_in_and_out_of_inference_mode() -> None:
+def test_a_threads_buffers_work_in_and_out_of_inference_mode() -> None:
     values = torch.randn(3 * BLOCK + 5)
 
     def in_a_new_thread() -> list[Tensor]:
@@ -236,13 +182,6 @@ def test_a_precision_plugin_may_change_the_default_dtype_at_any_time(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_payload_of_another_size_is_a_mistake(name: str) -> None:
-    payload = payload_of(name, torch.ones(BLOCK))
-    with pytest.raises(AssertionError, match="another number of values"):
-        decode_all(FORMATS[name], payload, torch.zeros(2 * BLOCK))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", NAMES)
@@ -274,20 +213,6 @@ def test_a_gpu_forms_the_same_mean(name: str) -> None:
     (mean, gram), (mean_there, gram_there) = map(layout.average, (messages, messages.cuda()))
     assert torch.equal(mean_there.cpu(), mean)
     torch.testing.assert_close(gram_there.cpu(), gram)
-
-
-@pytest.mark.parametrize("name", BY_BLOCKS)
-def test_a_block_that_diverged_does_not_spoil_the_others(name: str) -> None:
-    values = torch.ones(3 * BLOCK)
-    values[BLOCK + 1] = math.nan
-    decoded = through_the_wire(name, values).view(3, BLOCK)
-    assert decoded[1].isnan().all()
-    torch.testing.assert_close(decoded[::2], torch.ones(2, BLOCK), rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_zeros_stay_where_they_are(name: str) -> None:
-    assert torch.equal(through_the_wire(name, torch.zeros(BLOCK + 3)), torch.zeros(BLOCK + 3))
 
 
 @pytest.mark.parametrize(

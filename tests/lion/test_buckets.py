@@ -42,15 +42,6 @@ def test_every_parameter_has_its_place(sizes: list[int], shards: int, full: int)
         assert bucket.numel - lengths[-1] < full
 
 
-def test_by_hand() -> None:
-    first, second, third = split_into_buckets(named([100, 10, 60, 5, 70]), 2, 70)
-    assert (first.names, first.starts, first.numel) == (("p4",), (0,), 70)
-    assert (second.names, second.starts, second.numel) == (("p3", "p2", "p1"), (0, 5, 65), 75)
-    assert (third.names, third.starts, third.numel) == (("p0",), (0,), 100)
-    assert [b.plane_bytes for b in (first, second, third)] == [16, 16, 16]  # 70 to 128 places
-    assert split_into_buckets(named([129]), 2, 70)[0].plane_bytes == 32
-
-
 def test_no_parameter_no_bucket() -> None:
     assert split_into_buckets([], 2) == []
 
@@ -66,7 +57,7 @@ def test_buckets_grow_with_the_model(millions: int, expected: int) -> None:
     assert len({bucket.numel for bucket in buckets}) == 1
 
 
-def test_a_bucket_lies_on_one_device() -> None:
+def test_a_bucket_is_on_one_device() -> None:
     """Its ballot is one buffer."""
     parameters = [*named([5, 6]), *named([7, 8], device="meta"), *named([9])]
     buckets = split_into_buckets(parameters, 2, 1000)

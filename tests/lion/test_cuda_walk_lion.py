@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.digest import digest
 from lightning_commfree.comm.view import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
@@ -124,7 +123,7 @@ class Worker:
 
 @pytest.mark.parametrize("zeros", [0, 1, 10**6], ids=["dense", "list of zeros", "second plane"])
 @pytest.mark.parametrize("vote", VOTES)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_step_waits_for_its_ballots_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, size: int, vote: str, zeros: int
 ) -> None:
@@ -150,7 +149,7 @@ def test_momenta_are_averaged_in_host_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("vote", VOTES)
 @pytest.mark.parametrize("who", [0, 1])
-def test_who_abstains_waits_for_no_more(
+def test_an_abstaining_worker_waits_for_no_more(
     monkeypatch: pytest.MonkeyPatch, who: int, vote: str
 ) -> None:
     here = Worker(monkeypatch, 3, abstaining=(who,))
@@ -203,12 +202,6 @@ def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
     assert walk.questions == []
 
 
-def test_hashes_of_parameters_stay_on_the_device() -> None:
-    with CudaWalk() as walk:
-        assert is_walked(digest(torch.empty(40, 8, device=CUDA)))
-    assert walk.questions == []
-
-
 # The tests above can fail.
 
 
@@ -229,17 +222,6 @@ def test_a_planted_item_is_seen(
     asked = Worker(monkeypatch, 2).run()
     here = "tests/lion/test_cuda_walk_lion.py planted"
     assert Question(during, here, "value") in asked
-
-
-def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = worker._scale
-
-    def planted(values: Tensor, factor: float, out: Tensor) -> Tensor:
-        return whole(values, factor, out).add_(torch.ones(out.shape))
-
-    monkeypatch.setattr(worker, "_scale", planted)
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu|cpu and cuda:0"):
-        Worker(monkeypatch, 2).run()
 
 
 def test_a_result_left_in_host_memory_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

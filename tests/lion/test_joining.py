@@ -25,7 +25,7 @@ def by_rank(channel: Any, parameter: nn.Parameter) -> None:
     parameter.grad = torch.full_like(parameter, -1.0 if channel.rank == 2 else 1.0)
 
 
-def test_who_leaves_is_plain_lion_and_may_come_back() -> None:
+def test_a_worker_that_leaves_is_plain_lion_and_may_join_again() -> None:
     def worker(channel: Any) -> None:
         parameter = nn.Parameter(torch.zeros(3))
         lion = DistributedLion([parameter], lr=1.0, betas=(0.0, 0.0))
@@ -75,46 +75,6 @@ def test_a_group_that_comes_later_must_be_joined_by_all() -> None:
         lion.leave()
 
     in_threads(3, worker)
-
-
-def test_after_leaving_a_later_group_needs_nobody() -> None:
-    def worker(channel: Any) -> None:
-        first, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
-        lion = DistributedLion([first], lr=1.0)
-        lion.join([("first", first)], View.of(channel), LionSettings())
-        lion.add_param_group({"params": [late]})
-        lion.leave()
-        by_rank(channel, late)
-        lion.step()
-        assert late.tolist() == [1.0 if channel.rank == 2 else -1.0] * 2
-
-    in_threads(3, worker)
-
-
-def test_a_group_that_is_refused_leaves_the_others_joined() -> None:
-    def worker(channel: Any) -> None:
-        parameter = nn.Parameter(torch.zeros(3))
-        lion = DistributedLion([parameter], lr=1.0)
-        voting = lion.join([("p", parameter)], View.of(channel), LionSettings())
-        with pytest.raises(ValueError, match="`weight_decay=-1`"):
-            lion.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "weight_decay": -1})
-        assert lion.voting is voting
-        by_rank(channel, parameter)
-        lion.step()
-        assert parameter.tolist() == [-1.0] * 3
-        lion.leave()
-
-    in_threads(3, worker)
-
-
-def test_one_worker_alone_takes_up_a_later_group_by_itself() -> None:
-    first, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
-    lion = DistributedLion([first], lr=1.0)
-    lion.join([("first", first)], View.of(Channel([0], 0, Ledger())), LionSettings())
-    lion.add_param_group({"params": [late]})
-    late.grad = torch.ones(2)
-    lion.step()
-    assert late.tolist() == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize("missing", [0, 1])

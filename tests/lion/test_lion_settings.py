@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
 from typing import Any
 
 import pytest
@@ -29,14 +28,10 @@ from lightning_commfree.lion import LionSettings
             ValueError,
             r"`nonfinite='skip'` is unknown. Choose one of 'raise', 'abstain'",
         ),
-        ({"vote": None}, ValueError, r"`vote=None` is unknown"),
         ({"momentum_sync_every": -1}, ValueError, r"at least 0, where 0 means never"),
         ({"check_drift_every": -5}, ValueError, r"at least 0, where 0 means never"),
         ({"node_size": 0}, ValueError, r"`node_size=0` must be at least 1\.$"),
-        ({"node_size": 2.0}, TypeError, r"`node_size=2.0` must be a whole number.* is a float"),
         ({"node_size": True}, TypeError, r"`node_size=True` must be a whole number.* is a bool"),
-        ({"momentum_sync_every": None}, TypeError, r"must be a whole number.* NoneType"),
-        ({"check_drift_every": "10"}, TypeError, r"`check_drift_every='10'` must be a whole"),
         (
             {"vote": "average", "ties": "random"},
             ValueError,
@@ -49,15 +44,6 @@ def test_a_wrong_value_is_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         LionSettings(**arguments)
-
-
-def test_every_right_value_is_taken() -> None:
-    for vote, ties, nonfinite in product(
-        ("majority", "average"), ("zero", "random"), ("raise", "abstain")
-    ):
-        if (vote, ties) != ("average", "random"):
-            LionSettings(vote, ties, 0, nonfinite, 1, 0)
-    LionSettings(momentum_sync_every=1, node_size=8, check_drift_every=1)
 
 
 def test_the_defaults_are_the_papers() -> None:
@@ -85,8 +71,3 @@ def test_facts_tell_any_two_settings_apart() -> None:
             name
         }
         assert all(isinstance(text, str) for text in fingerprint.values())
-
-
-def test_a_decision_is_not_changed_later() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        LionSettings().vote = "average"  # type: ignore[misc]

@@ -10,7 +10,7 @@ import torch
 
 from lightning_commfree.lion import LionSettings
 from tests.lion import training
-from tests.lion.threads import in_nodes, in_threads
+from tests.lion.threads import in_nodes
 from tests.lion.training import BUCKETS, SHAPES, Gradients, Run, Worker, play
 
 
@@ -67,47 +67,22 @@ def test_a_rank_sends_its_part_to_other_nodes(
         assert foretold == expected
 
 
-def test_between_nodes_a_rank_of_two_sends_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for headers: a bucket of 64 kbit and one plane each way."""
-    monkeypatch.setitem(SHAPES, "embed", (256, 256))
+def test_one_ranks_wish_to_stop_and_end_of_stream_reach_every_rank() -> None:
+    """Of rank 3 of three nodes of two: only ranks 1 and 5 hear it from its channel."""
 
-    def rank(channel: Any, node: Any = None) -> int:
-        settings = LionSettings(node_size=2 if node else 1)
-        return Worker(channel, settings, node).voting.bytes_per_step
-
-    whole = in_threads(3, rank)
-    halves = in_nodes(3, 2, rank)
-    assert set(halves) == {halves[0]}
-    assert halves[0] == pytest.approx(whole[0] / 2, rel=0.02)
-
-
-def test_the_wish_of_one_rank_reaches_every_rank() -> None:
-    """Rank 3 of three nodes of two: only rank 1 and 5 hear it from its channel."""
-
-    def rank(channel: Any, node: Any) -> list[bool]:
+    def rank(channel: Any, node: Any) -> list[tuple[bool, bool]]:
         one, said = Worker(channel, LionSettings(node_size=2), node), []
-        for step in range(3):
-            asks = step == 1 and (channel.rank, node.rank) == (1, 1)
-            one.voting.stop = lambda asks=asks: asks
+        for step in range(4):
+            here = (channel.rank, node.rank) == (1, 1)
+            one.voting.stop = lambda asks=here and step == 1: asks
+            one.voting.stream_ends = lambda ends=here and step == 2: ends
             one.step(training.gradients(step, channel.rank))
-            said.append(one.voting.stop_agreed)
+            said.append((one.voting.stop_agreed, one.voting.stream_ended))
         one.lion.leave()
         return said
 
-    assert in_nodes(3, 2, rank) == [[False, True, False]] * 6
-
-
-def test_that_one_ranks_stream_ends_reaches_every_rank() -> None:
-    def rank(channel: Any, node: Any) -> list[bool]:
-        one, said = Worker(channel, LionSettings(node_size=2), node), []
-        for ending in ([], [(1, 1)], []):
-            one.voting.stream_ends = lambda ending=ending: (channel.rank, node.rank) in ending
-            one.step(training.gradients(len(said), channel.rank))
-            said.append(one.voting.stream_ended)
-        one.lion.leave()
-        return said
-
-    assert in_nodes(3, 2, rank) == [[False, True, False]] * 6
+    expected = [(False, False), (True, False), (False, True), (False, False)]
+    assert in_nodes(3, 2, rank) == [expected] * 6
 
 
 def sick_node(step: int, node: int) -> Gradients:
@@ -122,7 +97,7 @@ def test_nan_on_a_node_stops_all_and_names_its_ranks() -> None:
         one = Worker(channel, LionSettings(node_size=2), node)
         for step in range(2):
             before = one.step(sick_node(step, channel.rank))
-        with pytest.raises(RuntimeError, match="gradient of 'conv' on ranks 2 to 3 holds NaN"):
+        with pytest.raises(RuntimeError, match="gradient of 'conv' on ranks 2 to 3 contains NaN"):
             one.step(sick_node(2, channel.rank))
         training.assert_same(training.snapshot(one.named), before)
         one.lion.leave()
@@ -145,22 +120,34 @@ def test_a_node_with_nan_abstains(vote: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "flipped",
+    "others",
     [
         [(0, 1)],  # one rank: its node sees it, and the ranks of its place
         [(1, 0), (1, 1)],  # a node: only the others see it
         [(0, 1), (1, 1), (2, 1)],  # a place on all nodes: only within nodes it is seen
     ],
+    ids=["rank", "node", "place"],
 )
-def test_drift_is_found_by_all_wherever_it_is(flipped: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("fault", ["parameter", "learning rate"])
+def test_a_difference_stops_all_ranks_wherever_it_is(
+    fault: str, others: list[tuple[int, int]]
+) -> None:
+    told = {
+        "parameter": "differ before step 3, among them 'bias', 'conv'",
+        "learning rate": "Learning rate, betas or weight decay differ",
+    }[fault]
+
     def rank(channel: Any, node: Any) -> None:
         one = Worker(channel, LionSettings(node_size=2, check_drift_every=2), node)
         one.step(training.gradients(0, channel.rank))
-        if (channel.rank, node.rank) in flipped:
-            one.named["bias"].data.view(torch.int32)[2] ^= 1
-        one.step(training.gradients(1, channel.rank))  # not due
+        if fault == "parameter":
+            if (channel.rank, node.rank) in others:
+                one.named["bias"].data.view(torch.int32)[2] ^= 1
+            one.step(training.gradients(1, channel.rank))  # the check is not due
+        elif (channel.rank, node.rank) in others:
+            one.lion.param_groups[0]["lr"] *= 0.5
         before, momenta = training.snapshot(one.named), one.momenta()
-        with pytest.raises(RuntimeError, match="differ before step 3, among them 'bias', 'conv'"):
+        with pytest.raises(RuntimeError, match=told):
             one.step(training.gradients(2, channel.rank))
         training.assert_same(training.snapshot(one.named), before)
         training.assert_same(one.momenta(), momenta)
@@ -169,27 +156,7 @@ def test_drift_is_found_by_all_wherever_it_is(flipped: list[tuple[int, int]]) ->
     in_nodes(3, 2, rank)
 
 
-@pytest.mark.parametrize(
-    "slower", [[(0, 1)], [(1, 0), (1, 1)], [(0, 1), (1, 1), (2, 1)]], ids=["rank", "node", "place"]
-)
-def test_learning_rates_that_differ_stop_all_wherever_they_are(
-    slower: list[tuple[int, int]],
-) -> None:
-    def rank(channel: Any, node: Any) -> None:
-        one = Worker(channel, LionSettings(node_size=2), node)
-        before, momenta = one.step(training.gradients(0, channel.rank)), one.momenta()
-        if (channel.rank, node.rank) in slower:
-            one.lion.param_groups[0]["lr"] *= 0.5
-        with pytest.raises(RuntimeError, match="Learning rate, betas or weight decay differ"):
-            one.step(training.gradients(1, channel.rank))
-        training.assert_same(training.snapshot(one.named), before)
-        training.assert_same(one.momenta(), momenta)
-        one.lion.leave()
-
-    in_nodes(3, 2, rank)
-
-
-def test_ties_are_drawn_alike_on_all_ranks_and_apart_for_their_parts() -> None:
+def test_ties_are_drawn_the_same_on_all_ranks_and_independently_for_their_parts() -> None:
     """Every place is drawn, half of them by either rank of a node."""
     first, *others = train(2, 2, 3, opposed, ties="random")
     for run in others:

@@ -53,7 +53,7 @@ def step_mixed(named: dict[str, nn.Parameter], lion: DistributedLion, steps: ran
 @pytest.mark.parametrize(
     "handed_over", [saved_and_loaded, copy.deepcopy], ids=["saved", "deepcopied"]
 )
-def test_a_loaded_state_goes_on_bit_for_bit(handed_over: Copy) -> None:
+def test_a_loaded_state_continues_bit_for_bit(handed_over: Copy) -> None:
     """bf16 parameters keep fp32 state, which torch's own `load_state_dict` would round."""
     named = mixed()
     lion = DistributedLion(training.groups(named))
@@ -78,7 +78,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(handed_over: Copy) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 @pytest.mark.parametrize("steps", [0, 5])
-def test_a_copy_goes_on_by_itself(copied: Copy, steps: int) -> None:
+def test_a_copy_continues_independently(copied: Copy, steps: int) -> None:
     """With the parameters, as Lightning and sweeps copy them."""
     named, lion, _ = train_alone(steps)
     other_named, other = copied((named, lion))

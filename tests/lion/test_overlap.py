@@ -92,28 +92,6 @@ def test_a_bucket_leaves_as_soon_as_its_last_gradient_is_there(
     lion.leave()
 
 
-@pytest.mark.parametrize(
-    ("order", "in_backward"),
-    [
-        ([4, 3, 2, 1, 0], [0, 1, 2, 3, 4, 5]),  # in the end, when the last gradient comes
-        ([0, 1, 2, 3], []),  # bucket 0 is waited for in vain
-        ([0, 1, 2, 4], [0]),  # and so is bucket 1
-        ([1, 0, 2, 3, 4], [0, 1, 2, 3, 4, 5]),
-    ],
-)
-def test_buckets_leave_in_their_order_whatever_comes_first(
-    order: list[int], in_backward: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, lion, voting = joined()
-    events = watch(net, voting, monkeypatch)
-    with voting.during_backward():
-        net(batch(0, 0), order).backward()
-    assert [e for e in events if e[0] == "b"] == [f"bucket {i}" for i in in_backward]
-    lion.step()
-    assert [e for e in events if e[0] == "b"] == [f"bucket {i}" for i in range(6)]
-    lion.leave()
-
-
 ORDERS = ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 1, 2, 3])  # of the three workers
 
 

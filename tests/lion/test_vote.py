@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Shard
-from tests.planes import pack_bits, unpack_bits
+from tests.planes import pack_bits
 
 NUMEL = 128  # no padding but where a test leaves some
 
@@ -75,37 +74,6 @@ def test_unanimous_votes_of_as_many_as_a_byte_holds(workers: int) -> None:
         assert torch.equal(delta(shard, workers), votes[0].float())
 
 
-@pytest.mark.parametrize("workers", range(1, 10))
-def test_widths_of_what_comes_back(workers: int) -> None:
-    """By the table: 1 and perhaps 1 more; ceil(log2(n + 1)); ceil(log2(2 n + 1)) with zeros."""
-    even = workers % 2 == 0
-    assert Majority().expected_planes(workers) == (2 if even else 1)
-    assert Majority(lambda *_: torch.zeros(0)).expected_planes(workers) == 1
-    assert Average().expected_planes(workers) == math.ceil(math.log2(workers + 1))
-    for zeros in (False, True):
-        votes = random_votes(workers, 0, zeros)
-        plus, nonzero = planes(votes)
-        shard = Average().count(plus, nonzero if zeros else None, valid(), 0)
-        levels = 2 * workers + 1 if zeros else workers + 1
-        assert len(shard.planes) == len(shard.weights) == math.ceil(math.log2(levels))
-        assert shard.weights == Average().weights(workers, zeros)
-        assert shard.rest is None
-        assert Majority().weights(workers, zeros) == (2, 1)
-
-
-def test_the_second_plane_is_there_only_for_a_sum_of_zero() -> None:
-    votes = torch.ones(4, NUMEL, dtype=torch.int64)
-    plus, nonzero = planes(votes)
-    assert Majority().count(plus, None, valid(), 0).rest is None
-    assert Majority().count(plus, nonzero, valid(), 0).rest is None
-    votes[:2, 77] = -1
-    for given_nonzero in (None, nonzero):
-        rest = Majority().count(planes(votes)[0], given_nonzero, valid(), 0).rest
-        assert rest is not None
-        flags = unpack_bits(rest.view(torch.uint8), NUMEL)
-        assert flags.nonzero().tolist() == [[77]]
-
-
 @pytest.mark.parametrize("workers", [2, 3])
 def test_padding_is_no_tie(workers: int) -> None:
     """All planes are 0 there, as if nobody voted: it costs no second plane and no draw."""
@@ -140,15 +108,6 @@ def test_a_draw_decides_contested_ties_and_nothing_else() -> None:
     assert asked == [(3, 2), (3, 2)]  # its shard, and 16 bytes of 100 places
 
 
-def test_every_bit_of_a_draw_falls_to_its_own_place() -> None:
-    """A tie everywhere: the result is the drawn word."""
-    votes = torch.tensor([[1], [-1]]).expand(2, NUMEL)
-    coins = torch.rand(NUMEL) > 0.5
-    shard = Majority(lambda shard, count: words(coins)).count(planes(votes)[0], None, valid(), 0)
-    assert torch.equal(delta(shard, 1), coins.float() * 2 - 1)
-    assert shard.rest is None
-
-
 @given(start=st.integers(0, 150), count=st.integers(0, 150), seed=st.integers(0, 2**31))
 @settings(deadline=None, max_examples=50)
 def test_a_packed_delta_is_read_from_any_place(start: int, count: int, seed: int) -> None:
@@ -161,10 +120,3 @@ def test_a_packed_delta_is_read_from_any_place(start: int, count: int, seed: int
         out = torch.full((count,), torch.nan, dtype=dtype)
         assert packed_delta.read(start, out) is out
         assert torch.equal(out, expected.to(dtype) / 3)  # a third is rounded once, in `dtype`
-
-
-def test_a_packed_delta_moves_to_a_device() -> None:
-    packed_delta = PackedDelta(torch.zeros(2, 8, dtype=torch.uint8), (2, 1), 1)
-    moved = packed_delta.to(torch.device("meta"))
-    assert moved.planes.device.type == "meta"
-    assert (moved.weights, moved.offset) == (packed_delta.weights, packed_delta.offset)

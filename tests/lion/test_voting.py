@@ -44,14 +44,6 @@ def test_every_step_equals_the_twin_bit_for_bit(workers: int, vote: str) -> None
         assert apart.abs().max() > 0.1, "momenta are private"
 
 
-@pytest.mark.parametrize("ties", ["zero", "random"])
-def test_equal_gradients_are_lion(ties: str) -> None:
-    """Nobody disagrees: there is nothing to draw."""
-    _, _, alone = training.train_alone(12)
-    for run in train(4, 12, lambda step, worker: training.gradients(step, 0), ties=ties):
-        training.assert_same_steps(run, Run(alone, {}, [], {}))
-
-
 @pytest.mark.parametrize("vote", ["majority", "average"])
 def test_parameters_of_several_dtypes_share_a_bucket(vote: str) -> None:
     """float64 steps in float64, bfloat16 by its fp32 master; the twin holds what is stepped."""
@@ -220,30 +212,19 @@ def test_shares_of_ties_zeros_and_agreement(workers: int, vote: str) -> None:
         assert shares["agreement"] == pytest.approx(float(alike))
 
 
-def test_the_wish_to_stop_reaches_all_and_is_forgotten() -> None:
-    def worker(channel: Any) -> list[bool]:
+def test_all_learn_in_the_vote_itself_of_a_wish_to_stop_and_of_a_streams_end() -> None:
+    def worker(channel: Any) -> list[tuple[bool, bool]]:
         one, said = Worker(channel, LionSettings()), []
-        for step in range(4):
+        for step, ending in enumerate(([], [1], [0, 1, 2], [])):
             one.voting.stop = lambda now=step == 1 and channel.rank == 2: now
-            one.step(training.gradients(step, channel.rank))
-            said.append(one.voting.stop_agreed)
-        one.lion.leave()
-        return said
-
-    assert in_threads(3, worker) == [[False, True, False, False]] * 3
-
-
-def test_all_learn_in_the_vote_itself_that_a_stream_ends_with_it() -> None:
-    def worker(channel: Any) -> list[bool]:
-        one, said = Worker(channel, LionSettings()), []
-        for ending in ([], [1], [0, 1, 2], [0, 2]):
             one.voting.stream_ends = lambda ending=ending: channel.rank in ending
-            one.step(training.gradients(len(said), channel.rank))
-            said.append(one.voting.stream_ended)
+            one.step(training.gradients(step, channel.rank))
+            said.append((one.voting.stop_agreed, one.voting.stream_ended))
         one.lion.leave()
         return said
 
-    assert in_threads(3, worker) == [[False, True, True, True]] * 3
+    expected = [(False, False), (True, True), (False, True), (False, False)]
+    assert in_threads(3, worker) == [expected] * 3
 
 
 # Ties that are drawn
@@ -275,7 +256,7 @@ def disagree(steps: int, first: int = 0) -> list[list[Tensor]]:
     return in_threads(4, worker)
 
 
-def test_a_tie_is_drawn_once_for_all_workers_and_anew_at_every_step() -> None:
+def test_a_tie_is_drawn_once_for_all_workers_and_again_at_every_step() -> None:
     first, *others = disagree(steps=3)
     for theirs in others:
         assert all(map(torch.equal, first, theirs))

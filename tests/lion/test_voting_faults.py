@@ -85,7 +85,7 @@ def test_all_stop_with_rank_and_name_and_nothing_is_changed(
 @pytest.mark.parametrize(
     "sick", [{1: ["conv"]}, {0: ["conv"], 2: ["bias", "embed"]}, {2: ["embed", "conv", "head"]}]
 )
-def test_who_abstains_is_out_of_that_bucket_and_stays_clean(
+def test_an_abstaining_worker_is_left_out_of_that_bucket_and_stays_finite(
     vote: str, sick: dict[int, list[str]]
 ) -> None:
     """The twin has no gradient there; its momentum and its vote stay out in just the same way."""
@@ -132,8 +132,10 @@ def flip_a_bit(parameter: torch.nn.Parameter) -> None:
     words[-1] ^= 1
 
 
-@pytest.mark.parametrize("name", ["embed", "bias", "scale"])
-@pytest.mark.parametrize(("every", "at", "found_at"), [(1, 2, 2), (4, 1, 4), (4, 4, 4), (3, 0, 0)])
+@pytest.mark.parametrize(
+    ("name", "every", "at", "found_at"),
+    [("embed", 1, 2, 2), ("bias", 4, 1, 4), ("scale", 4, 4, 4), ("embed", 3, 0, 0)],
+)
 def test_a_flipped_bit_is_found_by_all_within_so_many_steps(
     name: str, every: int, at: int, found_at: int
 ) -> None:
@@ -161,11 +163,11 @@ def test_a_flipped_bit_is_found_by_all_within_so_many_steps(
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("lr", 0.005), ("betas", (0.9, 0.98)), ("weight_decay", 0.0)]
+    ("group", "key", "value"),
+    [(0, "lr", 0.005), (-1, "betas", (0.9, 0.98)), (0, "weight_decay", 0.0)],
 )
-@pytest.mark.parametrize("group", [0, -1])
 def test_hyperparameters_that_differ_stop_all_before_anything_has_drifted(
-    key: str, value: Any, group: int
+    group: int, key: str, value: Any
 ) -> None:
     """As a scheduler does that watches a rank's own metric; also where nobody looks for drift."""
 

@@ -130,7 +130,7 @@ def everything(rank: int, size: int) -> dict[str, Any]:
     return runs
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(everything, request.param, tmp_path_factory.mktemp("ranks"))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -108,18 +107,6 @@ def test_any_layout_votes_and_steps_as_a_flat_one(layout: str, dtype: torch.dtyp
         assert torch.equal(other_momentum, momentum)
 
 
-def test_a_ballot_changes_nothing() -> None:
-    members = [member(random(70), random(70, seed=1), random(70, seed=2)), absent(9)]
-    before = [copy.deepcopy((m.parameter.detach(), m.parameter.grad, m[1:])) for m in members]
-    ballot(members)
-    for mine, (values, gradient, (state, group)) in zip(members, before, strict=True):
-        assert torch.equal(mine.parameter, values)
-        assert torch.equal(mine.state["momentum"], state["momentum"])
-        assert mine.group == group
-        assert (gradient is None) == (mine.parameter.grad is None)
-    assert torch.equal(members[0].parameter.grad, before[0][1])
-
-
 def absent(numel: int) -> LionParam:
     return member(random(numel), None, random(numel, seed=4))
 
@@ -133,24 +120,10 @@ def test_without_a_gradient_the_vote_is_zero_whatever_the_momentum() -> None:
     assert nonzero[:70].all()
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0])
-def test_exact_zeros_are_no_votes(zero: float) -> None:
-    g = random(70)
-    g[[3, 69]] = zero
-    summary, plus, nonzero = ballot([member(random(70), g, torch.zeros(70))])
-    assert summary.zeros
-    assert not summary.abstaining
-    assert_flags(nonzero, g != 0)
-    assert_flags(plus, g > 0)
-    summary, _, nonzero = ballot([member(random(70), random(70), torch.zeros(70))])
-    assert not summary.zeros
-    assert_flags(nonzero, torch.ones(70, dtype=torch.bool))
-
-
 @pytest.mark.parametrize("sick", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["gradient", "momentum"])
 @pytest.mark.parametrize("place", [0, 40, _CHUNK + 7])
-def test_what_is_not_finite_is_marked(sick: float, where: str, place: int) -> None:
+def test_nonfinite_gradients_and_momenta_are_marked(sick: float, where: str, place: int) -> None:
     g, m = random(_CHUNK + 8), random(_CHUNK + 8, seed=1)
     (g if where == "gradient" else m)[place] = sick
     members = [member(random(9), random(9), random(9)), member(g, g, m), absent(3)]
@@ -158,16 +131,6 @@ def test_what_is_not_finite_is_marked(sick: float, where: str, place: int) -> No
     assert summary.abstaining == (0,)
     assert summary.faults == ((0, 1),)
     assert summary.with_gradient == (True, True, False)
-
-
-def test_a_header_says_what_it_was_told() -> None:
-    members = [member(random(9), random(9), random(9)) for _ in range(11)]
-    for stop in (False, True):
-        summary, _, _ = ballot(members, stop, -(2**63))
-        assert summary.stop == stop
-        assert not summary.abstaining
-        assert not summary.faults
-        assert summary.with_gradient == (True,) * 11
 
 
 def test_parameters_without_a_value_take_part() -> None:
@@ -180,12 +143,6 @@ def test_parameters_without_a_value_take_part() -> None:
     bucket = bucket_of([empty, scalar])
     take_step(bucket, [empty, scalar], packed(torch.ones(1)), (True, True), abstained=False)
     assert scalar.parameter.item() == pytest.approx(1 - 0.01 * 0.5 - 0.01)
-
-
-def test_a_sparse_gradient_is_refused() -> None:
-    sparse = member(random(4, 2), random(4, 2).to_sparse(), random(4, 2))
-    with pytest.raises(TypeError, match=r"gradient of 'p0' is sparse.*`sparse=False`"):
-        ballot([sparse])
 
 
 # The step
@@ -219,24 +176,6 @@ def test_a_step_rounds_as_its_formulas(numel: int) -> None:
             x.double() * np.float32(1 - 0.01 * 0.5) - delta.double() * np.float32(0.01)
         ).float()
         assert not torch.equal(stepped, fused)
-
-
-def test_who_moves_and_whose_momentum_learns() -> None:
-    """Some worker has a gradient, this one has one, this one abstains: three questions."""
-    x, m, g = random(70), random(70, seed=1), random(70, seed=2)
-    delta = torch.ones(70)
-    stepped, learnt = by_hand(x, m, g, delta)
-    cases = [  # moves, own gradient, abstained -> the parameter moves, the momentum learns
-        (True, True, False, True, True),
-        (True, False, False, True, False),
-        (True, True, True, True, False),
-        (False, False, False, False, False),
-    ]
-    for moves, own, abstained, moved, learned in cases:
-        mine = member(x.clone(), g if own else None, m)
-        take_step(bucket_of([mine]), [mine], packed(delta), (moves,), abstained)
-        assert torch.equal(mine.parameter, stepped if moved else x)
-        assert torch.equal(mine.state["momentum"], learnt if learned else m)
 
 
 @pytest.mark.gpu

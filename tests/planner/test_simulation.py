@@ -17,7 +17,6 @@ from commfree_planner import (
     exchange_bytes,
     log_grid,
     methods,
-    needed_bandwidth,
     payload_bytes,
     utilization,
 )
@@ -46,19 +45,6 @@ def test_data_parallel_by_hand(sizes, seconds) -> None:
     messages = tuple(Message(i, i, size * GB) for i, size in enumerate(sizes))
     found = utilization(TWO_LAYERS, Exchange(1, 0, (messages,)), GB_PER_S)
     assert found == pytest.approx(6 / seconds)
-
-
-@pytest.mark.parametrize(
-    ("overlap_steps", "seconds"),
-    [
-        (0, 20),  # fragment 0 on the link 6-14 while the machine waits, fragment 1 in 18-19
-        (1, 14),  # 6-14, awaited at 12; fragment 1 in 14-15, awaited after 20
-    ],
-)
-def test_two_fragments_by_hand(overlap_steps, seconds) -> None:
-    fragments = ((Message(0, 0, 8 * GB),), (Message(1, 1, 1 * GB),))
-    found = utilization(TWO_LAYERS, Exchange(2, overlap_steps, fragments), GB_PER_S)
-    assert found == pytest.approx(12 / seconds)
 
 
 def by_explicit_graph(layer_s: list[float], exchange: Exchange, gbit_per_s: float) -> float:
@@ -178,12 +164,6 @@ def test_a_slightly_slow_link_limits_the_cycle() -> None:
     assert utilization(TWO_LAYERS, exchange, GB_PER_S) == pytest.approx(120 / 120.12)
 
 
-def test_a_longer_overlap_hides_more() -> None:
-    found = [TRAINING.utilization(TRAINING.diloco(3, tau, "fp32"), 0.5) for tau in range(4)]
-    assert found == sorted(found)
-    assert found[0] < found[1] < 1.0 == found[3]
-
-
 # Required bandwidth
 
 
@@ -195,16 +175,3 @@ def test_the_required_bandwidth_is_the_least_that_reaches_the_target() -> None:
             >= 0.9
             > TRAINING.utilization(exchange, needed / 1.024)
         )
-
-
-def test_the_grid_has_equal_ratios() -> None:
-    grid = log_grid(0.1, 1000, 50)
-    assert (len(grid), grid[0], grid[-1]) == (50, 0.1, pytest.approx(1000))
-    ratios = [b / a for a, b in zip(grid, grid[1:], strict=False)]
-    assert ratios == pytest.approx([10 ** (4 / 49)] * 49)
-
-
-def test_the_ends_of_a_grid() -> None:
-    seconds, exchange = MODEL.layer_seconds(0.1), TRAINING.data_parallel()
-    assert needed_bandwidth(seconds, exchange, 0.5, [1e-9, 1e-8]) == 2
-    assert needed_bandwidth(seconds, exchange, 0.5, [1e8, 1e9]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,6 @@ def _names(group: str) -> list[str]:
 
 # what a machine without a GPU can build of a Trainer for GPUs: everything but the accelerator
 ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=2", "trainer.num_nodes=1"]
-
-
-@pytest.mark.parametrize("name", _names("strategy"))
-def test_strategy(name, compose_config) -> None:
-    config = compose_config(f"strategy={name}")["strategy"]
-    strategy = instantiate(config, _convert_="all")
-    assert type(strategy) is get_class(config["_target_"])
-    assert strategy._start_method == "fork"
-    assert strategy._timeout == timedelta(minutes=30)
 
 
 def _assert_mirrors_the_constructor(config: dict[str, Any]) -> None:
@@ -185,32 +175,6 @@ def test_a_run_that_ends_with_its_first_checkpoint(compose_config) -> None:
     config = compose_config(*settings, "tokenizer=bytes", "strategy=ddp")
     [last] = build_trainer(config, build_data(config)).checkpoint_callbacks
     assert last.save_last
-
-
-@pytest.mark.parametrize("name", _names("logger"))
-def test_logger(name, compose_config) -> None:
-    config = compose_config(f"logger={name}", "tokenizer=bytes", "strategy=ddp")
-    trainer = build_trainer(config, build_data(config))
-    found = [type(logger).__name__ for logger in trainer.loggers]
-    expected = {
-        "csv": "CsvJobLogger",
-        "tensorboard": "TensorBoardLogger",
-        "wandb": "WandbJobLogger",
-    }
-    assert found == ([] if name == "none" else [expected[name]])
-
-
-def test_several_loggers(compose_config) -> None:
-    config = compose_config("logger=[csv,wandb,tensorboard]", "tokenizer=bytes", "strategy=ddp")
-    assert len(build_trainer(config, build_data(config)).loggers) == 3
-
-
-@pytest.mark.parametrize("name", _names("optimizer"))
-def test_optimizer(name, compose_config) -> None:
-    config = compose_config(f"optimizer={name}", "trainer.max_steps=170")["optimizer"]
-    module = torch.nn.Linear(2, 2)
-    made = instantiate(config, _partial_=True, _convert_="all")(module)
-    assert made["optimizer"].param_groups[0]["params"] == [module.weight]
 
 
 @pytest.mark.parametrize("suffix", ["", "_finetune"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
 from omegaconf import OmegaConf
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -27,7 +26,6 @@ from recipes.training.run import fit
 CONF = Path(__file__).parents[2] / "conf"
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 PAIRS = [(f"{i}=", " ".join(WORDS[int(digit)] for digit in str(i))) for i in range(60)]
-LETTERS = {letter for pair in PAIRS for letter in "".join(pair)}
 SPLITS = {"train": PAIRS[:50], "validation": PAIRS[50:]}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -112,8 +110,7 @@ RUNS = {
         "strategy=distributed_lion optimizer=distributed_lion_finetune data.packing=false",
     ),
     "domino_tp": ("responses", "strategy=domino_tp data.batch_size=4"),
-    "lora": ("chat", "strategy=ddp lora=default optimizer.lr=0.02 data.packing=false"),
-    "lora domino": (
+    "lora": (
         "chat",
         "strategy=domino_tp lora=default optimizer.lr=0.02 data.packing=false data.batch_size=4",
     ),
@@ -172,26 +169,13 @@ def test_its_losses_are_those_of_plain_transformers(finished_run, toy) -> None:
     assert logged == pytest.approx(before, rel=1e-4)
 
 
-def test_the_export_generates(finished_run, request) -> None:
-    kind, summary = finished_run
+@pytest.mark.parametrize("finished_run", ["streaming_diloco"], indirect=True)
+def test_the_chat_template_is_exported_too(finished_run) -> None:
+    _, summary = finished_run
     tokenizer = AutoTokenizer.from_pretrained(summary["huggingface"])
-    model = AutoModelForCausalLM.from_pretrained(summary["huggingface"])
-    if kind == "chat":
-        messages = [{"role": "user", "content": "7="}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert text == f"u7={tokenizer.eos_token}a", "the template is exported too"
-    else:
-        text = "7="
-    row = torch.tensor([tokenizer(text)["input_ids"]])
-    mask = torch.ones_like(row)
-    made = model.generate(
-        row, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
-    )[0, row.shape[1] :]
-    written = tokenizer.decode(made, skip_special_tokens=True)
-    if "lora" in request.node.callspec.params["finished_run"]:  # learns no spelling in 40 steps
-        assert len(made)
-    else:
-        assert set(written) <= {*"".join(WORDS), *" =0123456789"}
+    messages = [{"role": "user", "content": "7="}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == f"u7={tokenizer.eos_token}a"
 
 
 @pytest.mark.parametrize("finished_run", ["domino_tp"], indirect=True)
@@ -243,7 +227,7 @@ def test_ranks_of_torchrun_read_their_parts_of_the_model_alone(compose_finetune,
             torch.testing.assert_close(trained[name], value.data, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("finished_run", ["lora", "lora domino"], indirect=True)
+@pytest.mark.parametrize("finished_run", ["lora"], indirect=True)
 def test_lora_trains_adapters_alone(finished_run, toy) -> None:
     _, summary = finished_run
     base = AutoModelForCausalLM.from_pretrained(find_pretrained(f"{toy}/runs/*/huggingface"))
@@ -267,12 +251,6 @@ def test_lora_trains_adapters_alone(finished_run, toy) -> None:
         found = merged(input_ids=tokens).logits
     torch.testing.assert_close(found, after, rtol=1e-4, atol=1e-4)
     assert (after - before).abs().max() > 0.1
-
-
-def test_keys_of_lora_are_pefts(compose_finetune, tmp_path) -> None:
-    config = compose_finetune(tmp_path, "text", "lora=default")["lora"]
-    assert set(config) <= set(inspect.signature(LoraConfig).parameters)
-    assert compose_finetune(tmp_path, "text")["lora"] is None
 
 
 def test_the_demo(compose_finetune, tmp_path) -> None:

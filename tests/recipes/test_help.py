@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessRaisedException, start_processes
 
 from recipes import compare, finetune, plan, pretrain
 from recipes.configuration.application import FULL_ERROR, HINT, application
-from recipes.configuration.checking import check_config, nearest
+from recipes.configuration.checking import check_config
 from recipes.configuration.help import CONF
 from recipes.configuration.sentences import sentence
 from recipes.configuration.signatures import parameters
@@ -134,7 +134,7 @@ def _composed(override: str) -> None:
 
 
 @pytest.mark.parametrize(("override", "expected"), MISTAKES)
-def test_what_a_mistake_is_told(override, expected) -> None:
+def test_a_mistyped_override_gets_a_suggestion(override, expected) -> None:
     with pytest.raises((HydraException, MissingMandatoryValue, ValueError)) as wrong:
         _composed(override)
     assert expected in str(sentence(wrong.value))
@@ -167,7 +167,7 @@ def test_every_command_tells_it(told) -> None:
     assert "did you mean `trainer.max_steps`?" in told(finetune.main, "trainer.max_stepz=9")
 
 
-def test_what_is_legal_passes(told) -> None:
+def test_legal_overrides_pass(told) -> None:
     """Keywords that are passed on to others, and a key of the user's own that another refers to."""
     added = ["+strategy.bucket_cap_mb=10", "+trainer.deterministic=true", "+logger.wandb.notes=x"]
     mine = ["+my_length=-7", "trainer.max_steps=${my_length}", "logger=wandb", "strategy=ddp"]
@@ -215,9 +215,3 @@ def test_a_refusal_in_a_worker_is_told_too() -> None:
     with pytest.raises(ProcessRaisedException) as broken:
         start_processes(_breaks, nprocs=1, start_method="fork")
     assert sentence(broken.value) is None
-
-
-def test_a_part_of_a_name_is_near() -> None:
-    assert nearest("diloco", ["ddp", "streaming_diloco"]) == "streaming_diloco"
-    assert nearest("stratgy", ["seed", "strategy"]) == "strategy"
-    assert nearest("zzz", ["seed", "strategy"]) is None

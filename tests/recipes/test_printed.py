@@ -1,4 +1,4 @@
-"""What whole runs of pretraining and fine-tuning print, on a terminal of 80 columns and to a pipe.
+"""What a whole pretraining prints on a terminal of 80 columns.
 
 Figures differ from machine to machine: numbers, paths and the progress bar's frames stand as marks.
 """
@@ -26,28 +26,6 @@ GOLDEN = Path(__file__).parent / "golden"  # what commands print; look at a chan
 TIMEOUT_S = 240
 COLUMNS = 80
 PRETRAIN = ["recipes.pretrain", *TOY, "cache_dir=cache", "trainer.devices=2"]
-FINETUNE = [
-    "recipes.finetune",
-    "model.name_or_path=pretrain_terminal/huggingface",
-    "data=text",
-    "data.corpus.train=words.txt",
-    "data.corpus.validation=others.txt",
-    "data.block_size=32",
-    "data.batch_size=2",
-    "cache_dir=cache",
-    "trainer.devices=2",
-    "trainer.max_steps=6",
-    "trainer.val_check_interval=3",
-    "optimizer.warmup_steps=2",
-    "report.sample_tokens=1",
-    "logger=none",
-]
-RUNS = [
-    ("pretrain_terminal", PRETRAIN),
-    ("pretrain_piped", PRETRAIN),
-    ("finetune_terminal", FINETUNE),
-    ("finetune_piped", FINETUNE),
-]
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|[()][A-Z0-9])")
 _BAR = re.compile(r"[━╸╺█▏▎▍▌▋▊▉╴]+")
 # what runs on slow machines say besides
@@ -83,22 +61,6 @@ def on_terminal(command: list[str], folder: Path, environment: dict[str, str]) -
         process.kill()
     assert process.wait(timeout=30) == 0, written.decode()[-3000:]
     return written.decode().replace("\r\n", "\n")
-
-
-def piped(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Return what a command writes to a pipe, errors between the lines."""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=TIMEOUT_S,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
 
 
 def lines_of(written: str) -> list[str]:
@@ -137,35 +99,18 @@ def _is_text(line: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Run each command in a folder of its own, whose paths are short and the same everywhere."""
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Run it in a folder of its own, whose paths are short and the same everywhere."""
     folder = tmp_path_factory.mktemp("printed")
-    for name, first in (("words", 0), ("others", 300)):
-        text = " ".join(f"word {number}" for number in range(first, first + 300))
-        (folder / f"{name}.txt").write_text(text)
     environment = {name: text for name, text in os.environ.items() if name != "COLUMNS"}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
-    found = {}
-    for name, words_of_command in RUNS:
-        command = [sys.executable, "-m", *words_of_command, f"run_dir={name}"]
-        run = on_terminal if name.endswith("terminal") else piped
-        found[name] = lines_of(run(command, folder, environment))
-    return found
+    command = [sys.executable, "-m", *PRETRAIN, "run_dir=pretrain_terminal"]
+    return lines_of(on_terminal(command, folder, environment))
 
 
-@pytest.mark.parametrize("name", [name for name, _ in RUNS])
-def test_what_is_printed_is_as_it_is_kept(printed: dict[str, list[str]], name: str) -> None:
-    assert marked(printed[name]) == (GOLDEN / f"{name}.txt").read_text()
+def test_the_output_equals_the_golden_file(printed: list[str]) -> None:
+    assert marked(printed) == (GOLDEN / "pretrain_terminal.txt").read_text()
 
 
-@pytest.mark.parametrize("name", [name for name, _ in RUNS if name.endswith("terminal")])
-def test_no_line_is_longer_than_the_terminal(printed: dict[str, list[str]], name: str) -> None:
-    assert max(map(len, printed[name])) <= COLUMNS
-
-
-@pytest.mark.parametrize("name", [name for name, _ in RUNS if name.endswith("piped")])
-def test_a_pipe_gets_text_without_escapes_and_frames(
-    printed: dict[str, list[str]], name: str
-) -> None:
-    bars = [line for line in printed[name] if _BAR.search(line) and "%" in line]
-    assert not bars
+def test_no_line_is_longer_than_the_terminal(printed: list[str]) -> None:
+    assert max(map(len, printed)) <= COLUMNS

@@ -22,7 +22,7 @@ def _quick(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_what_is_done_soon_is_not_told(capsys) -> None:
+def test_a_short_stage_is_not_reported(capsys) -> None:
     with stage("reading"):
         pass
     assert capsys.readouterr().out == ""
@@ -36,13 +36,6 @@ def test_in_a_file_lines_say_how_far_it_is(capsys) -> None:
     assert len(lines) >= 2
     assert set(lines) == {"reading the text, 30%"} or lines[0] == "reading the text"
     assert lines[-1].startswith("reading the text, 30%") or lines[-1] == "reading the text"
-
-
-def test_a_file_is_told_the_seconds() -> None:
-    told = stages._Announcement("saving", 4.0, at_once=True)
-    told._start -= 75
-    told.advance(1)
-    assert told._line() == "saving, 25%, 0:01:15"
 
 
 def test_on_a_terminal_a_bar_that_goes_when_it_is_over(capsys, monkeypatch) -> None:

@@ -83,13 +83,13 @@ def _read(recipe: str, cfg: DictConfig, key: str) -> None:
             LanguageModel(config.to_dict())
 
 
-def test_none_of_300_mutations_ends_in_a_traceback(composed) -> None:
+def test_none_of_200_mutations_ends_in_a_traceback(composed) -> None:
     draw, refused = random.Random(17), 0
     keys = {
         recipe: list(_keys(OmegaConf.to_container(cfg, resolve=False)))
         for recipe, cfg in composed.items()
     }
-    for recipe in draw.choices(list(COMMANDS), k=300):
+    for recipe in draw.choices(list(COMMANDS), k=200):
         key, written = draw.choice(keys[recipe]), draw.choice(WRITTEN)
         value = OverridesParser.create().parse_override(f"{key}={written}").value()
         cfg = copy.deepcopy(composed[recipe])
@@ -98,27 +98,20 @@ def test_none_of_300_mutations_ends_in_a_traceback(composed) -> None:
         if told is None:
             _refusal(lambda cfg=cfg, recipe=recipe, key=key: _read(recipe, cfg, key))
         refused += told is not None
-    assert 100 < refused < 290, "both happen"
+    assert 60 < refused < 195, "both happen"
 
 
 # by group, with values at the limits of its ranges
 LEGAL = {
-    "seed": "0 7",
     "token_budget": "null 1e18 7",
     "ckpt_path": "null last",
-    "checkpoint_every_n_steps": "0",
-    "report.prompt": "null abc",
     "trainer.devices": "-1 auto '0,1' [1,2]",
     "trainer.max_epochs": "null -1 1",
-    "trainer.gradient_clip_val": "null 0",
     "trainer.val_check_interval": "null 7 0.5",
-    "trainer.num_sanity_val_steps": "-1",
     "trainer.limit_val_batches": "0 7 0.5",
-    "data.num_workers": "0",
     "optimizer.warmup_steps": "null 0",
     "optimizer.final_lr_fraction": "0 1",
     "optimizer.betas": "[0,0.9]",
-    "strategy.num_fragments": "null 1",
     "strategy.mix": "0 1",
     "strategy.timeout.minutes": "0.5",
     "model.attn_pdrop": "0 1",
@@ -126,36 +119,23 @@ LEGAL = {
 ILLEGAL = {
     "seed": "-1 3.7 true null '7' 4294967296",
     "token_budget": "-0.5 nan abc",
-    "gradient_checkpointing": "0 null abc",
-    "compile": "abc",
     "checkpoint_every_n_steps": "-1 null",
-    "run_dir": "7 null",
     "report": "{} {a:1} 7",
-    "report.sample_tokens": "-1 3.7",
     "callbacks": "null [3] {}",
     "trainer.accelerator": "abc null",
     "trainer.devices": "0 0.5 [] abc",
-    "trainer.num_nodes": "0 null",
-    "trainer.max_epochs": "0 -2",
     "trainer.gradient_clip_val": "-1 nan inf",
     "trainer.val_check_interval": "0 3.7",
     "trainer.limit_val_batches": "-1 1.5 true",
-    "trainer.precision": "bf17",
     "data.block_size": "0 3.7 true",
-    "data.batch_size": "0 null",
-    "tokenizer.vocab_size": "0 3.7",
     "optimizer.lr": "-0.5 nan abc",
     "optimizer.betas": "[] [true] [0,1] 0.9",
-    "optimizer.final_lr_fraction": "1.5",
     "strategy.sync_every": "0 true null",
     "strategy.mix": "-0.5 1.5",
     "strategy.wire_dtype": "abc 7",
-    "strategy.outer_optimizer": "7 abc",
-    "strategy.start_method": "threads",
     "strategy.timeout.minutes": "0 1e30",
     "model.n_layer": "0 -1 3.7 true",
     "model.attn_pdrop": "1.5 -0.5 abc",
-    "logger.csv.save_dir": "7",
 }
 
 
@@ -188,7 +168,7 @@ def test_limits_of_the_ranges(cases, is_legal, composed) -> None:
         ("callbacks=[3]", "`callbacks=[3]` is not legal: it should be an object."),
     ],
 )
-def test_what_is_told(words, expected) -> None:
+def test_an_illegal_value_gets_its_sentence(words, expected) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("pretrain", ["run_dir=here", words])
     told = _refusal(lambda: check_config(cfg, "pretrain"))
@@ -224,13 +204,13 @@ def test_every_written_value_has_its_sentence_and_references_have_none() -> None
         ("logger=wandb", "++logger.wandb.tags=[a,b]", "+strategy.timeout.hours=1"),
     ],
 )
-def test_what_the_files_and_the_docs_say_is_legal(choices) -> None:
+def test_documented_combinations_are_legal(choices) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("pretrain", ["run_dir=here", *choices])
     assert _refusal(lambda: check_config(cfg, "pretrain")) is None
 
 
-def test_what_transformers_refuses_is_told() -> None:
+def test_a_refusal_of_transformers_is_reported() -> None:
     with pytest.raises(ValueError, match="cannot be built from the settings in `model`") as no:
         model_from_config(
             {"_target_": "transformers.GPT2Config", "n_embd": 64, "n_head": 3, "n_layer": 1}, 99

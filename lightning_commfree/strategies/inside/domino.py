@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from lightning_commfree.strategies.base import ReplicaStrategy
 
 _WHY_NOT_MANUAL = (
-    "ranks that share a model combine and check their gradients once per step, right after its one"
-    " backward, and manual optimization may call backward and step any number of times per batch"
+    "ranks that share a model combine and check gradients once per step, right after its only"
+    " backward, but manual optimization may call backward and step any number of times per batch"
 )
 
 

@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 GATHER_TAG, SCATTER_TAG = "fsdp_gather", "fsdp_scatter"
 
 _WHY_NOT_MANUAL = (
-    "with `inside='fsdp'` FSDP takes `training_step` for the forward of the whole model and expects"
-    " backward after it has returned, while manual optimization calls backward inside of it. With"
-    " `inside='ddp'` it is possible"
+    "FSDP (`inside='fsdp'`) treats `training_step` as the model's forward and expects backward"
+    " after it, but manual optimization calls backward inside it. `inside='ddp'` supports it"
 )
 
 

@@ -134,12 +134,6 @@ def test_a_folder_with_odd_letters_reaches_hydra_unchanged() -> None:
     assert parsed.value() == "/a b/it's=x/ddp"
 
 
-def test_a_folder_of_configuration_reaches_the_jobs() -> None:
-    plan = Plan(("ddp",), None, 2, None, {}, Path("/folder"), config_dir="/my own")
-    [job] = build_jobs(plan, ["seed=2"])
-    assert job.arguments[:5] == ["-m", "recipes.pretrain", "--config-dir", "/my own", "seed=2"]
-
-
 @pytest.mark.parametrize(
     ("words", "asked", "message"),
     [
@@ -159,6 +153,6 @@ def test_a_folder_of_configuration_reaches_the_jobs() -> None:
         (["experiment=demo"], {}, "`strategy.sync_every` is not a setting of ddp: experiment=demo"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(words, asked, message) -> None:
+def test_jobs_that_cannot_be_compared_are_refused(words, asked, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         built(*words, **asked)

@@ -87,7 +87,7 @@ def test_a_job_that_fails_is_named_with_its_last_lines_and_the_others_run(tmp_pa
     assert re.search(r"\[2/2\] b: done, \d+ s\n", printed(console))
 
 
-def test_what_is_done_is_kept_and_what_failed_runs_again(tmp_path: Path) -> None:
+def test_finished_jobs_are_kept_and_failed_ones_run_again(tmp_path: Path) -> None:
     tally = tmp_path / "tally"
     tally.write_text("")
     done = script("a", tmp_path, COUNTS.format(tally))

@@ -45,7 +45,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path) -> None:
     assert (tmp_path / "result").read_text() == "whole"
 
 
-def test_what_is_there_is_not_built_again(tmp_path) -> None:
+def test_an_existing_file_is_not_built_again(tmp_path) -> None:
     (tmp_path / "result").write_text("old")
     assert build_once(tmp_path / "result", lambda path: pytest.fail("built")).read_text() == "old"
 

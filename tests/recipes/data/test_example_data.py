@@ -41,11 +41,6 @@ def test_packing_leaves_nothing_out_and_nothing_half_empty(lengths) -> None:
     assert sum(total <= 8 for total in filled) <= 1
 
 
-def test_packing_by_hand() -> None:
-    assert pack([3, 6, 5, 2, 8, 1], capacity=8) == [[4], [1, 3], [2, 0]] + [[5]]
-    assert pack([], capacity=8) == []
-
-
 EXAMPLES = [
     Example([1, 2, 3, 4, 5, 6], [False, False, True, True, True, True]),
     Example([7, 8, 9], [False, False, True]),
@@ -208,7 +203,7 @@ def test_a_file_of_its_own_is_the_validation(make_data, write) -> None:
     )
 
 
-def test_what_is_cut_and_left_out_is_said(make_data, write) -> None:
+def test_truncated_and_dropped_examples_are_reported(make_data, write) -> None:
     whole, cut, dropped = ("1 ", ""), ("2 ", "ab"), ("33 ", "a")
     lines = [{"prompt": prompt, "response": text} for prompt, text in (whole, cut, dropped)]
     paths = write(*lines), write(lines[0], name="validation.jsonl")

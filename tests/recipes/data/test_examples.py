@@ -71,7 +71,7 @@ def test_a_response_and_its_end_are_the_targets(write) -> None:
     assert second == Example([EOS, tokens[5], EOS], [False, True, True]), "something foretells f"
 
 
-def test_what_a_tokenizer_puts_around_a_text_stays_in_front_of_the_prompt(write) -> None:
+def test_tokens_that_a_tokenizer_adds_stay_in_front_of_the_prompt(write) -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
@@ -163,7 +163,7 @@ def test_a_wrong_conversation_is_named(write, messages, message) -> None:
         _examples(Conversations(write(messages), chat_template=SIGNS))
 
 
-def test_what_a_template_says_itself_is_passed_on(write) -> None:
+def test_an_error_of_the_template_is_passed_on(write) -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match=r"line 1: roles must alternate"):
         _examples(Conversations(write({"messages": TALK}), chat_template=template))
@@ -182,7 +182,7 @@ def test_files_that_cannot_be_read(tmp_path, write) -> None:
         _examples(Responses(str(tmp_path / "not.xz")))
 
 
-def test_what_a_tokenizer_may_lack(write, tmp_path) -> None:
+def test_a_tokenizer_without_template_or_end_is_refused(write, tmp_path) -> None:
     path = write({"prompt": "a", "response": "b"})
     tokenizer = byte_tokenizer()
     with pytest.raises(ValueError, match=r"no chat template.*=.*templates/plain.jinja"):

@@ -67,7 +67,7 @@ def test_it_becomes_a_file_of_tokens(folder) -> None:
     assert path.stat().st_size == 2 * 2 * (len("number 0") + 1)
 
 
-def test_what_cannot_be_read(folder) -> None:
+def test_unreadable_data_is_refused(folder) -> None:
     with pytest.raises(
         ValueError, match=r"text_column='text'. Its columns: body \(str\), id \(int"
     ):

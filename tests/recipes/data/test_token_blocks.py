@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.data import token_blocks
 from recipes.data.token_blocks import TokenBlocks, tokenize
 from recipes.data.tokenizer import byte_tokenizer, train_bpe
 
@@ -69,14 +68,6 @@ def test_a_memory_map_is_not_pickled(tmp_path) -> None:
     assert torch.equal(again[98], blocks[98])
 
 
-def test_many_documents_keep_their_order(tmp_path) -> None:
-    texts = [str(i) for i in range(200)]
-    tokenizer = byte_tokenizer()
-    path = tokenize(Documents(*texts), "train", tokenizer, str(tmp_path))
-    decoded = tokenizer.decode(TokenBlocks(path, 1).tokens.tolist())
-    assert decoded.split("<|endoftext|>") == [*texts, ""]
-
-
 def test_the_file_is_made_once_and_named_by_its_content(tmp_path, corpus) -> None:
     documents, cache = Documents("abc"), str(tmp_path / "cache")
     first = tokenize(documents, "train", byte_tokenizer(), cache)
@@ -109,18 +100,3 @@ def test_there_is_no_block_past_the_end(tmp_path) -> None:
         blocks[2]
     with pytest.raises(IndexError):
         blocks[-1]
-
-
-def test_what_is_told_as_done_has_been_tokenized() -> None:
-    """Documents are read ahead of the tokenizer: one large file would count as done at once."""
-    done, told_before = [], []
-
-    def tokenizer(batch, **_):
-        told_before.append(sum(done))
-        return {"input_ids": [[1] for _ in batch]}
-
-    tokenizer.eos_token_id = None
-    documents = ["äb"] * (token_blocks._DOCUMENTS_PER_CALL + 1)
-    assert len(list(token_blocks._token_rows(documents, tokenizer, done.append))) == len(documents)
-    assert told_before == [0, 3 * token_blocks._DOCUMENTS_PER_CALL]
-    assert sum(done) == 3 * len(documents)

@@ -37,7 +37,7 @@ def test_a_child_does_the_work_and_its_answer_comes_back(cuda_build) -> None:
     assert threads == 1, "OpenMP's threads hang in a child of a process that has used them"
 
 
-def test_what_it_raises_is_raised_here(cuda_build) -> None:
+def test_an_error_of_the_child_is_raised_here(cuda_build) -> None:
     with pytest.raises(ValueError, match="does not keep examples apart"):
         without_initializing_cuda(fail)
 

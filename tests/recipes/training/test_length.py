@@ -28,7 +28,6 @@ def composed():
         (["token_budget=204800", "trainer.num_nodes=5"], 20),
         (["token_budget=204800", "trainer.devices=auto"], 200),  # one process on a CPU
         (["token_budget=204800", "strategy=domino_tp"], 200),  # both ranks share a batch
-        (["token_budget=204800", "strategy=domino_tp", "trainer.devices=4"], 200),
         (
             [
                 "token_budget=204800",
@@ -57,7 +56,7 @@ def test_without_a_budget_the_steps_stay(composed, capsys) -> None:
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("budget", ["0", "-5", "2000"])
+@pytest.mark.parametrize("budget", ["-5", "2000"])
 def test_a_budget_below_one_step(composed, budget) -> None:
     with pytest.raises(
         ValueError, match=rf"token_budget={int(budget):,} is not .* 2,048 tokens a step \(2 shares"

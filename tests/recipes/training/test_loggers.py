@@ -164,7 +164,7 @@ def test_no_run_is_opened_by_a_process_that_only_launches(tmp_path) -> None:
     assert copy.version is None
 
 
-def test_a_run_for_every_job_and_a_job_that_goes_on_with_a_run(tmp_path) -> None:
+def test_every_job_has_a_run_of_its_own_and_may_continue_one(tmp_path) -> None:
     try:
         for job, run_id in (("a", None), ("b", "chosen"), ("b", "chosen")):
             (tmp_path / job).mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ def test_a_run_for_every_job_and_a_job_that_goes_on_with_a_run(tmp_path) -> None
     assert not (tmp_path / "wandb").exists(), "neither the disabled nor the refused one"
 
 
-def test_a_resumed_job_goes_on_in_its_csv_file(tmp_path, recwarn) -> None:
+def test_a_resumed_job_continues_its_csv_file(tmp_path, recwarn) -> None:
     """It went into a folder of its own, `version_1`, and nobody had both halves."""
     first = CsvJobLogger(str(tmp_path))
     for step in (0, 10, 20, 30):

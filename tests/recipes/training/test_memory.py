@@ -42,12 +42,6 @@ def test_ddp_with_adamw(needed) -> None:
     assert alone.strategy == 0
 
 
-def test_lion_keeps_one_number_per_parameter(needed) -> None:
-    n, need = needed("strategy=distributed_lion", "optimizer=distributed_lion")
-    assert need.optimizer == 4 * n
-    assert need.strategy == 0
-
-
 def test_diloco_keeps_two_more(needed) -> None:
     n, need = needed("strategy=streaming_diloco")
     assert need.strategy == 8 * n
@@ -82,11 +76,6 @@ def test_domino_inside_divides(needed, inside: str) -> None:
     assert (need.optimizer, need.strategy) == (4 * n, 4 * n)
 
 
-def test_domino_divides(needed) -> None:
-    n, need = needed("strategy=domino_tp")
-    assert need.weights == need.gradients == 2 * n
-
-
 def test_bf16_halves_and_lion_then_keeps_a_master_copy(needed) -> None:
     n, need = needed("strategy=ddp", "trainer.precision=bf16-true")
     assert (need.weights, need.gradients) == (2 * n, 2 * n)
@@ -94,12 +83,6 @@ def test_bf16_halves_and_lion_then_keeps_a_master_copy(needed) -> None:
         "strategy=distributed_lion", "optimizer=distributed_lion", "trainer.precision=bf16-true"
     )
     assert lion.optimizer > need.optimizer
-
-
-def test_the_start_method_decides_what_the_host_holds(needed) -> None:
-    n, popen = needed("strategy=ddp", "strategy.start_method=popen")
-    _, spawn = needed("strategy=ddp", "strategy.start_method=spawn")
-    assert (popen.host, spawn.host) == (0, 3 * 4 * n)
 
 
 def test_it_is_said_with_numbers_before_anything_is_launched(compose_config, monkeypatch) -> None:

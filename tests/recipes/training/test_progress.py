@@ -108,18 +108,6 @@ def test_operations_are_six_per_weight_and_token_and_those_of_attention(
     assert flops_per_batch(module, ROWS, CONTEXT) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_share_of_a_peak(clock, monkeypatch) -> None:
-    """Half a second a batch at 1e6 operations on a GPU that could do 1e7 a second: a fifth."""
-    recorder = RunRecorder(SimpleNamespace(batch_size=ROWS, tokens_per_row=lambda: CONTEXT))
-    recorder._throughput = progress.Throughput(available_flops=1e7, window_size=21)
-    recorder._flops = 1_000_000
-    for _ in range(21):
-        clock.now += 0.5
-        speed = recorder._speed()
-    # the first of the window opened it: 20 batches of operations in 20 times half a second
-    assert speed["device/mfu"] == pytest.approx(0.2)
-
-
 def _play(bar, clock, max_steps=40, every=0.5, metrics=None):
     trainer = SimpleNamespace(max_steps=max_steps, global_step=0, progress_bar_metrics={})
     bar.on_train_start(trainer, None)
@@ -157,7 +145,7 @@ def test_on_a_terminal_a_bar_that_moves(clock, capsys, monkeypatch) -> None:
     assert FIGURES in plain
 
 
-@pytest.mark.parametrize("width", [50, 80, 100])
+@pytest.mark.parametrize("width", [50, 80])
 def test_a_narrow_terminal_cuts_the_figures_and_nothing_else(
     width, clock, capsys, monkeypatch
 ) -> None:
@@ -172,7 +160,7 @@ def test_a_narrow_terminal_cuts_the_figures_and_nothing_else(
     assert found is not None
     figures = found[1].rstrip().removesuffix("…")
     assert FIGURES.startswith(figures)
-    assert len(figures) >= {50: 5, 80: 30, 100: len(FIGURES)}[width]
+    assert len(figures) >= {50: 5, 80: 30}[width]
 
 
 def test_validations_and_saves_stand_in_the_bar(clock, capsys, monkeypatch) -> None:

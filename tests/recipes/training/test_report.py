@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from PIL import Image
 from transformers import GPT2Config
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
@@ -22,11 +21,10 @@ from recipes.data.token_blocks import TokenBlocks
 from recipes.data.token_data import TokenDataModule, unigram_loss
 from recipes.data.tokenizer import byte_tokenizer
 from recipes.training.evaluation import generate_text, token_loss
-from recipes.training.figures import draw_run
 from recipes.training.language_model import LanguageModel
 from recipes.training.optimizer import adamw_cosine
 from recipes.training.plan_rows import _single_replica
-from recipes.training.progress import History, RunRecorder
+from recipes.training.progress import RunRecorder
 from recipes.training.report import RunReport
 from recipes.training.summary import RunSummary, print_panel, share, summary_rows
 from recipes.training.traffic import TrafficMeter, human_bytes
@@ -46,11 +44,6 @@ def test_unigram_loss_by_hand(tmp_path) -> None:
     validation = _blocks(tmp_path / "validation.uint16", [2, 0, 0, 1, 2, 1], 2)
     expected = -(2 * math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 4
     assert unigram_loss(train, validation, vocab_size=3) == pytest.approx(expected)
-
-
-def test_unigram_loss_of_a_uniform_text_is_the_logarithm(tmp_path) -> None:
-    text = _blocks(tmp_path / "text.uint16", list(range(50)) * 20, 10)
-    assert unigram_loss(text, text, vocab_size=50) == pytest.approx(math.log(50))
 
 
 @pytest.mark.parametrize(
@@ -221,51 +214,6 @@ def test_text_is_repeatable_and_fits_the_context() -> None:
     for prompt in ("", "a" * 40):
         text = generate_text(module, tokenizer, prompt, 1000, seed=0)
         assert text.count("a") <= BLOCK_SIZE or prompt == ""
-
-
-def test_the_figure_is_a_picture(tmp_path) -> None:
-    history = History(
-        steps=[1, 2],
-        seconds=[0.1, 0.2],
-        train_loss=[5.0, 4.0],
-        bytes_sent=[0, 100],
-        validation_steps=[2],
-        validation_loss=[4.5],
-    )
-    draw_run(history, 4.4, 1000.0, "a run", tmp_path / "run.png")
-    draw_run(History(), 4.4, 0.0, "nothing yet", tmp_path / "empty.png")
-    sizes = [Image.open(tmp_path / name).size for name in ("run.png", "empty.png")]
-    assert sizes == [(960, 720)] * 2
-
-
-def test_a_sample_is_shown_without_its_empty_lines() -> None:
-    summary = RunSummary(
-        steps=1,
-        tokens=1,
-        seconds=1.0,
-        validation_loss=1.0,
-        perplexity=2.7,
-        initial_loss=None,
-        unigram_loss=2.0,
-        bytes_in_steps=10,
-        bytes_sent=30,
-        bytes_by_phase={"start": {"start": 16, "peers": 4}, "steps": {"a": 10}},
-        bytes_are_counted=True,
-        ddp_bytes=40,
-        ddp_start_bytes=20,
-        seconds_waited=0.5,
-        sample="a\n\n \nb [bold]",
-        checkpoint=None,
-        huggingface="hf",
-        metrics=None,
-        figure="f.png",
-    )
-    rows = summary_rows(summary)
-    assert rows["sample"] == "a\nb [bold]"
-    assert rows["one rank sent"] == "10 B in training steps (counted), 10 B per step: a 10 B"
-    assert rows["besides"] == "start 20 B (start 16 B, peers 4 B)"
-    assert "this run's sent 1/4 of that. All in all 30 B, 1/2 of what DDP" in rows["fp32 DDP"]
-    assert rows["checkpoint"] == "none was written"
 
 
 def test_a_path_that_the_panel_has_no_room_for_stands_beneath_it_in_one_piece(

@@ -312,14 +312,14 @@ def refused(rank: int, size: int) -> list[str]:
 def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
     for early, wrapped, fp16 in run_ranks(refused, 2, tmp_path):
         assert "was created before the fit" in early
-        assert "'head' is compiled already" in wrapped
+        assert "'head' is already compiled" in wrapped
         assert "does not support precision='16-true'" in fp16
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"inside": "fsdp"}, "with `replica_size=1` it has one"),
+        ({"inside": "fsdp"}, "with `replica_size=1` a replica has only one"),
         ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
     ],
 )
@@ -398,7 +398,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     for found in ranks:
         assert "global copies of fragment 1 differ" in found["Drifting"]
         assert "fragment 0 from replica 0 (ranks 0 to 1) is not finite" in found["Broken"]
-    assert "half accumulated are lost" in ranks[0]["half"]
+    assert "half-accumulated optimizer step are lost" in ranks[0]["half"]
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,8 +245,8 @@ def test_key_heads_that_several_ranks_hold_are_refused(played: Any) -> None:
 @pytest.mark.parametrize(
     ("strategy", "settings", "text"),
     [
-        (StreamingDiLoCoStrategy, {}, "with `replica_size=1` it has one"),
-        (DistributedLionStrategy, {}, "with `node_size=1` it has one"),
+        (StreamingDiLoCoStrategy, {}, "with `replica_size=1` a replica has only one"),
+        (DistributedLionStrategy, {}, "with `node_size=1` a replica has only one"),
         (
             DistributedLionStrategy,
             {"node_size": 2, "ties": "random"},

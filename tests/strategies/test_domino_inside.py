@@ -239,7 +239,7 @@ def test_replicas_send_about_as_much_as_with_ddp_inside(played: Any) -> None:
 def test_key_heads_that_several_ranks_hold_are_refused(played: Any) -> None:
     """Two of them on four ranks: a part would have two owners."""
     for rank in played[0]:
-        assert "choose `replica_size` up to 2" in rank["heads"]
+        assert "set `replica_size` to at most 2" in rank["heads"]
 
 
 @pytest.mark.parametrize(

@@ -239,14 +239,14 @@ def test_replicas_send_about_as_much_as_with_ddp_inside(played: Any) -> None:
 def test_key_heads_that_several_ranks_hold_are_refused(played: Any) -> None:
     """Two of them on four ranks: a part would have two owners."""
     for rank in played[0]:
-        assert "choose `replica_size` up to 2" in rank["heads"]
+        assert "set `replica_size` to at most 2" in rank["heads"]
 
 
 @pytest.mark.parametrize(
     ("strategy", "settings", "text"),
     [
-        (StreamingDiLoCoStrategy, {}, "with `replica_size=1` it has one"),
-        (DistributedLionStrategy, {}, "with `node_size=1` it has one"),
+        (StreamingDiLoCoStrategy, {}, "with `replica_size=1` a replica has only one"),
+        (DistributedLionStrategy, {}, "with `node_size=1` a replica has only one"),
         (
             DistributedLionStrategy,
             {"node_size": 2, "ties": "random"},

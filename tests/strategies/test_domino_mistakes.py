@@ -103,7 +103,7 @@ MISTAKES = [
     Mistake(Compiled, ("is already compiled, as `OptimizedModule`",)),
     Mistake(Adapted, ("its dropout mask would differ between ranks. Set",)),
     Mistake(Meta, ("2 tensors, including 'head.weight', are on the meta device and",)),
-    Mistake(HalfMeta, ("2 tensors, including 'wrapped.lm.transformer.ln_f.weight'",)),
+    Mistake(HalfMeta, ("2 tensors, including 'wrapped.lm.transformer.ln_f.weight', are on",)),
     Mistake(AllMeta, ("initializes them only in `fit`",), verb="validate"),
     Mistake(Manual, ("`DominoTPStrategy` does not support manual optimization",)),
     Mistake(CausalLM, ("does not support precision='16-true'",), trainer={"precision": "16-true"}),

@@ -263,7 +263,7 @@ def test_another_layout_resumes_from_the_weights_and_says_so(played: Any) -> Non
     """Parts take up the momentum that the worker had as a whole one; not the other way round."""
     parts_of_whole = played[0][0]["resumed", "majority", "ddp", "fsdp"]
     assert "inside was 'ddp' and is 'fsdp'" in parts_of_whole["said"]
-    assert "continues with its own momentum" in parts_of_whole["said"]
+    assert "every worker continues with its own momentum" in parts_of_whole["said"]
     whole_of_parts = played[0][0]["resumed", "majority", "fsdp", "ddp"]
     assert "inside was 'fsdp' and is 'ddp'" in whole_of_parts["said"]
     assert len(whole_of_parts["local"]) == STEPS - MIDDLE
@@ -319,7 +319,7 @@ def test_unsupported_modules_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"inside": "fsdp"}, "with `replica_size=1` it has one"),
+        ({"inside": "fsdp"}, "with `replica_size=1` a replica has only one"),
         ({"inside": "zero", "replica_size": 2}, "`inside='zero'` is unknown"),
     ],
 )

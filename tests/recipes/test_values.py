@@ -83,13 +83,13 @@ def _read(recipe: str, cfg: DictConfig, key: str) -> None:
             LanguageModel(config.to_dict())
 
 
-def test_none_of_200_mutations_ends_in_a_traceback(composed) -> None:
+def test_none_of_300_mutations_ends_in_a_traceback(composed) -> None:
     draw, refused = random.Random(17), 0
     keys = {
         recipe: list(_keys(OmegaConf.to_container(cfg, resolve=False)))
         for recipe, cfg in composed.items()
     }
-    for recipe in draw.choices(list(COMMANDS), k=200):
+    for recipe in draw.choices(list(COMMANDS), k=300):
         key, written = draw.choice(keys[recipe]), draw.choice(WRITTEN)
         value = OverridesParser.create().parse_override(f"{key}={written}").value()
         cfg = copy.deepcopy(composed[recipe])
@@ -98,7 +98,7 @@ def test_none_of_200_mutations_ends_in_a_traceback(composed) -> None:
         if told is None:
             _refusal(lambda cfg=cfg, recipe=recipe, key=key: _read(recipe, cfg, key))
         refused += told is not None
-    assert 60 < refused < 195, "both happen"
+    assert 100 < refused < 290, "both happen"
 
 
 # by group, with values at the limits of its ranges

@@ -263,7 +263,7 @@ def test_another_layout_resumes_from_the_weights_and_says_so(played: Any) -> Non
     """Parts take up the momentum that the worker had as a whole one; not the other way round."""
     parts_of_whole = played[0][0]["resumed", "majority", "ddp", "fsdp"]
     assert "inside was 'ddp' and is 'fsdp'" in parts_of_whole["said"]
-    assert "takes up the momentum that it had" in parts_of_whole["said"]
+    assert "continues with its own momentum" in parts_of_whole["said"]
     whole_of_parts = played[0][0]["resumed", "majority", "fsdp", "ddp"]
     assert "inside was 'fsdp' and is 'ddp'" in whole_of_parts["said"]
     assert len(whole_of_parts["local"]) == STEPS - MIDDLE
@@ -398,7 +398,7 @@ def test_faults_are_named_on_all_ranks(tmp_path: Path) -> None:
     for found in ranks:
         assert "global copies of fragment 1 differ" in found["Drifting"]
         assert "fragment 0 from replica 0 (ranks 0 to 1) is not finite" in found["Broken"]
-    assert "half accumulated are lost" in ranks[0]["half"]
+    assert "half-accumulated optimizer step are lost" in ranks[0]["half"]
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_after_ctrl_c_nothing_is_saved_and_no_rank_waits(tmp_path: Path) -> None
 
 def test_ctrl_c_advises_sigterm_without_checkpoints_too(tmp_path: Path) -> None:
     (said, other) = run_ranks(interrupt, 2, tmp_path, tmp_path, False)
-    assert "send SIGTERM, which all ranks follow" in said[0]
+    assert "send SIGTERM: all ranks" in said[0]
     assert (len(said), other) == (1, [])
 
 

@@ -85,8 +85,6 @@ def make(kind: str, size: int, inside: str) -> tuple[Any, Any]:
         return strategy, TextVoter() if text else Voter()
     # a fragment leaves after 4 steps, the other one after 6, and so on; it lands a step later
     settings: dict[str, Any] = {"sync_every": 4, "num_fragments": 2, "wire_dtype": "fp32"}
-    if kind == "eager":
-        settings["overlap_steps"] = "eager"
     strategy = StreamingDiLoCoStrategy(
         **settings, replica_size=size, inside=inside, timeout=TIMEOUT
     )
@@ -149,7 +147,6 @@ THREE: dict[str, tuple[Case, int, str | None]] = {
         "Rank 1 wanted",
     ),
     "diloco, min_steps": (("diloco", 1, "ddp", (BATCH, 2, ONE), {"min_steps": 9}), 11, "Rank 1"),
-    "diloco, eager": (("eager", 1, "ddp", (BATCH, 2, ONE), {}), 8, "Rank 1 wanted"),
     "lion, batch": (("lion", 1, "ddp", (BATCH, 2, ONE), {}), 3, "Rank 1 wanted"),
     "lion, in a batch": (("lion", 1, "ddp", ("on_before_zero_grad", 2, ONE), {}), 4, "Rank 1"),
     "lion, all": (("lion", 1, "ddp", (BATCH, 2, ALL), {}), 3, None),

@@ -1,6 +1,6 @@
-"""What counts as a step.
+"""Step counters: an optimizer step, or a whole batch under manual optimization.
 
-An algorithm exchanges what is due after a step, and all ranks must count the same steps. With
+Algorithms communicate after a step, so all ranks must count the same steps. With
 automatic optimization a step is one step of the one optimizer. A LightningModule that steps its
 optimizers by hand (a GAN, PPO) may take several steps in a batch, and between two of them its
 weights are half updated: there a step is the whole batch.
@@ -16,13 +16,13 @@ from typing_extensions import override
 
 
 class Clock(Protocol):
-    """Counts the steps of a fit.
+    """Step counter of a fit.
 
     Attributes:
         steps: steps so far.
-        spans_batch: a step is a whole `training_step`, else it is a step of an optimizer.
-        uncounted: optimizer steps that `trainer.global_step` lacks when a step is over. Lightning
-            counts a step of an optimizer after `Strategy.optimizer_step` has returned.
+        spans_batch: whether a step is a whole `training_step` and not one optimizer step.
+        uncounted: optimizer steps that `trainer.global_step` lacks when a step ends: Lightning
+            counts an optimizer step only after `Strategy.optimizer_step` has returned.
     """
 
     steps: int
@@ -30,16 +30,16 @@ class Clock(Protocol):
     uncounted: int
 
     def tick(self, optimizer: Optimizer | None) -> bool:
-        """Return whether a step is over, and count it.
+        """Return whether a step has ended, and count it.
 
         Args:
-            optimizer: has stepped; None: a batch's `training_step` is over.
+            optimizer: the optimizer that has stepped; None at the end of a `training_step`.
         """
         ...
 
 
 class PerOptimizerStep(Clock):
-    """Every step of an optimizer counts; for automatic optimization, which has one optimizer."""
+    """Count every optimizer step; for automatic optimization, which has one optimizer."""
 
     spans_batch = False
     uncounted = 1
@@ -54,14 +54,14 @@ class PerOptimizerStep(Clock):
 
 
 class PerBatch(Clock):
-    """A batch in which at least one optimizer stepped counts, however many steps they took."""
+    """Count the batches in which at least one optimizer stepped, however often."""
 
     spans_batch = True
     uncounted = 0
 
     def __init__(self) -> None:
         self.steps = 0
-        self._stepped = False  # some optimizer, in the batch that runs
+        self._stepped = False  # whether any optimizer has stepped in the current batch
 
     @override
     def tick(self, optimizer: Optimizer | None) -> bool:
@@ -74,5 +74,5 @@ class PerBatch(Clock):
 
 
 def clock_for(module: pl.LightningModule) -> Clock:
-    """Return what counts as a step of this module's fit."""
+    """Return the step counter that fits the module's kind of optimization."""
     return PerOptimizerStep() if module.automatic_optimization else PerBatch()

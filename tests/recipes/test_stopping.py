@@ -151,7 +151,7 @@ def test_an_ended_run_continues_to_the_same_weights(start, strategy, send, signu
     job = start("ended", *strategy, _slow(0.05))
     job.wait_for(f"step-{SAVED}.ckpt")
     send(job, signum)
-    assert job.exit_code() == 128 + signum
+    assert job.exit_code() == 128 + signum, job.log.read_text()
     assert not (job.run / "summary.json").exists()
     name = signal.SIGTERM.name if send is _to_launcher else signal.Signals(signum).name
     said = job.log.read_text()

@@ -8,7 +8,9 @@ the others are.
 *Wishes travel*: SIGTERM, or `trainer.should_stop` on one rank, is a wish to stop. It travels as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
 (`agree_in_step`). Where all ranks are at the same place anyway, after a validation, at the end of
-an epoch and before a checkpoint, they agree at once (`agree_here`).
+an epoch and before a checkpoint, they agree at once on `should_stop` (`agree_here`). SIGTERM waits
+for the next step: Lightning leaves the fit from these places without another hook, and callbacks
+that save on SIGTERM expect `on_train_batch_end` first.
 
 *Streams* have no length, so their ranks cannot agree on one in advance:
 
@@ -115,13 +117,13 @@ class Stopping:
     def agree_in_step(self) -> None:
         """Stop after the step that runs: its exchange had the wish of some rank. On all ranks."""
         if self._several:
-            self._agree()
+            self._agree(self._wish + 2 * self.sigterm.requested)
 
     def agree_here(self) -> None:
         """Stop here if some rank wants to; collective, where all ranks are."""
         if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
             self._hold()
-            self._agree()
+            self._agree(int(self._wish))
 
     def no_step_follows(self, in_step: bool = False) -> bool:
         """Return whether the latest step is the last one, as far as it can be known now.
@@ -321,11 +323,15 @@ class Stopping:
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._wish, trainer.should_stop = True, False
 
-    def _agree(self) -> None:
-        """Stop after the latest step if some rank wants to; collective over all ranks."""
+    def _agree(self, word: int) -> None:
+        """Stop after the latest step if any rank wants to; collective over all ranks.
+
+        Args:
+            word: bit 0: this rank wants to stop; bit 1: it received SIGTERM.
+        """
         if self._agreed:
             return
-        said = self._ranks.all_values(self._wish + 2 * self.sigterm.requested)
+        said = self._ranks.all_values(word)
         if any(word & 2 for word in said):
             self.sigterm.agree()
             return

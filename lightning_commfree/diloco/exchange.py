@@ -287,7 +287,7 @@ class Arrival(NamedTuple):
 
 @dataclass(eq=False)
 class FragmentExchange:
-    """Exchange of fragments with N parameter values and E buffer values, in one view.
+    """Exchange of a fragment, N parameter values and E buffer values, among the replicas of a view.
 
     Args:
         route: route between the replicas.

@@ -79,7 +79,7 @@ def refuse_landing(
 def _refuse_nonfinite(
     nonfinite: Sequence[int], p: int, step: int, members: Sequence[int], settings: DiLoCoSettings
 ) -> None:
-    """Raise if a replica's values are not finite; with "abstain", if no replica's are."""
+    """Raise if any replica's values are non-finite; with "abstain", only if every replica's are."""
     abstains = settings.nonfinite == "abstain"
     if abstains and len(nonfinite) < len(members):
         return

@@ -288,7 +288,7 @@ class RowLinear(_Linear):
 
     @contextmanager
     def sliced(self, num_slices: int, launch: Callable[[Tensor], None]) -> Iterator[list[Tensor]]:
-        """Make `forward` compute and launch its output in slices, in a `with` block.
+        """Compute and launch the output of `forward` in slices, within a `with` block.
 
         Yields a list that `forward` fills with the slices, with their graphs.
         """

@@ -297,7 +297,7 @@ class ShardedModule:
             mark_shard(parameter, len(shards) > 1)
 
     def unmark_shards(self) -> None:
-        """Remove the marks of `mark_shards`."""
+        """Undo `mark_shards`."""
         for parameter in self._module.parameters():
             mark_shard(parameter, False)
 

@@ -208,7 +208,7 @@ def row(
 
 
 def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
-    """Move the dropout after a row linear behind the all-reduce of its output."""
+    """Apply the dropout of a row-parallel linear layer after the all-reduce of its output."""
     old = getattr(parent, name)
     sharding.replace(parent, name, DropoutAfterSum(old.p, sharding.group))
 

@@ -227,7 +227,7 @@ class BallotExchange:
 
     @property
     def bytes_by_tag(self) -> Counter[str]:
-        """Bytes that this worker sends; a majority's second plane counts if ties are possible."""
+        """Bytes that this worker sends per step by tag, with a second plane for ties."""
         sent = Counter(
             {UP_TAG: self._route.bytes_up(header_bytes(self._parameters) + self._shard_bytes)}
         )
@@ -306,7 +306,7 @@ def _words(planes: Tensor) -> Tensor:
 
 
 class NodeBallotExchange:
-    """Exchange between nodes whose ranks hold one ballot: each rank sends its slice of it.
+    """Ballot exchange between nodes: all ranks of a node hold one ballot, and each sends a slice.
 
     `inner` exchanges one slice between the corresponding ranks of all nodes.
     """

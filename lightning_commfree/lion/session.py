@@ -28,7 +28,7 @@ from lightning_commfree.model.replication import averaged_buffers
 def agree_on_parameters(
     channel: Channel, module: nn.Module, groups: Sequence[Mapping[str, Any]], optimizer: str
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return an optimizer's named parameters in module order; check that all ranks have the same.
+    """Return an optimizer's named parameters in module order, after checking that all ranks agree.
 
     Args:
         channel: channel over all ranks; collective.

@@ -256,7 +256,7 @@ class Voting:
         return vote_shares(vote.latest for vote in self._votes if vote.latest is not None)
 
     def bits_per_parameter(self) -> dict[str, float]:
-        """Return the mean bits per parameter and step that this rank sent up and down."""
+        """Return the mean bits that this rank sent per parameter and step, votes and results."""
         since, before = self._begun
         voted = (self.step - since) * sum(bucket.numel for bucket in self.buckets)
         sent = self._sent() - before

@@ -101,7 +101,7 @@ class Resumable(Protocol):
     def adopt(
         self, was: Mapping[str, str], ranks: int, load: Callable[[Iterable[int]], list[State]]
     ) -> tuple[State, str] | None:
-        """Reuse parts of a save by other ranks, or with other settings; collective.
+        """Reuse the valid parts of a save with other ranks or other settings; collective.
 
         Args:
             was: the fingerprint of the save, which is from the same algorithm.
@@ -222,7 +222,7 @@ class Save:
         return f"the rank files of rank {missing} in {folder!r} are missing" if missing else ""
 
     def adopt(self, algorithm: Resumable) -> tuple[State, str]:
-        """Return the own state for an inexact resume, and a description of it; collective."""
+        """Return this rank's state for an inexact resume, and a description of it; collective."""
         adopted = None
         if self.entry.get("algorithm") == algorithm.name:
             adopted = algorithm.adopt(self.entry["fingerprint"], self.entry["ranks"], self.load)

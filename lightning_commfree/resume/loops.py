@@ -45,7 +45,7 @@ class Moment(NamedTuple):
 
 
 def restore_loops(trainer: pl.Trainer) -> Moment:
-    """Set the loops to the moment of the save; in `on_train_start` of a resumed fit."""
+    """Restore Lightning's loops to their state at the save. Called from `on_train_start`."""
     loop = trainer.fit_loop
     epochs, progress = loop.epoch_progress, loop.epoch_loop.batch_progress
     batch: Any = progress.current

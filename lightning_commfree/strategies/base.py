@@ -87,7 +87,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Make the algorithm; model and optimizers are set up, all ranks hold the same weights."""
+        """Create the algorithm. Called when model and optimizers are set up and all ranks agree."""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -199,7 +199,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in the body; the name is Lightning's."""
+        """Accumulate gradients on this rank in a `with` block; the name is Lightning's."""
         no_sync = self.inside.accumulating() or super().block_backward_sync()
         with self.session.accumulating(), no_sync:
             yield

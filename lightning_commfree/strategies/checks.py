@@ -1,4 +1,4 @@
-"""Checks of arguments, Trainer settings and callbacks, with errors for unsupported ones."""
+"""Validation of arguments, Trainer settings and callbacks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ PARTS = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Refuse some of the Trainer's callbacks, including those that `Tuner` adds.
+    """Raise if the Trainer has unsupported callbacks, including those that `Tuner` adds.
 
     Args:
         trainer: the Trainer whose callbacks are checked.

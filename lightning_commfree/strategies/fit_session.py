@@ -84,7 +84,7 @@ class FitSession(Generic[B]):
         self._stopping.begin(self.trains_apart)
 
     def steps_before(self) -> int:
-        """Return the steps that a resumed fit has taken before, by the clock."""
+        """Return the number of steps before this fit was resumed, as the clock counts."""
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
@@ -93,7 +93,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Compute a training step in the body."""
+        """Wrap a training step."""
         self.computing = True
         try:
             with self._counted(None):
@@ -103,7 +103,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Compute a training step in the body that no optimizer step follows."""
+        """Wrap a training step that only accumulates gradients."""
         self.accumulates = True
         try:
             yield
@@ -115,7 +115,7 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let an optimizer step in the body.
+        """Wrap a step of an optimizer.
 
         Raises:
             RuntimeError: it steps where the clock does not count it.
@@ -132,12 +132,12 @@ class FitSession(Generic[B]):
 
     @contextmanager
     def _counted(self, optimizer: Optimizer | None) -> Iterator[None]:
-        """Run a step, or a part of one, in the body; the algorithm exchanges what is due after it.
+        """Wrap a step or a part of one; run the algorithm's communication after a whole step.
 
-        For everything behind it, algorithms and stopping, steps are how often the clock ticked.
+        For algorithms and stopping, the number of steps is the number of ticks of the clock.
 
         Args:
-            optimizer: steps in the body; None: a `training_step` runs there.
+            optimizer: the optimizer that steps; None for a `training_step`.
         """
         if self.clock.spans_batch != (optimizer is None):  # a part of a step, or ahead of one
             yield
@@ -258,7 +258,7 @@ class FitLog:
         add_to_rows(trainer, patches, self._more_for)
 
     def after_step(self) -> None:
-        """Count a step; from within `Strategy.optimizer_step`."""
+        """Count a step. Called from `Strategy.optimizer_step`."""
         self._ledger.phase = END  # until the next step begins
         self._means.after_step()
 
@@ -269,7 +269,7 @@ class FitLog:
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
 
     def close(self) -> None:
-        """End it, with the fit; the figures stay."""
+        """End the log with the fit; its figures stay readable."""
         self._last, self._more = self.figures(), dict
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Fits whose ranks train apart, on weights of their own, and rarely exchange them.
+"""Fits in which each replica trains local weights and synchronizes only occasionally.
 
 - A validation and a checkpoint hold the shared weights; the local ones come back after it.
 - Before the last validation and checkpoint of a fit the algorithm makes all ranks equal (`finish`).
@@ -150,7 +150,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @contextmanager
     def _settled(self) -> Iterator[bool]:
-        """In the body the module holds the shared weights, and nothing is on the wire.
+        """Hold the shared weights in the module, with no exchange in flight, in a `with` block.
 
         It is given whether these weights stay in the module after it.
         """

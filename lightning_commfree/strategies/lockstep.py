@@ -27,7 +27,7 @@ _NO_STEP = -1  # in place of an optimizer's number
 
 
 class LockstepSession(FitSession[EveryStep]):
-    """Sends the flags with the exchange of a step; averages buffers before anything reads them."""
+    """Fit session for algorithms that communicate in every step."""
 
     @override
     def begin(self, resumed: bool) -> None:
@@ -77,7 +77,7 @@ class LockstepSession(FitSession[EveryStep]):
         self.between.average_buffers()
 
     def _compare_order(self, optimizer: Optimizer | None) -> None:
-        """Check that all ranks do the same, where the LightningModule steps by hand; collective.
+        """Check that all ranks step the same optimizer next, under manual optimization; collective.
 
         Args:
             optimizer: is to step; None: no other step follows in this batch.

@@ -46,7 +46,7 @@ class Ranks:
     # -- from joining the job to leaving it
 
     def join(self, lightnings: Callable[[], None]) -> None:
-        """Let Lightning (`lightnings`) open its process group, and open the channels.
+        """Open Lightning's process group, by calling `lightnings`, then the channels.
 
         Raises:
             RuntimeError: machines do not reach each other (it says what to set), or some ranks have

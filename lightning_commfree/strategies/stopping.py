@@ -115,7 +115,7 @@ class Stopping:
         return self._wish or self.sigterm.requested
 
     def agree_in_step(self) -> None:
-        """Stop after the step that runs: its exchange had the wish of some rank. On all ranks."""
+        """Stop all ranks after the current step: some rank asked for it in this step's exchange."""
         if self._several:
             self._agree(self._wish + 2 * self.sigterm.requested)
 

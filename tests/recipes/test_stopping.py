@@ -157,7 +157,7 @@ def test_an_ended_run_continues_to_the_same_weights(start, strategy, send, signu
     said = job.log.read_text()
     assert f"Stopped by {name} after step" in said
     assert "ckpt_path=last" in said
-    assert "Received SIGTERM" not in said, "every rank's word, instead of one that says more"
+    assert "] Received SIGTERM" not in said, "every rank's word, instead of one that says more"
     if send is not _to_rank_1:
         assert said.count("A second Ctrl-C ends it at once") == 1
     assert all(int(step) >= stopped_at(said) for step in FORETOLD.findall(said))

@@ -76,7 +76,7 @@ class TensorParallel(ShardedReplica):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Number of ranks that share a model; by default the ranks of a node."""
+        """Number of ranks that share a model; defaults to the ranks of a node."""
         return self._settings.tensor_parallel_size or self._strategy.num_processes
 
     @property

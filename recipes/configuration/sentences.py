@@ -22,6 +22,7 @@ from recipes.configuration.help import choices, groups
 from recipes.configuration.signatures import parameters
 
 _RAISED_IN_A_WORKER = "torch.multiprocessing.spawn.ProcessRaisedException"
+_ENDS_OF_FITS = ("RuntimeError", "AgreedError", "PeerLostError")
 _REFUSALS = ("ValueError", "TypeError", "OSError", "FileNotFoundError", "MisconfigurationException")
 
 # a printed traceback: frames, each with its line, and at the end the error
@@ -80,8 +81,9 @@ def _unknown_key(error: ConfigCompositionException) -> str:
 def _refusal(text: str) -> str | None:
     """Return the message of a printed traceback, if this project or Lightning raised it on purpose.
 
-    That is, the last line that ran is a `raise` of theirs. Our `RuntimeError`s count too: they
-    explain what ended a fit, such as a dead rank. Our own invariants are asserts, which do not.
+    That is, the last line that ran is a `raise` of theirs. Our `RuntimeError`s and their subclasses
+    count too: they explain what ended a fit, such as a dead rank. Our own invariants are asserts,
+    which do not.
     """
     frames = list(_FRAME.finditer(text))
     if not frames:
@@ -92,9 +94,9 @@ def _refusal(text: str) -> str | None:
         return None
     kind = last[1].rpartition(".")[2]
     ours = (Path(__file__).parents[1], _folder("lightning_commfree"))
-    speakers = {"RuntimeError": ours}.get(kind, (*ours, _folder("lightning")))
+    speakers = ours if kind in _ENDS_OF_FITS else (*ours, _folder("lightning"))
     is_theirs = any(Path(filename).is_relative_to(folder) for folder in speakers)
-    return last[2].strip() if is_theirs and kind in (*_REFUSALS, "RuntimeError") else None
+    return last[2].strip() if is_theirs and kind in (*_REFUSALS, *_ENDS_OF_FITS) else None
 
 
 def _folder(package: str) -> Path:

@@ -19,6 +19,7 @@ from benchmarks.lion_quality.simulated import simulated_lion_cosine, take_step, 
 from lightning_commfree import DistributedLion
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.view import View
 from lightning_commfree.lion import LionSettings
 from recipes.training.evaluation import token_loss
 from recipes.training.optimizer import lion_betas
@@ -65,7 +66,9 @@ def real_rank(
     optimizer = made["optimizer"]
     assert type(optimizer) is DistributedLion
     channel = Channel(range(size), rank, Ledger(), dist.group.WORLD)
-    voting = optimizer.join(list(module.named_parameters()), channel, LionSettings(vote=vote))
+    voting = optimizer.join(
+        list(module.named_parameters()), View.of(channel), LionSettings(vote=vote)
+    )
     for batch in batches(data, STEPS):
         take_step(module, made, batch, workers=1)
     momenta = [optimizer.state[p]["momentum"] for p in module.parameters()]

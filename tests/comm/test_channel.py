@@ -251,7 +251,7 @@ def test_misuse_of_a_channel_is_an_error_of_ours() -> None:
         opened([[0], [1]], 5, Ledger())
     with pytest.raises(AssertionError, match="need a process group"):
         Channel([0, 1], 0, Ledger())
-    with pytest.raises(AssertionError, match=r"all_to_all wants 1 rows, got \(2, 3\)"):
+    with pytest.raises(AssertionError, match=r"all_to_all needs 1 rows, got \(2, 3\)"):
         Channel([0], 0, Ledger()).all_to_all(torch.ones(2, 3), "t")
 
 

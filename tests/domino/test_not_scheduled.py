@@ -101,11 +101,11 @@ def test_equals_one_process(found: list[Any], case: str) -> None:
 
 def test_fallbacks_are_reported(found: list[Any]) -> None:
     for _, said in found:
-        assert [text.rpartition("split by ")[2] for text in said] == [
-            "tokens instead.",
-            "nothing instead.",
-            "nothing instead.",
-            "nothing instead.",
+        assert [text.rpartition("using ")[2] for text in said] == [
+            "`split='token'` for it.",
+            "`split='none'` for it.",
+            "`split='none'` for it.",
+            "`split='none'` for it.",
         ]
 
 

@@ -42,8 +42,8 @@ def register_strategies() -> None:
 
 def _refuse_fabric(name: str) -> NoReturn:
     raise TypeError(
-        f"{name!r} is a strategy of the Trainer, whose loops and hooks it needs, and Fabric has"
-        f" none. Use `lightning.pytorch.Trainer(strategy={name!r})`."
+        f"{name!r} works only with the Lightning Trainer: it needs the Trainer's loops and hooks,"
+        f" which Fabric does not have. Use `lightning.pytorch.Trainer(strategy={name!r})`."
     )
 
 

@@ -53,7 +53,7 @@ class DominoSession(FitSession[GradientMean]):
         """Check all ranks and land the mean gradients, if an optimizer step follows.
 
         Raises:
-            RuntimeError: a gradient is not finite, or ranks are in different batches; on all ranks.
+            RuntimeError: a gradient is not finite, or ranks are on different batches; on all ranks.
         """
         if self.accumulates:
             return
@@ -64,8 +64,9 @@ class DominoSession(FitSession[GradientMean]):
         if len(set(batches.tolist())) > 1:
             found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
             raise RuntimeError(
-                f"The ranks are in different batches: {', '.join(found)}. Probably `training_step`"
-                " or a callback skipped a batch on some ranks only: skip it on all ranks or none."
+                f"The ranks are on different batches: {', '.join(found)}. `training_step` or a"
+                " callback probably skipped a batch on only some ranks. Skip it on all ranks or on"
+                " none."
             )
         self._stops = bool(stops.any())
         if nonfinite.any():

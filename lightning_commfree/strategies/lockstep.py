@@ -101,7 +101,7 @@ class LockstepSession(FitSession[EveryStep]):
                 for rank, (at, i) in enumerate(found)
             ]
             raise AgreedError(
-                f"The ranks step their optimizers in different order: {', '.join(said)}. With"
-                " manual optimization `training_step` must step the same optimizers in the same"
-                " batches on all ranks, in the same order."
+                f"The ranks are stepping their optimizers in different orders: {', '.join(said)}."
+                " With manual optimization `training_step` must step the same optimizers in the"
+                " same batches on all ranks, in the same order."
             )

@@ -70,7 +70,7 @@ class DeferredSigterm:
     in `Strategy.setup`. A job of one rank keeps Lightning's methods.
 
     Args:
-        trainer: of the fit.
+        trainer: the Trainer of the fit.
         clock: says what a step is.
         patches: get what runs in place of Lightning's methods.
 

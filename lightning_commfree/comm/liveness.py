@@ -20,7 +20,7 @@ a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the br
 a rank raised an error and left         one heartbeat: it reports this when closing its channels
 a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if its machine still answers
 the process of the store dies (rank 0,  one heartbeat; the error names rank 0, and every rank
-or torchrun's agent on its machine)     finds out by itself
+or torchrun's agent on its machine)     detects it directly
 a whole machine is silent               the channel's timeout: it may be a link that is down,
                                         which exchanges survive
 ======================================= ======================================================
@@ -163,7 +163,7 @@ class PeerMonitor:
         if self._thread is not None and self.runs:
             self._leaving = True
             self._wake.set()
-            self._thread.join(1.0)  # a store that hangs keeps the thread, a daemon, and nobody else
+            self._thread.join(1.0)  # a hanging store blocks only this daemon thread
 
     # -- for the training thread
 
@@ -266,8 +266,8 @@ class PeerMonitor:
         # everyone at first, to learn their machines
         everyone = started - self._wanted_s < _WANTED_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
-        # The verdict comes last: a rank stores it before it leaves, so whoever reads that a rank
-        # has left also reads why.
+        # The verdict comes last: a rank stores it before it leaves, so a rank that reads that
+        # another has left also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
         self._hear(verdict)

@@ -209,7 +209,7 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
 
     Args:
         fragment: the fragment.
-        values: as `OuterFragment.outer_gradient` returns them.
+        values: values of the fragment, from `OuterFragment.outer_gradient`.
         within: channel to the ranks with the other shards: the result then covers all shards.
             Collective.
 

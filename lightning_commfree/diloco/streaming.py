@@ -164,7 +164,7 @@ class StreamingDiLoCo:
             stop: whether this replica wants to stop training; sent with the fragments launched now.
 
         Returns:
-            Whether any replica requested a stop, as of the fragments that landed now. The same on all
+            Whether any replica requested a stop, in the fragments that landed now. The same on all
             replicas.
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"

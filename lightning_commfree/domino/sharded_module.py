@@ -129,7 +129,7 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     Args:
         channel: the tensor group.
         verb: "train" or "validate", for the message.
-        batch: this rank's; tensors in nested containers.
+        batch: this rank's batch: tensors in nested containers.
 
     Raises:
         ValueError: the batches differ; the same error on all ranks.

@@ -59,7 +59,7 @@ class Split:
         """Compute the body of a micro-sublayer, set `micro.outputs` and launch the partial sums.
 
         Args:
-            micro: has not computed its body yet.
+            micro: a micro-sublayer whose body has not run yet.
             earlier: the same sublayer of the previous micro-batches, already computed.
             launch: starts the all-reduce of a partial sum.
         """

@@ -350,7 +350,7 @@ class ExactResume:
         Args:
             checkpoint: Lightning's; rank 0 adds the entry `KEY` to it.
             filepath: rank 0's is used on all ranks.
-            options: for the checkpoint plugin.
+            options: options for the checkpoint plugin.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.

@@ -81,7 +81,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
     Args:
-        checkpoint: this rank's; of ranks other than the first, only the shards are used.
+        checkpoint: this rank's checkpoint; on ranks other than the first, only its shards are used.
         path: the folder; anything at this path is replaced.
         channel: connects the ranks of the replica.
 

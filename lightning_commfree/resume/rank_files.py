@@ -87,7 +87,7 @@ class RankFiles:
 
         Args:
             owner: the expected rank and save.
-            folder: as recorded in the checkpoint, relative to the checkpoint's folder.
+            folder: folder recorded in the checkpoint, relative to the checkpoint's folder.
             weights_only: refuse anything whose loading could run code.
 
         Raises:

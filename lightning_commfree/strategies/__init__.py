@@ -25,7 +25,7 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 def register_strategies() -> None:
     """Make every strategy known to `Trainer(strategy="...")`; a second call changes nothing.
 
-    Fabric, which has strategies of its own, learns to say so.
+    Fabric then explains that they need the Trainer.
     """
     for name, strategy in _NAMES.items():
         for suffix, start_method in _START_METHODS.items():

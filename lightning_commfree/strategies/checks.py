@@ -97,7 +97,7 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
     Args:
         trainer: the Trainer whose callbacks are checked.
         strategy: name of the strategy, for messages.
-        reasons: by class name of a Lightning callback, why it cannot work.
+        reasons: reasons to refuse Lightning callbacks, by class name.
 
     Raises:
         ValueError: the Trainer has such a callback, or one of a derived class.

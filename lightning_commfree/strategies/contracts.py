@@ -93,7 +93,7 @@ class Inside(Protocol):
 
         Args:
             verb: "train" or "validate".
-            batch: this rank's; tensors in nested containers.
+            batch: this rank's batch: tensors in nested containers.
 
         Raises:
             ValueError: the batches differ; on all ranks of the replica.

@@ -113,7 +113,7 @@ class DominoTPStrategy(ReplicaStrategy):
     Args:
         tensor_parallel_size: number of consecutive ranks that share one model; None: all ranks of a
             node. The rest of the world is data parallel.
-        split: how to split a batch into micro-batches. "batch": by rows (a batch of one row is
+        split: the split of a batch into micro-batches. "batch": by rows (a batch of one row is
             split by tokens instead); "token": by chunks of the sequence, under causal attention;
             "weight": by outputs of row linears, which hides less communication; "hybrid": by rows
             and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"

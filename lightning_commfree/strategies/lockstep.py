@@ -80,7 +80,7 @@ class LockstepSession(FitSession[EveryStep]):
         """Check that all ranks step the same optimizer next, under manual optimization; collective.
 
         Args:
-            optimizer: is to step; None: no other step follows in this batch.
+            optimizer: the next optimizer to step; None: no other step follows in this batch.
 
         Raises:
             AgreedError: they do not; on all ranks.

@@ -71,11 +71,11 @@ class DeferredSigterm:
 
     Args:
         trainer: the Trainer of the fit.
-        clock: says what a step is.
-        patches: get what runs in place of Lightning's methods.
+        clock: step counter of the fit.
+        patches: receives the replacements of Lightning's methods.
 
     Attributes:
-        requested: this rank has received SIGTERM.
+        requested: whether this rank has received SIGTERM.
         stops_after: returns the step after which all ranks would know of a SIGTERM received now;
             None if unknown.
     """

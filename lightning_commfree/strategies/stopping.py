@@ -153,7 +153,7 @@ class Stopping:
             return False
         if in_step:  # within an epoch, which is processed when it has run through
             return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
-        # `ready` counts the epochs that were begun; a fit resumed at an epoch's end counts one few
+        # `ready` counts the epochs begun; a fit resumed at an epoch's end counts one too few
         return epoch.ready >= loop.max_epochs and (
             epoch.processed >= loop.max_epochs or data_used_up(trainer)
         )

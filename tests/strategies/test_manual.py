@@ -404,4 +404,4 @@ def inside_fsdp(rank: int, size: int) -> str:
 def test_fsdp_inside_is_refused_with_the_reason(tmp_path: Path) -> None:
     for text in run_ranks(inside_fsdp, 2, tmp_path):
         assert "`StreamingDiLoCoStrategy` does not support manual optimization" in text
-        assert "manual optimization calls backward inside of it" in text
+        assert "manual optimization calls backward inside it" in text

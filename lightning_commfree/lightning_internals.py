@@ -376,7 +376,7 @@ def may_stop_early(trainer: pl.Trainer, uncounted: int = 0) -> bool:
     """Return whether `min_epochs` and `min_steps` are reached.
 
     Args:
-        trainer: in its fit.
+        trainer: the Trainer, during a fit.
         uncounted: optimizer steps that the Trainer has not counted yet.
     """
     loop, steps = trainer.fit_loop, trainer.global_step + uncounted

@@ -23,7 +23,7 @@ from typing import Any
 from lightning_commfree.comm.liveness import PeerWatch
 
 # A position is (epoch, steps begun, state). It is certain when it is published, and only advances:
-# an old one misleads nobody.
+# so an old one is still true.
 _TRAINS = "trains"
 _HAS_MORE = "has more"  # the rank is after that step, and its data have not ended
 _ENDED = "ended"
@@ -33,7 +33,7 @@ class EpochEnds:
     """One rank's position, and its view of the other ranks' positions.
 
     Args:
-        watch: of the channel to all ranks.
+        watch: watch of the channel to all ranks.
     """
 
     def __init__(self, watch: PeerWatch) -> None:
@@ -45,7 +45,7 @@ class EpochEnds:
         """Publish that this rank has begun a step.
 
         Raises:
-            AgreedError: some rank's epoch ended before it, as another rank found out.
+            AgreedError: some rank's epoch ended before this step; another rank detected it.
         """
         self._position = (epoch, step, _TRAINS)
         self._watch.check("step")
@@ -55,12 +55,12 @@ class EpochEnds:
         self._position = (epoch, step, _HAS_MORE)
 
     def end(self, epoch: int, step: int, out_of_data: bool = False) -> None:
-        """Return when all ranks have ended this epoch after this step.
+        """Wait until all ranks have ended this epoch after this step.
 
         Args:
             epoch: counted from 0.
-            step: of the fit.
-            out_of_data: this rank's data have ended, and those of all ranks must.
+            step: steps of the fit so far.
+            out_of_data: this rank has run out of data, so all ranks must have.
 
         Raises:
             AgreedError: some rank ends it after another step.
@@ -92,6 +92,6 @@ def _uneven(rank: int, other: int, epoch: int, step: int, more: str) -> str:
     return (
         f"The data of rank {rank} ended after step {step}, in epoch {epoch}, and rank {other} has"
         f" {more}. Either its loader had fewer batches, or a hook ended its epoch"
-        " (`on_train_batch_start` returned -1). Give all ranks equally many batches: limit them"
-        " with `limit_train_batches`."
+        " (`on_train_batch_start` returned -1). Give every rank the same number of batches:"
+        " limit them with `limit_train_batches`."
     )

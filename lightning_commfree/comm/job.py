@@ -106,11 +106,11 @@ class Member:
 
     Attributes:
         rank: global rank.
-        size: ranks of the job.
-        timeout: of an exchange.
-        backend: of process groups on the rank's device.
-        device: of the rank.
-        main_address: of the machine of rank 0; None on a single machine.
+        size: number of ranks in the job.
+        timeout: timeout of an exchange.
+        backend: backend of process groups on the rank's device.
+        device: device of the rank.
+        main_address: address of rank 0's machine; None on a single machine.
     """
 
     rank: int
@@ -129,9 +129,9 @@ class ReplicaChannels:
     """One rank's channels.
 
     Attributes:
-        world: to all ranks, for tensors in host memory.
-        between: to the ranks at the same position in the other replicas.
-        within: to the ranks of the same replica; of size 1 where each rank is a replica.
+        world: channel between all ranks, for tensors in host memory.
+        between: channel to the ranks at the same position in the other replicas.
+        within: channel to the ranks of this replica; of size 1 if each rank is a replica.
     """
 
     world: Channel
@@ -147,7 +147,7 @@ class ReplicaChannels:
         Args:
             mesh: its first axis is between replicas, its second one within a replica.
             member: this rank.
-            ledgers: of the bytes sent to other replicas, and within one.
+            ledgers: ledgers of the bytes sent to other replicas, and within one.
             liveness: whether lost ranks are named; see `comm.liveness`.
         """
         (outside, inside), (replicas, size) = mesh.axes, mesh.sizes
@@ -183,7 +183,7 @@ class ReplicaChannels:
         return cls(world, between, fast(inside, inner))
 
     def close(self) -> None:
-        """Give the process groups back."""
+        """Destroy the process groups."""
         # `world` last: it ends the heartbeat, and other ranks must not see this one leave before
         for channel in dict.fromkeys((self.between, self.within, self.world)):
             channel.close()
@@ -191,10 +191,10 @@ class ReplicaChannels:
 
 @contextmanager
 def waiting_for_all(member: Member) -> Iterator[None]:
-    """Warn if the other ranks do not come to the collective in the body, and explain a timeout.
+    """Context manager that warns if other ranks do not join its collective; explains a timeout.
 
     Raises:
-        RuntimeError: some have not come within the timeout.
+        RuntimeError: some ranks did not join within the timeout.
     """
     if member.size == 1:
         yield

@@ -10,37 +10,37 @@ exchange fails looks there before it raises:
    "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
-The verdict may also be an error that a rank found and all are to raise (`PeerWatch.agreed`), such
-as epochs of different length (`comm.epoch_ends`).
+The verdict may also be an error that one rank detected and all ranks raise (`PeerWatch.agreed`),
+such as epochs of different length (`comm.epoch_ends`).
 
-How long it takes
------------------
+Detection time
+--------------
 ======================================= ======================================================
 a rank is killed (SIGKILL, OOM)         `GONE_SECONDS` after gloo reports the broken connection
-a rank raised an error and left         one heartbeat: it says so when it closes its channels
+a rank raised an error and left         one heartbeat: it reports this when closing its channels
 a rank hangs (SIGSTOP, deadlocked GIL)  `HUNG_SECONDS` of silence, if its machine still answers
 the process of the store dies (rank 0,  one heartbeat; the error names rank 0, and every rank
-or torchrun's agent on its machine)     finds out by itself
+or torchrun's agent on its machine)     detects it directly
 a whole machine is silent               the channel's timeout: it may be a link that is down,
                                         which exchanges survive
 ======================================= ======================================================
 
-What it costs
--------------
+Cost
+----
 No port, no listener, no protocol of ours: one more client connection to the store, and one daemon
 thread from the opening of the first channel to its close, or to that of rank 0. A heartbeat writes
 about 100 bytes and reads about 100; with requests and TCP/IP headers 1.3 kB/s per rank (measured)
-go to and from the machine of rank 0, and nothing passes between other ranks. Only while a rank has
-waited for more than `SUSPECT_SECONDS` does it read the heartbeats of all ranks, 0.2 kB/s for each.
-Keys carry random tokens that the ranks exchange over the channel (8 bytes each), so that the keys
-of an earlier fit, or of an attempt before a torchrun restart, mislead nobody. Training threads
-never touch the store: it may hang.
+go to and from the machine of rank 0, and none between other ranks. A rank that has waited for more
+than `SUSPECT_SECONDS` also reads all heartbeats, at 0.2 kB/s per rank. Keys carry random tokens
+that the ranks exchange over the channel (8 bytes each), so that the keys of an earlier fit, or of
+an attempt before a torchrun restart, are never read. Training threads never touch the store: it may
+hang.
 
 Switched off
 ------------
 `Channel.open(..., liveness=False)`, or the attribute `liveness = False` of a strategy before `fit`.
-Errors of exchanges then pass as they are, and a death may be noticed only after the timeout. The
-same holds where the process group has no TCPStore (`init_method="file://..."`).
+Errors of exchanges are then passed on unchanged, and a death may be noticed only after the timeout.
+The same holds where the process group has no TCPStore (`init_method="file://..."`).
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ _REASON_CHARACTERS = 250
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed because of other ranks, which the message names.
+    """A collective failed because of other ranks; the message names them.
 
     Attributes:
-        ranks: the reason by global rank.
+        ranks: reasons by global rank.
     """
 
     def __init__(self, message: str, ranks: Mapping[int, str] | None = None) -> None:
@@ -90,11 +90,11 @@ class PeerLostError(RuntimeError):
 
 
 class AgreedError(RuntimeError):
-    """An error that all ranks raise: no rank is to blame for having left by it."""
+    """An error that all ranks raise, so that no rank that leaves by it counts as lost."""
 
 
 Verdict = Mapping[int, str] | str
-"""Why a job is over: reasons by lost rank, or the text of an `AgreedError`."""
+"""The reason a job has ended: reasons by lost rank, or the text of an `AgreedError`."""
 
 
 class Status(NamedTuple):
@@ -104,7 +104,7 @@ class Status(NamedTuple):
     host: str
     left: bool  # the rank has closed its channels
     launched: list[int]  # exchanges, by channel in the order in which they were opened
-    says: Any  # published by another part of the library; see `PeerWatch.publish`
+    says: Any  # a value published through `PeerWatch.publish`
 
 
 class PeerMonitor:
@@ -113,16 +113,15 @@ class PeerMonitor:
     One thread does everything that touches the store. The training thread reads attributes only.
 
     Args:
-        store: a client of the job's store that nobody else uses.
+        store: a client of the job's store that no other code uses.
         rank: global rank of this process.
 
     Attributes:
         token: names this rank's key; to be exchanged with the other ranks and passed to `start`.
-        verdict: why the job is over: reasons by lost rank, or the text of an `AgreedError`. Empty
-            while it is not; the first one never changes.
-        statuses: by rank, as last read; this rank is not among them.
-        store_error: why the store cannot be reached any more; empty while it can.
-        says: returns what this rank publishes with its heartbeats.
+        verdict: the reason the job has ended (`Verdict`); empty until then. The first one is final.
+        statuses: latest heartbeat of every other rank.
+        store_error: the reason the store is no longer reachable; empty while it is.
+        says: returns the value that this rank publishes with its heartbeats.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -142,10 +141,10 @@ class PeerMonitor:
         self._thread: threading.Thread | None = None
         self._write()
 
-    # -- its life
+    # -- lifetime
 
     def start(self, tokens: Mapping[int, int]) -> None:
-        """Begin to beat; `tokens` are those of all ranks, whose keys are in the store by now."""
+        """Start the heartbeat; `tokens` are all ranks' tokens, with keys already in the store."""
         self._keys = {rank: _key(token) for rank, token in sorted(tokens.items())}
         self._verdict_key = f"{self._keys[min(tokens)]}/lost"
         if self.rank == min(tokens):
@@ -156,7 +155,7 @@ class PeerMonitor:
 
     @property
     def runs(self) -> bool:
-        """Whether it beats: not after `close`, nor in a process that was forked off later."""
+        """Whether the heartbeat runs: not after `close`, nor in a process that was forked later."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
@@ -164,12 +163,12 @@ class PeerMonitor:
         if self._thread is not None and self.runs:
             self._leaving = True
             self._wake.set()
-            self._thread.join(1.0)  # a store that hangs keeps the thread, a daemon, and nobody else
+            self._thread.join(1.0)  # a hanging store blocks only this daemon thread
 
-    # -- what the training thread asks
+    # -- for the training thread
 
     def refresh(self, seconds: float = 2 * HEARTBEAT_SECONDS) -> bool:
-        """Beat and read all heartbeats now; return whether that succeeded in so many seconds."""
+        """Send a heartbeat and read all others now; return whether it took at most `seconds`."""
         asked = time.monotonic()
         self.want()
         self._wake.set()
@@ -187,8 +186,8 @@ class PeerMonitor:
         """Return the ranks without a heartbeat for `seconds`, with reasons.
 
         Args:
-            seconds: of silence.
-            spare_machines: leave out ranks whose whole machine is silent: its link may be down.
+            seconds: minimum time without a heartbeat.
+            spare_machines: omit ranks whose whole machine is silent: its link may be down.
         """
         if self._store_left():
             return {}  # the store may end any moment, so this rank has stopped to read
@@ -221,7 +220,7 @@ class PeerMonitor:
         }
 
     def announce(self, found: Verdict) -> None:
-        """Store a verdict, unless another rank has: the attribute `verdict` is the one to raise."""
+        """Store a verdict unless another rank has stored one; then raise `verdict`, not `found`."""
         if not isinstance(found, str):
             found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_NAMED]}
         self._announced = found
@@ -230,7 +229,7 @@ class PeerMonitor:
         self._learn(found)
 
     def has_readers(self, lost: Mapping[int, str]) -> bool:
-        """Return whether another rank is there to read a verdict."""
+        """Return whether any other rank is still alive to read a verdict."""
         return any(not s.left and r not in lost for r, s in self.statuses.items())
 
     # -- the thread
@@ -267,8 +266,8 @@ class PeerMonitor:
         # everyone at first, to learn their machines
         everyone = started - self._wanted_s < _WANTED_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
-        # The verdict comes last: a rank stores it before it leaves, so whoever reads that a rank
-        # has left also reads why.
+        # The verdict comes last: a rank stores it before it leaves, so a rank that reads that
+        # another has left also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
         self._hear(verdict)
@@ -308,10 +307,10 @@ class PeerWatch:
 
     Args:
         ranks: global ranks of the channel.
-        rank: this one's.
+        rank: global rank of this process.
         seconds: the timeout of an exchange.
-        monitor: of the job; None for a single rank, or with liveness switched off. Errors then pass
-            as they are.
+        monitor: the job's monitor; None for a single rank, or with liveness switched off. Errors
+            are then passed on unchanged.
     """
 
     def __init__(
@@ -333,7 +332,7 @@ class PeerWatch:
 
     @contextmanager
     def launching(self, tag: str) -> Iterator[None]:
-        """Count an exchange that the body launches; name the lost ranks if that fails."""
+        """Context manager that counts an exchange, and names the lost ranks if its launch fails."""
         if self.monitor is not None:
             self.monitor.launched[self._index] += 1
         with self.naming(tag):
@@ -341,15 +340,15 @@ class PeerWatch:
 
     @contextmanager
     def naming(self, tag: str, computing: bool = False) -> Iterator[None]:
-        """Name the lost ranks if a collective in the body fails.
+        """Context manager that names the lost ranks if a collective in it fails.
 
         Args:
             tag: names the collective in the error.
-            computing: the body may fail for reasons of its own as well. Its error passes unchanged
-                where no rank is lost.
+            computing: the `with` block also computes and may fail by itself; its error is raised
+                unchanged if no rank is lost.
 
         Raises:
-            PeerLostError: the body raised a `RuntimeError`, or a rank had been lost before.
+            PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
             AgreedError: another rank has announced it (`agreed`).
         """
         self.check(tag)
@@ -373,12 +372,12 @@ class PeerWatch:
                 self._check_wait(time.monotonic() - start)
 
     def close(self, owner: bool) -> None:
-        """End the waits of other threads; the channel that opened the monitor also ends that."""
+        """End the waits of other threads; the `owner`, which opened the monitor, closes it too."""
         self._closed = True
         if owner and self.monitor is not None:
             self.monitor.close()
 
-    # -- between exchanges: one short status per rank, and errors of other parts of the library
+    # -- between exchanges: one short status per rank, and errors from other modules
 
     def publish(self, says: Callable[[], Any]) -> None:
         """Send `says()`, a short JSON value, to all ranks with each heartbeat from now on.
@@ -416,14 +415,14 @@ class PeerWatch:
                 time.sleep(min(0.01 + waited_s / 4, HEARTBEAT_SECONDS))
 
     def check(self, tag: str) -> None:
-        """Raise the error by which another rank has ended the job, if one has; sends nothing."""
+        """Raise the job's error if another rank has already ended the job; sends nothing."""
         if self.monitor is not None and self.monitor.verdict:
-            raise self._failure(tag, 0.0, "a rank had been lost before", self.monitor.verdict)
+            raise self._failure(tag, 0.0, "a rank was already lost earlier", self.monitor.verdict)
 
     def agreed(self, text: str) -> RuntimeError:
-        """Return an `AgreedError` to raise, which all other ranks raise too, within a heartbeat.
+        """Return an `AgreedError` that all ranks raise, the others within a heartbeat.
 
-        If several ranks call it, or one is lost, the first error is raised by all.
+        If several ranks call it, or one is lost, all ranks raise the first error.
         """
         return AgreedError(text) if self.monitor is None else self._failure("", 0.0, "", text)
 
@@ -431,7 +430,7 @@ class PeerWatch:
 
     @contextmanager
     def _explaining(self, tag: str, computing: bool = False) -> Iterator[None]:
-        """Replace a `RuntimeError` of the body by one that names the lost ranks."""
+        """Context manager that replaces a `RuntimeError` by one that names the lost ranks."""
         start, monitor = time.monotonic(), self.monitor
         try:
             yield
@@ -451,13 +450,13 @@ class PeerWatch:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
 
         Args:
-            waited_s: since the wait began.
-            behind: the ranks that are waited for, and why; None: those of an exchange.
+            waited_s: seconds since the wait began.
+            behind: ranks to wait for, with reasons; None: the ranks that are behind in an exchange.
         """
         monitor = self.monitor
         assert monitor is not None
         if monitor.verdict:
-            raise _StopWaitingError("another rank reported it", monitor.verdict)
+            raise _StopWaitingError("another rank reported the failure", monitor.verdict)
         if self._closed:
             raise _StopWaitingError("the channel was closed on this rank")
         if waited_s >= self.seconds:
@@ -468,10 +467,10 @@ class PeerWatch:
             if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)
             if found := monitor.silent(HUNG_SECONDS, True):
-                raise _StopWaitingError("a rank is silent", found)
+                raise _StopWaitingError("a rank stopped responding", found)
 
     def _find_lost(self) -> Verdict:
-        """Look for the ranks that made an exchange break; empty if all beat and none has left."""
+        """Find the ranks that broke an exchange; empty if all have heartbeats and none has left."""
         monitor, start = self.monitor, time.monotonic()
         assert monitor is not None
         baseline: dict[int, int] = {}  # heartbeats since the failure, not some that came before it
@@ -497,7 +496,7 @@ class PeerWatch:
         """Return how many exchanges of this channel the ranks behind this one have launched.
 
         Args:
-            even: also of ranks that have launched as many.
+            even: include ranks that have launched as many as this one.
         """
         assert self.monitor is not None
         mine, index = self.monitor.launched[self._index] + even, self._index
@@ -507,13 +506,13 @@ class PeerWatch:
         return {r: n for r, n in launched.items() if n < mine}
 
     def _left(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return those of `ranks` that have closed their channels, with reasons."""
+        """Return the members of `ranks` that have closed their channels, with reasons."""
         assert self.monitor is not None
         reason = "is gone (it ended its fit earlier; its log says why)"
         return {rank: reason for rank in ranks if self.monitor.statuses[rank].left}
 
     def _blame_the_living(self, tag: str, waited_s: float) -> dict[int, str]:
-        """Return the ranks that are behind in this channel's exchanges, or else this one."""
+        """Return the ranks that are behind in this channel's exchanges; otherwise this rank."""
         assert self.monitor is not None
         if behind := self._behind():
             mine = self.monitor.launched[self._index]
@@ -528,7 +527,7 @@ class PeerWatch:
         }
 
     def _failure(self, tag: str, waited_s: float, cause: str, found: Verdict) -> RuntimeError:
-        """Return the error that ends the job: for `found`, or for an earlier verdict."""
+        """Announce `found`; return the error of the job's first verdict."""
         monitor = self.monitor
         assert monitor is not None
         monitor.announce(found)
@@ -550,7 +549,7 @@ class PeerWatch:
 
 
 class _StopWaitingError(RuntimeError):
-    """An exchange is waited for no longer, because of `found`, if anything was."""
+    """Ends a wait for an exchange; `found` is the verdict, if there is one."""
 
     def __init__(self, message: str, found: Verdict | None = None) -> None:
         super().__init__(message)
@@ -558,7 +557,7 @@ class _StopWaitingError(RuntimeError):
 
 
 def job_store() -> Any:
-    """Return a new client of the job's TCPStore; None where the process group has another store.
+    """Return a new client of the job's TCPStore; None if the process group has a different store.
 
     A client of its own, because a call may block it for as long as the store hangs.
     """
@@ -584,7 +583,7 @@ def _key(token: int) -> str:
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Wait for a slice of time; return whether `work` has ended, raise what it failed with."""
+    """Wait briefly; return whether `work` has ended, and raise its error if it failed."""
     try:
         work.wait(_SLICE)
     except RuntimeError:

@@ -98,7 +98,7 @@ class Codec(Protocol):
         """Decode a chunk of a payload.
 
         Args:
-            payload: as `encode` filled it.
+            payload: the payload that `encode` filled.
             numel: N, the number of values in the payload.
             values: the chunk's indices, one of the slices of `chunks`.
             out: fp32, shape (values.stop - values.start,); filled.

@@ -55,20 +55,20 @@ def refuse_landing(
     """
     if arrival.steps_differ:
         raise RuntimeError(
-            f"The replicas are at different inner steps: they launched the messages of fragment {p}"
-            f" that landed after step {step} at different steps. Give every replica the same number"
-            " of batches, and resume all of them from the same checkpoint."
+            f"The replicas are out of step: their messages for fragment {p}, applied after step"
+            f" {step}, were sent at different inner steps. Give every replica the same number of"
+            " batches, and resume all of them from the same checkpoint."
         )
     if arrival.joined_differ:
         raise RuntimeError(
             "The replicas have thawed different parameters, or the same ones at different steps;"
-            f" this was detected when fragment {p} landed after inner step {step}. Set"
+            f" this was detected when fragment {p} was applied after inner step {step}. Set"
             " `requires_grad` on the same parameters at the same step on all ranks."
         )
     if arrival.drifted:
         raise RuntimeError(
-            f"The replicas' global copies of fragment {p} differ, as found when it landed after"
-            f" inner step {step}: {', '.join(names)}. They were equal when the fit began, so"
+            f"The replicas' global copies of fragment {p} differ (detected when it was applied"
+            f" after inner step {step}): {', '.join(names)}. They were equal when the fit began, so"
             " something other than the strategy has changed them, or a replica computes wrong"
             " values. Resume from an earlier checkpoint."
         )
@@ -94,8 +94,9 @@ def _refuse_nonfinite(
         " it would be left out of the mean and continue from the global copy."
     )
     raise AgreedError(
-        f"The outer gradient of fragment {p} from {named} is not finite ({NONFINITE_VALUES}); it"
-        f" was to land after inner step {step}. All ranks stop before it lands. {hint}"
+        f"The outer gradient of fragment {p} from {named} is not finite ({NONFINITE_VALUES})."
+        f" It was due to be applied after inner step {step}; all ranks are stopping before applying"
+        f" it. {hint}"
     )
 
 
@@ -208,7 +209,7 @@ def is_nonfinite(fragment: OuterFragment, values: Tensor, within: Channel | None
 
     Args:
         fragment: the fragment.
-        values: as `OuterFragment.outer_gradient` returns them.
+        values: values of the fragment, from `OuterFragment.outer_gradient`.
         within: channel to the ranks with the other shards: the result then covers all shards.
             Collective.
 

@@ -116,7 +116,7 @@ class DiLoCoSettings:
             )
         if isinstance(self.mix, bool) or not isinstance(self.mix, int | float):
             raise TypeError(
-                f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Give"
+                f"`mix={self.mix!r}` must be a number, but it is a {type(self.mix).__name__}. Pass"
                 " a float between 0 and 1."
             )
         if not 0.0 <= self.mix <= 1.0:

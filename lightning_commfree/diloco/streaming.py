@@ -164,7 +164,7 @@ class StreamingDiLoCo:
             stop: whether this replica wants to stop training; sent with the fragments launched now.
 
         Returns:
-            Whether any replica wanted to stop, as of the fragments that landed now. The same on all
+            Whether any replica requested a stop, in the fragments that landed now. The same on all
             replicas.
         """
         assert not self.weight_swap.swapped_in, "an inner step ran on the outer weights"
@@ -376,7 +376,7 @@ class StreamingDiLoCo:
     # -- validations
 
     def shown(self) -> Sequence[Tensor] | None:
-        """Return other weights for validations to use than the outer ones, or None; collective.
+        """Return weights other than the outer ones for validations to use, or None; collective.
 
         With `evaluate="mean"` this is the mean of the local copies, in the form that
         `WeightSwap.swap_in` takes.

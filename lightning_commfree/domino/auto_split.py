@@ -98,7 +98,7 @@ class SplitTrial:
             seconds = self._seconds.setdefault(size, {name: [] for name in names})
             turn = min(seconds, key=lambda name: len(seconds[name]))
             if len(seconds[turn]) < WARM_UP + PASSES:
-                # a batch with another mask than the first may not allow this split
+                # a batch with a different mask from the first may not allow this split
                 return (turn, True) if turn in names else ("none", False)
             best = self._decide(size, seconds)
         return (best if best in names else names[-1]), False

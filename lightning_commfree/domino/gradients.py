@@ -176,7 +176,7 @@ def refuse_nonfinite(
 
     Args:
         channel: connects all ranks of the fit.
-        module: has this rank's gradients, not averaged yet.
+        module: the module, with this rank's gradients not averaged yet.
         loss: this rank's latest loss, one element.
         step: number of the next step, counted from 1.
         group_size: number of consecutive ranks that share a model.

@@ -90,11 +90,10 @@ def check_plan(model: Any, ranks: int) -> None:
         else:
             known = ", ".join(map(repr, (*_COLUMNS, *_ROWS)))
             raise ValueError(
-                f"The tensor-parallel plan of `{name}` gives '{path}', a"
-                f" `{type(module).__name__}`, the style {style!r}, which is not supported."
-                f" Supported are {known} for linear layers, and {_EXPERTS_STYLE!r} for experts with"
-                " `gate_up_proj` and `down_proj`. The model is unchanged; train it with another"
-                " strategy."
+                f"The tensor-parallel plan of `{name}` assigns the unsupported style {style!r} to"
+                f" '{path}', a `{type(module).__name__}`. Supported styles: {known} for linear"
+                f" layers, and {_EXPERTS_STYLE!r} for experts with `gate_up_proj` and `down_proj`."
+                " The model is unchanged; train it with another strategy."
             )
     if shards_heads:  # where queries and keys are gathered first, heads may be cut anywhere
         _check_heads(model, name, ranks)
@@ -103,8 +102,8 @@ def check_plan(model: Any, ranks: int) -> None:
 def _check_even(name: str, path: str, width: int, ranks: int) -> None:
     if width % ranks:
         raise ValueError(
-            f"{name} has a width of {width} at '{path}', which {ranks} tensor-parallel ranks cannot"
-            f" share equally. Choose a `tensor_parallel_size` that divides {width}."
+            f"{name} has a width of {width} at '{path}', which cannot be split evenly across"
+            f" {ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that divides {width}."
         )
 
 
@@ -115,8 +114,9 @@ def _check_heads(model: Any, name: str, ranks: int) -> None:
 
     if key_heads % ranks:
         raise ValueError(
-            f"{name} has {key_heads} key-value heads, which its plan cannot divide among {ranks}"
-            f" ranks. Choose a `tensor_parallel_size` that divides {key_heads}."
+            f"{name} has {key_heads} key-value heads, which its plan cannot split evenly across"
+            f" {ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that divides"
+            f" {key_heads}."
         )
 
 

@@ -77,7 +77,7 @@ class ScheduleRun:
     Args:
         sublayers: the sublayers of all blocks, in order.
         group: the tensor group.
-        split: how the batch and the sums are split.
+        split: the split of the batch and the sums.
         checkpoint: recompute micro-sublayers in backward instead of keeping their activations.
         trace: called with every launch, land, enter and body, and its direction.
         done: called with a sublayer when the gradients of its parameters are complete.

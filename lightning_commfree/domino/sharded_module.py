@@ -129,7 +129,7 @@ def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     Args:
         channel: the tensor group.
         verb: "train" or "validate", for the message.
-        batch: this rank's; tensors in nested containers.
+        batch: this rank's batch: tensors in nested containers.
 
     Raises:
         ValueError: the batches differ; the same error on all ranks.
@@ -157,8 +157,8 @@ def _check_values(strategy: str, module: nn.Module, models: Sequence[nn.Module])
     if left:
         raise ValueError(
             f"{len(left)} tensors, including {left[0]!r}, are on the meta device and have no"
-            f" values. `{strategy}` initializes only models that are on it with all parameters,"
-            f" and only {', '.join(FAMILIES)}. Build the rest on the CPU."
+            f" values. `{strategy}` can initialize a model only if all of its parameters are on"
+            f" the meta device, and only {', '.join(FAMILIES)}. Build the rest on the CPU."
         )
 
 

@@ -370,14 +370,14 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
     """
     if heads % ranks:
         raise ValueError(
-            f"{name} has {heads} attention heads, which {ranks} tensor-parallel ranks cannot share"
-            f" equally. Choose a `tensor_parallel_size` that divides {heads}."
+            f"{name} has {heads} attention heads, which cannot be split evenly across {ranks}"
+            f" tensor-parallel ranks. Choose a `tensor_parallel_size` that divides {heads}."
         )
     if key_heads % ranks and ranks % key_heads:
         raise ValueError(
-            f"{name} has {key_heads} key-value heads, and {ranks} tensor-parallel ranks can neither"
-            " share them equally nor hold one each. Choose a `tensor_parallel_size` that divides"
-            f" {key_heads} or is a multiple of it."
+            f"{name} has {key_heads} key-value heads, which can be neither split evenly across"
+            f" {ranks} tensor-parallel ranks nor replicated so that each rank holds one. Choose a"
+            f" `tensor_parallel_size` that divides {key_heads} or is a multiple of it."
         )
 
 
@@ -389,7 +389,7 @@ def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
     """
     if width % ranks:
         raise ValueError(
-            f"{type(model).__name__} has MLPs of width {width} (`{name}`), which {ranks}"
-            f" tensor-parallel ranks cannot share equally. Choose a `tensor_parallel_size` that"
+            f"{type(model).__name__} has MLPs of width {width} (`{name}`), which cannot be split"
+            f" evenly across {ranks} tensor-parallel ranks. Choose a `tensor_parallel_size` that"
             f" divides {width}."
         )

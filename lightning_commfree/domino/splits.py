@@ -59,7 +59,7 @@ class Split:
         """Compute the body of a micro-sublayer, set `micro.outputs` and launch the partial sums.
 
         Args:
-            micro: has not computed its body yet.
+            micro: a micro-sublayer whose body has not run yet.
             earlier: the same sublayer of the previous micro-batches, already computed.
             launch: starts the all-reduce of a partial sum.
         """
@@ -82,7 +82,7 @@ class BatchSplit(Split):
 
     Args:
         num_micro_batches: at most the number of rows.
-        num_slices: as in `Split`.
+        num_slices: see `Split`.
     """
 
     def __init__(self, num_micro_batches: int, num_slices: int = 1) -> None:
@@ -172,7 +172,7 @@ class TokenSplit(Split):
             name is None
         ):  # a cache under an unknown name is ignored: each chunk would see only itself
             raise ValueError(
-                f"`{attention.__name__}` has no argument for a cache of keys and values, which"
+                f"`{attention.__name__}` does not accept a KV cache, which"
                 " `split='token'` needs so that a chunk can attend to earlier ones. Choose another"
                 " `split`, use batches of at least two rows, or install a newer transformers."
             )

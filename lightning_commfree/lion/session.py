@@ -266,7 +266,7 @@ def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[Distribut
 
     Args:
         strategy: its name, for the message.
-        optimizers: of the training.
+        optimizers: the optimizers of the training.
 
     Raises:
         TypeError: one of them is not a `DistributedLion`.
@@ -274,8 +274,8 @@ def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[Distribut
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
-                f"`{strategy}` needs `DistributedLion`, but `configure_optimizers` returned"
-                f" `{type(optimizer).__name__}`: a vote has no meaning for another optimizer."
+                f"`{strategy}` requires `DistributedLion`, because other optimizers cannot use"
+                f" votes, but `configure_optimizers` returned `{type(optimizer).__name__}`."
                 " Return `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
                 " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller and a weight decay"
                 " as much larger than AdamW's, or use the strategy `ddp`."
@@ -295,7 +295,8 @@ def refuse_without_momenta(lions: Sequence[DistributedLion], step: int) -> None:
     """
     if step and not any("momentum" in own for lion in lions for own in lion.state.values()):
         raise ValueError(
-            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum:"
-            " it is from another optimizer than `DistributedLion`. Resume with that optimizer, or"
-            " load only the weights: `load_from_checkpoint`, then `fit` without `ckpt_path`."
+            f"The checkpoint was saved after {step} steps, but its optimizer state has no momentum,"
+            " so it was saved by an optimizer other than `DistributedLion`. Resume with that"
+            " optimizer, or load only the weights: `load_from_checkpoint`, then `fit` without"
+            " `ckpt_path`."
         )

@@ -427,18 +427,18 @@ def refusal(
         if summary.hyperparameters_differ:
             here = "; ".join(hyperparameters(members(bucket.parameters)))
             return AgreedError(
-                "Learning rate, betas or weight decay differ between the workers before step"
-                f" {step}, for {names[0]!r} among others, so the same votes would make their"
-                f" parameters differ; on this rank: {here}. No parameter was changed. Set the same"
-                " values on all ranks: a scheduler that monitors a metric needs one that is logged"
-                " per epoch with `sync_dist=True`."
+                "The workers have different learning rates, betas or weight decay before step"
+                f" {step} (for {names[0]!r} and possibly others). Applying the same votes would"
+                f" make their parameters diverge. On this rank: {here}. No parameter was changed."
+                " Set the same values on all ranks: a scheduler that monitors a metric needs one"
+                " that is logged per epoch with `sync_dist=True`."
             )
 
         if summary.parameters_differ:
             return AgreedError(
-                f"The workers' parameters differ before step {step}, among them"
+                f"The workers' parameters differ before step {step}, including"
                 f" {', '.join(map(repr, names[:5]))}. Only votes may change them: look for code"
-                " that writes to parameters on some of the ranks only."
+                " that writes to parameters on only some ranks."
             )
 
         if summary.faults and faults:
@@ -452,8 +452,8 @@ def refusal(
             )
 
     return AgreedError(
-        "A rank that votes on another shard of this worker's parameters has refused step"
-        f" {step}; see its own error for the reason. All ranks stop; no parameter was changed."
+        "Another rank, which votes on a different shard of this worker's parameters, rejected step"
+        f" {step}. See that rank's error for the reason. All ranks stop; no parameter was changed."
     )
 
 

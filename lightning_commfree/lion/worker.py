@@ -337,7 +337,7 @@ def check_momenta(state: Mapping[int, Any], parameters: Mapping[int, nn.Paramete
             continue
 
         raise ValueError(
-            "The optimizer state is not one of `DistributedLion` for this model: parameter"
+            "The optimizer state was not saved by `DistributedLion` for this model: parameter"
             f" {index} needs a momentum of {wanted}, but {found}. Resume with the model, precision"
             " and optimizer of the save, or load only the weights: `load_state_dict` or"
             " `load_from_checkpoint`, then `fit` without `ckpt_path`."

@@ -40,8 +40,8 @@ def outermost(module: nn.Module, classes: Collection[str]) -> list[str]:
     if lacking := [name for name in classes if name not in kinds]:
         known = sorted({type(child).__name__ for child in module.modules() if child is not module})
         raise ValueError(
-            f"`units` names {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
-            " module of that class, or only inside of another unit. Choose among its classes:"
+            f"`units` lists {', '.join(map(repr, lacking))}, but `{type(module).__name__}` has no"
+            " module of that class outside another unit. Choose from its classes:"
             f" {', '.join(known)}."
         )
     return found

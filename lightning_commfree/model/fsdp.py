@@ -223,7 +223,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -
     count = sum(parameter in lost for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer holds {count} parameters of the model before it was sharded, which are"
-            " no longer trained: the optimizer, or its list of parameters, was created before the"
+            f"The optimizer still holds {count} parameters from before the model was sharded, so"
+            " they would not be trained. The optimizer or its parameter list was created before the"
             " fit. Create both in `configure_optimizers`, from `self.parameters()`."
         )

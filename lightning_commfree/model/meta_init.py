@@ -81,9 +81,9 @@ class SavedWeights:
                 files = dict.fromkeys(file.keys(), _ONE)
         else:
             raise ValueError(
-                f"{str(folder)!r} has neither '{_ONE}' nor '{_INDEX}'. Give a folder on this"
-                " machine as `save_pretrained` writes it; `huggingface_hub.snapshot_download`"
-                " returns one."
+                f"{str(folder)!r} has neither '{_ONE}' nor '{_INDEX}'. Pass a local folder"
+                " written by `save_pretrained`, or the path returned by"
+                " `huggingface_hub.snapshot_download`."
             )
         self._files = files
 

@@ -1,4 +1,4 @@
-"""Swap the weights that replicas share into the module for a while, then the local ones back.
+"""Swap the shared weights of all replicas into the module temporarily, then restore the local ones.
 
 Replicas that train apart have different local weights between two exchanges. Validations and
 checkpoints use the shared weights.
@@ -186,7 +186,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_in(self, shown: Sequence[Tensor] | None = None) -> None:
-        """Put the shared weights and averaged buffers into the module, unless they are there.
+        """Put the shared weights and averaged buffers into the module, unless already there.
 
         Args:
             shown: other values to put in instead, one entry per part, as its `show` takes them.
@@ -201,7 +201,7 @@ class WeightSwap:
 
     @torch.no_grad()
     def swap_out(self, check: bool = True) -> None:
-        """Put the local weights back, bit for bit, unless they are there.
+        """Restore the local weights, bit for bit, unless the module already has them.
 
         A buffer that was written to in between keeps its new values: a module may use it as a
         counter during a validation.

@@ -1,4 +1,4 @@
-"""Lightning's checkpoint plugins: the library's default, and how users' plugins are wrapped."""
+"""Lightning's checkpoint plugins: the library's default, and wrappers for users' plugins."""
 
 from __future__ import annotations
 

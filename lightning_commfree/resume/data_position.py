@@ -173,7 +173,7 @@ class EpochStart:
         """Restore the records of a save.
 
         Args:
-            state: as `state_dict` returned it.
+            state: the state that `state_dict` returned.
             begun: whether the resumed fit begins in the middle of the recorded epoch.
         """
         self.iterator, self.batch, self._restored = state["iterator"], state["batch"], begun
@@ -200,7 +200,7 @@ def data_state(trainer: pl.Trainer, checkpoint: Mapping[str, Any], begin: EpochS
     """Return this rank's position in the training data.
 
     Args:
-        trainer: in its fit.
+        trainer: the Trainer, during a fit.
         checkpoint: Lightning's, as dumped on this rank.
         begin: this Trainer's records.
 
@@ -296,7 +296,7 @@ def restore_data_position(
     A loader with a `state_dict` restores its own position.
 
     Args:
-        trainer: in `Strategy.on_train_start` of a resumed fit.
+        trainer: the Trainer, in `Strategy.on_train_start` of a resumed fit.
         begin: this Trainer's records; receives the saved ones.
         own: this rank's own state, with the entries of `data_state`.
 
@@ -347,7 +347,7 @@ def _restore_iterator(
     if fetcher.length is None:
         unknown = (
             "the training data have neither a length nor a `state_dict`, so the fit starts again"
-            " with their first batch. Give the loader `state_dict` and `load_state_dict`"
+            " with their first batch. Implement `state_dict` and `load_state_dict` in the loader"
         )
         return [unknown] if moment.batches else []
 

@@ -290,7 +290,7 @@ class ExactResume:
             self._restore_own(self._fit, self._save)
 
     def restore_position(self) -> bool:
-        """Restore loops, position in the data and random numbers; in `on_train_start`.
+        """Restore loops, position in the data and random numbers; called from `on_train_start`.
 
         Returns:
             Whether any of this rank's own state was restored.
@@ -307,7 +307,7 @@ class ExactResume:
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
         _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
         if lost:
-            rank_zero_warn(f"Resuming is not exact in these points: {'; '.join(lost)}.")
+            rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
@@ -350,7 +350,7 @@ class ExactResume:
         Args:
             checkpoint: Lightning's; rank 0 adds the entry `KEY` to it.
             filepath: rank 0's is used on all ranks.
-            options: for the checkpoint plugin.
+            options: options for the checkpoint plugin.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.
@@ -426,7 +426,7 @@ class ExactResume:
     # -- removing
 
     def remove(self, filepath: FilePath) -> None:
-        """Remove the rank files of a checkpoint that rank 0 removes; in `remove_checkpoint`.
+        """Remove the rank files of a checkpoint. Called from `remove_checkpoint`.
 
         Files on other machines' disks are removed at the next save, or in `remove_leftovers`.
         """
@@ -445,7 +445,7 @@ class ExactResume:
         self._removed = []
 
     def end(self) -> None:
-        """Forget the fit; in `teardown`."""
+        """Forget the fit. Called from `teardown`."""
         self._fit = self._save = self._own = None
 
 

@@ -81,7 +81,7 @@ def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
     Args:
-        checkpoint: this rank's; of ranks other than the first, only the shards are used.
+        checkpoint: this rank's checkpoint; on ranks other than the first, only its shards are used.
         path: the folder; anything at this path is replaced.
         channel: connects the ranks of the replica.
 
@@ -250,11 +250,11 @@ def _check_shard(path: Path, offset: int, length: int) -> None:
 
 
 def _check_token(folder: Path, reader: _Reader, token: int, rank: int) -> None:
-    """Check that a rank's file is from this save and this rank."""
+    """Check that a rank's file belongs to this save and this rank."""
     tensor = FolderTensor(reader, f"{TOKEN}.{rank}", torch.Size([2]), torch.int64)
     try:
         if tensor.read().tolist() != [token, rank]:
-            raise ValueError(f"it is from another save or another rank than `{REST}` expects")
+            raise ValueError(f"it belongs to a different save or rank than `{REST}` expects")
     except Exception as error:
         raise damaged(folder / f"__{rank}_0.distcp", error) from error
 
@@ -281,7 +281,9 @@ class _Unpickler(pickle.Unpickler):
             is_own_type = isinstance(found, type) and found.__module__ == module_name
             if is_own_type or isinstance(found, torch.dtype):
                 return found
-        raise pickle.UnpicklingError(f"`{module_name}.{global_name}` is not a type of metadata")
+        raise pickle.UnpicklingError(
+            f"the metadata contains `{module_name}.{global_name}`, which is not an allowed type"
+        )
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -309,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f" `{_METADATA}`."
         )
     if options.file.is_dir():
-        parser.error(f"{str(options.file)!r} is a folder. Give the path of a file.")
+        parser.error(f"{str(options.file)!r} is a folder. Pass the path of a file.")
     try:
         write_atomic(read_folder(options.folder, not options.trust), options.file)
     except RuntimeError as error:

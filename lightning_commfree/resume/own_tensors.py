@@ -28,7 +28,7 @@ class OwnTensors:
 
     Args:
         module: the same on all ranks: no rank has restored its own state yet.
-        optimizers: this rank's; the parameters that they train are not included.
+        optimizers: this rank's optimizers; the parameters that they train are excluded.
     """
 
     def __init__(self, module: nn.Module, optimizers: Iterable[Optimizer]) -> None:

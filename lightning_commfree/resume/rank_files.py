@@ -39,7 +39,7 @@ FOLDER = ".commfree"
 
 
 class Owner(NamedTuple):
-    """Which rank a rank file belongs to, and which save wrote it."""
+    """The rank and the save that a rank file belongs to."""
 
     rank: int
     ranks: int
@@ -77,7 +77,7 @@ class RankFiles:
             write_atomic({**owner._asdict(), "state": local_tensors(state)}, file)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
-                f"Rank {owner.rank} cannot write its rank file of a checkpoint, {file!r}: {error}"
+                f"Rank {owner.rank} cannot write its rank file for a checkpoint ({file!r}): {error}"
                 " Every rank writes a file beside the checkpoint, so the checkpoint's folder must"
                 " be writable under that path on every machine, on a shared or a local disk."
             ) from error
@@ -87,7 +87,7 @@ class RankFiles:
 
         Args:
             owner: the expected rank and save.
-            folder: as recorded in the checkpoint, relative to the checkpoint's folder.
+            folder: folder recorded in the checkpoint, relative to the checkpoint's folder.
             weights_only: refuse anything whose loading could run code.
 
         Raises:

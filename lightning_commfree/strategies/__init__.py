@@ -25,7 +25,7 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 def register_strategies() -> None:
     """Make every strategy known to `Trainer(strategy="...")`; a second call changes nothing.
 
-    Fabric, which has strategies of its own, learns to say so.
+    Fabric then explains that they need the Trainer.
     """
     for name, strategy in _NAMES.items():
         for suffix, start_method in _START_METHODS.items():
@@ -42,8 +42,8 @@ def register_strategies() -> None:
 
 def _refuse_fabric(name: str) -> NoReturn:
     raise TypeError(
-        f"{name!r} is a strategy of the Trainer, whose loops and hooks it needs, and Fabric has"
-        f" none. Use `lightning.pytorch.Trainer(strategy={name!r})`."
+        f"{name!r} works only with the Lightning Trainer: it needs the Trainer's loops and hooks,"
+        f" which Fabric does not have. Use `lightning.pytorch.Trainer(strategy={name!r})`."
     )
 
 

@@ -7,8 +7,8 @@ Launchers, samplers, the `torch.compile` guard and device handling are those of 
    algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
 2. Every optimizer step is Lightning's own, inside `FitSession.step`. When the step of the algorithm
    is over (`clock`), it exchanges what is due.
-3. At a validation, a checkpoint and the end, all ranks have taken equally many steps (`Stopping`),
-   and the session lets the module hold the weights on which they agree.
+3. At validations, checkpoints and the end, all ranks have taken the same number of steps
+   (`Stopping`), and the session puts the weights that they share into the module.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class ReplicaStrategy(DDPStrategy):
     algorithm (`begin`) and names the `session_type` of its fits.
 
     Args:
-        inside: how the ranks of a replica hold one model.
+        inside: layout of the model on the ranks of a replica.
         **ddp_kwargs: arguments of `DDPStrategy`, without those of gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
         group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
-        session: the fit that runs.
-        patches: functions that run around methods of Lightning while the fit runs.
-        liveness: whether ranks detect that one of them died (`comm.liveness`); set it before `fit`.
+        session: the current fit.
+        patches: functions that wrap methods of Lightning during a fit.
+        liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
     """
 
     settings: Any
@@ -105,11 +105,11 @@ class ReplicaStrategy(DDPStrategy):
         return self.session.between
 
     def traffic(self) -> Traffic:
-        """Return what this rank will send; available from `on_fit_start` on."""
+        """Forecast this rank's traffic; available from `on_fit_start` on."""
         return present(self._log, "the traffic is known from `on_fit_start` on").traffic
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's latest figures by name, as its rows in the Trainer's loggers do."""
+        """Return this rank's latest figures by name, the same as in the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
     def _open_channels(self, member: Member) -> ReplicaChannels:
@@ -261,7 +261,7 @@ class ReplicaStrategy(DDPStrategy):
         set_ddp_group(self, None)
         self.ranks.leave()
 
-    # -- Lightning's collectives; an error names a rank that died
+    # -- Lightning's collectives; errors name lost ranks
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

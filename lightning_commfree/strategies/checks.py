@@ -97,7 +97,7 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
     Args:
         trainer: the Trainer whose callbacks are checked.
         strategy: name of the strategy, for messages.
-        reasons: by class name of a Lightning callback, why it cannot work.
+        reasons: reasons to refuse Lightning callbacks, by class name.
 
     Raises:
         ValueError: the Trainer has such a callback, or one of a derived class.
@@ -114,13 +114,13 @@ def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, s
 
 
 def refuse_timed_validation(strategy: str, trainer: pl.Trainer) -> None:
-    """Refuse a validation that begins when each rank's own clock says so.
+    """Refuse validation intervals in time, which each rank would measure by its own clock.
 
     Lightning does not let the ranks agree on it, and one validates while the others train on.
 
     Args:
         strategy: its name.
-        trainer: in its fit.
+        trainer: the Trainer, during a fit.
 
     Raises:
         ValueError: the Trainer has a time for `val_check_interval`.

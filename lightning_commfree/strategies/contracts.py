@@ -55,7 +55,7 @@ class Inside(Protocol):
         ...
 
     def prepare(self, strategy: Any) -> None:
-        """Give all ranks the same weights and prepare the model, before the optimizer is made.
+        """Copy rank 0's weights to all ranks and prepare the model, before the optimizer is made.
 
         Collective.
 
@@ -93,7 +93,7 @@ class Inside(Protocol):
 
         Args:
             verb: "train" or "validate".
-            batch: this rank's; tensors in nested containers.
+            batch: this rank's batch: tensors in nested containers.
 
         Raises:
             ValueError: the batches differ; on all ranks of the replica.

@@ -53,7 +53,7 @@ class DominoSession(FitSession[GradientMean]):
         """Check all ranks and land the mean gradients, if an optimizer step follows.
 
         Raises:
-            RuntimeError: a gradient is not finite, or ranks are in different batches; on all ranks.
+            RuntimeError: a gradient is not finite, or ranks are on different batches; on all ranks.
         """
         if self.accumulates:
             return
@@ -64,8 +64,9 @@ class DominoSession(FitSession[GradientMean]):
         if len(set(batches.tolist())) > 1:
             found = [f"rank {rank} is in batch {at}" for rank, at in enumerate(batches.tolist())]
             raise RuntimeError(
-                f"The ranks are in different batches: {', '.join(found)}. Probably `training_step`"
-                " or a callback skipped a batch on some ranks only: skip it on all ranks or none."
+                f"The ranks are on different batches: {', '.join(found)}. `training_step` or a"
+                " callback probably skipped a batch on only some ranks. Skip it on all ranks or on"
+                " none."
             )
         self._stops = bool(stops.any())
         if nonfinite.any():
@@ -112,7 +113,7 @@ class DominoTPStrategy(ReplicaStrategy):
     Args:
         tensor_parallel_size: number of consecutive ranks that share one model; None: all ranks of a
             node. The rest of the world is data parallel.
-        split: how to split a batch into micro-batches. "batch": by rows (a batch of one row is
+        split: the split of a batch into micro-batches. "batch": by rows (a batch of one row is
             split by tokens instead); "token": by chunks of the sequence, under causal attention;
             "weight": by outputs of row linears, which hides less communication; "hybrid": by rows
             and outputs; "none": wait for every all-reduce. "auto": the fastest of "batch", "token"

@@ -1,7 +1,7 @@
 """State and hooks of one fit, from a strategy's `setup` to its `teardown`.
 
 `FitSession` has the parts that all strategies share. Three classes derive from it, one for each way
-in which ranks need each other: `local_weights` (they train apart), `lockstep` (they exchange
+in which ranks depend on each other: `local_weights` (they train apart), `lockstep` (they exchange
 something in every optimizer step) and `domino_tp` (they share a model, and need each other in every
 batch).
 """
@@ -30,25 +30,25 @@ B = TypeVar("B", bound=Between)
 
 
 class FitSession(Generic[B]):
-    """One fit of a strategy; Lightning reaches its methods in the order in which they are here.
+    """One fit of a strategy, with its methods in the order in which Lightning calls them.
 
     Args:
-        trainer: of the fit.
-        ranks: all of them.
+        trainer: the Trainer of the fit.
+        ranks: all ranks of the job.
         between: the algorithm.
-        stopping: when the fit stops.
-        patches: get what runs around Lightning's methods.
-        numel: numbers that the whole model trains.
+        stopping: decides when the fit stops.
+        patches: receives the wrappers of Lightning's methods.
+        numel: number of trained values of the full model.
 
     Raises:
         ValueError: the ranks have different algorithms; on all ranks.
 
     Attributes:
         between: the algorithm.
-        clock: says what a step is.
+        clock: step counter of the fit.
         log: the figures of the fit.
-        computing: a training step is computed.
-        accumulates: no optimizer step follows it.
+        computing: whether a training step is running.
+        accumulates: whether no optimizer step follows it.
     """
 
     trains_apart = False  # ranks exchange nothing at most steps
@@ -74,17 +74,17 @@ class FitSession(Generic[B]):
         stopping.sigterm.stops_after = self.stops_after
 
     def begin(self, resumed: bool) -> None:
-        """Begin to train with the next batch; hooks may have written to the weights.
+        """Start training with the next batch; hooks may have changed the weights.
 
         Args:
-            resumed: the algorithm has its own state back.
+            resumed: whether the algorithm's own state was restored.
         """
         del resumed
         self.clock.steps = self.steps_before()
         self._stopping.begin(self.trains_apart)
 
     def steps_before(self) -> int:
-        """Return the number of steps before this fit was resumed, as the clock counts."""
+        """Return the number of steps before this fit was resumed, as the clock counts them."""
         return self._trainer.global_step
 
     def batch_begins(self) -> None:
@@ -111,20 +111,20 @@ class FitSession(Generic[B]):
             self.accumulates = False
 
     def after_backward(self, loss: Tensor) -> None:
-        """Called when the gradients of a batch, with this loss, are computed."""
+        """Called after the backward of a batch with this loss."""
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
         """Wrap a step of an optimizer.
 
         Raises:
-            RuntimeError: it steps where the clock does not count it.
+            RuntimeError: the clock does not count steps at this point.
         """
         if self.clock.spans_batch and not self.computing:
             raise RuntimeError(
                 f"`{type(optimizer).__name__}` was stepped outside of `training_step`. With manual"
-                " optimization the replicas exchange when `training_step` returns, so this step"
-                " would be in no exchange and the replicas could end with different weights. Step"
+                " optimization the replicas synchronize when `training_step` returns, so this step"
+                " would be missed and the replicas could end up with different weights. Step"
                 " optimizers in `training_step`."
             )
         with self._counted(optimizer):
@@ -144,7 +144,7 @@ class FitSession(Generic[B]):
             self.clock.tick(optimizer)
             return
         self._stopping.step_begins()
-        # the ranks of a replica exchange gradients in the body
+        # the ranks of a replica exchange gradients inside the `with` block
         within = self._channels.within.size > 1
         named = self._world.naming_lost("gradients", computing=True) if within else nullcontext()
         with self.between.stepping(), named:
@@ -160,10 +160,10 @@ class FitSession(Generic[B]):
         """Called when all ranks have taken a step and know whether they stop after it."""
 
     def stops_after(self) -> int | None:
-        """Return the step after which all ranks know, at the latest, of a SIGTERM that comes now.
+        """Return the latest step after which all ranks know of a SIGTERM that arrives now.
 
-        None where it cannot be known. Here ranks exchange something in every step, and the one that
-        runs may have sent its flags already.
+        None where it is unknown. By default ranks exchange something in every step, and the current
+        step may already have sent its flags.
         """
         return self.clock.steps + 2
 
@@ -183,10 +183,10 @@ class FitSession(Generic[B]):
         return read()
 
     def check_save(self) -> None:
-        """Refuse a checkpoint that would be useless; on all ranks."""
+        """Raise an error on all ranks if a checkpoint would be unusable."""
 
     def fit_ends(self) -> None:
-        """Called when no step follows."""
+        """Called after the last step of the fit."""
 
     def end(self) -> None:
         """Release the resources of the algorithm; after a failed fit too."""
@@ -199,10 +199,10 @@ class FitSession(Generic[B]):
 
 
 class OutsideOfFit(FitSession[Any]):
-    """Stands in for a session while no fit runs: Lightning does everything by itself."""
+    """Placeholder while no fit runs: everything is left to Lightning."""
 
     def __init__(self) -> None:
-        """Hold nothing but a clock, which a training step by hand asks."""
+        """Keep only a clock, which a manual training step needs."""
         self.clock = PerOptimizerStep()
 
     @override
@@ -223,7 +223,7 @@ class OutsideOfFit(FitSession[Any]):
 
 
 class FitLog:
-    """The figures of one fit, in the rows that the Trainer's loggers get of the module's metrics.
+    """The figures of one fit, added to the rows that the Trainer's loggers receive.
 
     They are in those rows alone: `callback_metrics`, `logged_metrics` and what `validate` returns
     are the user's, and a logger is called when it would be called without them. A row that follows
@@ -232,14 +232,14 @@ class FitLog:
     last whole cycles: as many as hold `log_every_n_steps`.
 
     Args:
-        trainer: in its fit.
-        ledger: of this rank.
-        traffic: the forecast: after how many steps the same is sent again, and what DDP would send.
-        more: the algorithm's own figures; asked for after a step, where they are wanted.
-        patches: get what runs ahead of Lightning's method.
+        trainer: the Trainer, during a fit.
+        ledger: this rank's ledger.
+        traffic: forecast of the traffic per cycle, and of DDP's for comparison.
+        more: returns the algorithm's own figures; called after a step, when a row needs them.
+        patches: receives the wrapper of Lightning's method.
 
     Attributes:
-        traffic: as given.
+        traffic: forecast of the traffic.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class FitLog:
         self._means.after_step()
 
     def figures(self) -> dict[str, float]:
-        """Return the figures as of now, by name; when the fit is over those that came last."""
+        """Return the current figures by name; after the fit, its last ones."""
         if self._last is not None:
             return dict(self._last)
         return {**self._means.figures(), **self._more()} if self._means.steps else {}
@@ -273,7 +273,7 @@ class FitLog:
         self._last, self._more = self.figures(), dict
 
     def _more_for(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the figures for a row of the loggers, of whatever is trained or validated."""
+        """Return the figures for a row of the loggers; {} without a step since the last row."""
         logs = self._trainer.loggers and self._trainer.training
         if not logs or self._means.steps == self._steps_in_rows:
             return {}

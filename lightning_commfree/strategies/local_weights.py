@@ -1,9 +1,9 @@
 """Fits in which each replica trains local weights and synchronizes only occasionally.
 
-- A validation and a checkpoint hold the shared weights; the local ones come back after it.
+- Validations and checkpoints use the shared weights; the local ones are restored afterwards.
 - Before the last validation and checkpoint of a fit the algorithm makes all ranks equal (`finish`).
-  Where a callback decides to stop only after a checkpoint of the same step was written, that file
-  holds the shared weights of its moment.
+  If a callback decides to stop only after a checkpoint of the same step was written, that file
+  contains the shared weights from before `finish`.
 - Lightning's `WeightAveraging` averages the shared weights.
 """
 
@@ -35,7 +35,7 @@ from lightning_commfree.strategies.stopping import Stopping
 
 
 class LocalWeightsSession(FitSession[LocalUpdates]):
-    """Shows, saves and ends with the weights that the ranks share."""
+    """Fit session that validates, saves and ends with the shared weights."""
 
     trains_apart = True
 
@@ -139,7 +139,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     # -- inside
 
     def _finish(self) -> None:
-        """Make all ranks equal, once after the last step."""
+        """Make the weights of all ranks equal, once after the last step."""
         if self.finished or self._trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         self._stopping.check_epoch_ends()
@@ -150,9 +150,9 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @contextmanager
     def _settled(self) -> Iterator[bool]:
-        """Hold the shared weights in the module, with no exchange in flight, in a `with` block.
+        """Put the shared weights into the module in a `with` block, with no exchange in flight.
 
-        It is given whether these weights stay in the module after it.
+        Yields whether these weights stay in the module after the block.
         """
         if stopped_by_hand(self._module):
             yield True
@@ -167,7 +167,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
     @property
     def _saves_under_scores(self) -> bool:
-        """Whether a `ModelCheckpoint` saves files under the value of a metric.
+        """Whether a `ModelCheckpoint` selects checkpoints by a monitored metric.
 
         The weights that had the score must be saved before `finish` changes them.
         """
@@ -175,7 +175,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
     def _settle_around_saves(self, patches: Patches) -> None:
-        """Let hooks that add to a checkpoint see the weights that it holds.
+        """Swap in the shared weights before hooks that add to a checkpoint run.
 
         `Trainer.save_checkpoint` calls them before the strategy. A divided model (`inside`) patches
         the same method before this session is made, so its part runs inside this one's.
@@ -190,7 +190,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         patches.put(self._trainer, "save_checkpoint", save_settled)
 
     def _shown(self) -> Sequence[Tensor] | None:
-        """Return what the module shows in place of the shared weights; None: these."""
+        """Return the weights to use in place of the shared ones; None for the shared ones."""
         if self.finished or self._trainer.sanity_checking or self._swap.swapped_in:
             return None
         return self.between.shown()
@@ -209,7 +209,7 @@ _UPDATES = ("on_train_batch_end", "on_train_epoch_end")
 def average_shared_weights(
     trainer: pl.Trainer, patches: Patches, swap: WeightSwap
 ) -> Callable[[], None]:
-    """Let Lightning's `WeightAveraging` and its kind average the shared weights.
+    """Make Lightning's `WeightAveraging` and its subclasses average the shared weights.
 
     The local weights are each rank's own, so an average of them is too. Here such a callback is
     updated as often as under DDP, with the shared weights of that moment. Everything else stays as
@@ -217,13 +217,13 @@ def average_shared_weights(
     checkpoint, from which it continues.
 
     Args:
-        trainer: of the fit.
-        patches: get what runs in place of the callbacks' methods.
-        swap: has the shared weights.
+        trainer: the Trainer of the fit.
+        patches: receives the replacements of the callbacks' methods.
+        swap: holds the shared weights.
 
     Returns:
-        Puts the averages into the module; call it after `finish`, which must see the module's own
-        weights.
+        A function that puts the averages into the module; call it after `finish`, which must see
+        the module's own weights.
     """
     ends = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

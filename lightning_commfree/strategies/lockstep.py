@@ -80,7 +80,7 @@ class LockstepSession(FitSession[EveryStep]):
         """Check that all ranks step the same optimizer next, under manual optimization; collective.
 
         Args:
-            optimizer: is to step; None: no other step follows in this batch.
+            optimizer: the next optimizer to step; None: no other step follows in this batch.
 
         Raises:
             AgreedError: they do not; on all ranks.
@@ -101,7 +101,7 @@ class LockstepSession(FitSession[EveryStep]):
                 for rank, (at, i) in enumerate(found)
             ]
             raise AgreedError(
-                f"The ranks step their optimizers in different order: {', '.join(said)}. With"
-                " manual optimization `training_step` must step the same optimizers in the same"
-                " batches on all ranks, in the same order."
+                f"The ranks are stepping their optimizers in different orders: {', '.join(said)}."
+                " With manual optimization `training_step` must step the same optimizers in the"
+                " same batches on all ranks, in the same order."
             )

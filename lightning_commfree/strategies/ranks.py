@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job, seen from this one, in a fit or outside of one.
+    """All ranks of a job, as seen from this rank, during and outside a fit.
 
     Args:
-        strategy: of this rank.
-        timeout: of an exchange.
+        strategy: this rank's strategy.
+        timeout: timeout of an exchange.
         open_channels: makes the process groups of this rank's channels; collective.
     """
 
@@ -46,11 +46,11 @@ class Ranks:
     # -- from joining the job to leaving it
 
     def join(self, lightnings: Callable[[], None]) -> None:
-        """Open Lightning's process group, by calling `lightnings`, then the channels.
+        """Open Lightning's process group by calling `lightnings`, then open the channels.
 
         Raises:
-            RuntimeError: machines do not reach each other (it says what to set), or some ranks have
-                not come within the timeout.
+            RuntimeError: machines cannot reach each other (the message names the setting), or
+                some ranks did not join within the timeout.
         """
         member = self._member()
         if member.main_address is not None:
@@ -69,7 +69,7 @@ class Ranks:
 
     @contextmanager
     def with_channels(self) -> Iterator[ReplicaChannels]:
-        """Keep the channels open in the body, in a fit or outside of one; collective."""
+        """Context manager that keeps the channels open, also outside a fit; collective."""
         opens = not self.is_open
         self._open()
         try:
@@ -99,7 +99,9 @@ class Ranks:
             RuntimeError: they are not open.
         """
         if self._channels is None:
-            raise RuntimeError("Channels are open between `setup_environment` and `teardown` only.")
+            raise RuntimeError(
+                "Channels are available only between `setup_environment` and `teardown`."
+            )
         return self._channels
 
     @property
@@ -119,20 +121,20 @@ class Ranks:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has stopped each rank in another step: a collective would not end."""
+        """Whether Ctrl-C has stopped the ranks at different steps: a collective would not end."""
         return stopped_by_hand(self._strategy.lightning_module)
 
     # -- collectives of Lightning, over all ranks
 
     def naming_lost(self, what: str) -> AbstractContextManager[None]:
-        """Name the lost ranks if a collective of Lightning fails in the body."""
+        """Context manager that names the lost ranks if a collective of Lightning fails in it."""
         if self._channels is None:
             return nullcontext()
         # A tensor on the wrong device fails here too, and is no other rank's fault.
         return self._channels.world.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a collective of Lightning; after Ctrl-C, return its first argument in place of that.
+        """Run a collective of Lightning; after Ctrl-C, return its first argument instead.
 
         Raises:
             RuntimeError: a rank died; it is named.
@@ -148,9 +150,9 @@ class Ranks:
         return sent
 
     def all_values(self, mine: int) -> list[int]:
-        """Return a number of each rank, by rank; collective.
+        """Gather an integer from every rank, in rank order; collective.
 
-        It takes Lightning's process group, so it may run while a background thread exchanges
+        It uses Lightning's process group, so it may run while a background thread exchanges
         something on a channel.
         """
         values = torch.zeros(self.size, dtype=torch.int64, device=self._strategy.root_device)
@@ -160,7 +162,7 @@ class Ranks:
         return [int(value) for value in total.tolist()]
 
     def all_flags(self, mine: bool) -> list[bool]:
-        """Return the flags of all ranks, by rank; collective."""
+        """Gather a flag from every rank, in rank order; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
 
     def _member(self) -> Member:

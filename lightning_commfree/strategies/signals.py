@@ -70,12 +70,12 @@ class DeferredSigterm:
     in `Strategy.setup`. A job of one rank keeps Lightning's methods.
 
     Args:
-        trainer: of the fit.
-        clock: says what a step is.
-        patches: get what runs in place of Lightning's methods.
+        trainer: the Trainer of the fit.
+        clock: step counter of the fit.
+        patches: receives the replacements of Lightning's methods.
 
     Attributes:
-        requested: this rank has received SIGTERM.
+        requested: whether this rank has received SIGTERM.
         stops_after: returns the step after which all ranks would know of a SIGTERM received now;
             None if unknown.
     """

@@ -1,26 +1,25 @@
-"""All ranks stop after the same step, whoever asks for it.
+"""Stop all ranks after the same step, whichever rank requests it.
 
 *Equal epochs*: every rank trains as many batches per epoch as the rank with the fewest. Lightning's
 own limit of an epoch is lowered, so progress bars, schedulers and validations follow it. So all
-ranks come to the same steps, validations, checkpoints and epoch ends, and nobody has to ask where
-the others are.
+ranks reach the same steps, validations, checkpoints and epoch ends without asking each other.
 
-*Wishes travel*: SIGTERM, or `trainer.should_stop` on one rank, is a wish to stop. It travels as a
+*Requests*: SIGTERM, or `trainer.should_stop` on one rank, is a request to stop. It is sent as a
 flag with the next exchange (`wanted`), and all ranks stop when that exchange has landed
-(`agree_in_step`). Where all ranks are at the same place anyway, after a validation, at the end of
-an epoch and before a checkpoint, they agree at once on `should_stop` (`agree_here`). SIGTERM waits
+(`agree_in_step`). Where all ranks are at the same place anyway (after a validation, at the end of
+an epoch and before a checkpoint), they agree at once on `should_stop` (`agree_here`). SIGTERM waits
 for the next step: Lightning leaves the fit from these places without another hook, and callbacks
 that save on SIGTERM expect `on_train_batch_end` first.
 
 *Streams* have no length, so their ranks cannot agree on one in advance:
 
-- Ranks that exchange something in every batch or step say with it that their data end
-  (`share_last_batch`, `end_epoch`). The epoch ends on all of them with the first rank's data.
-- Ranks that train apart cannot say it in time. If their data end after different steps, all raise
-  an error that names the rank (`comm.epoch_ends`).
+- Ranks that exchange something in every batch or step also send whether their data end
+  (`share_last_batch`, `end_epoch`). The epoch ends on all of them as soon as any rank runs out.
+- Ranks that train independently cannot report it in time. If their data end after different steps,
+  all raise an error that names the rank (`comm.epoch_ends`).
 
-The same error comes where a loader with a length yields fewer batches than that, or a hook ends the
-epoch on some ranks only.
+The same error is raised where a loader with a length yields fewer batches than that, or a hook ends
+the epoch on some ranks only.
 """
 
 from __future__ import annotations
@@ -57,25 +56,25 @@ _SHOWN = 20  # ranks in a message
 
 
 class Stopping:
-    """When a fit stops, on all of its ranks.
+    """Stop decisions of a fit, the same on all ranks.
 
-    It is made before the optimizers are: a scheduler may be made for as many steps as the Trainer
-    estimates, which depends on the length of an epoch.
+    Create it before the optimizers: a scheduler may be created for the number of steps that the
+    Trainer estimates, which depends on the length of an epoch.
 
     Args:
-        trainer: of the fit.
-        ranks: all of them.
-        clock: says what a step is.
-        patches: get what runs around the methods of Lightning's loops.
+        trainer: the Trainer of the fit.
+        ranks: all ranks of the job.
+        clock: step counter of the fit.
+        patches: receives the wrappers of the methods of Lightning's loops.
 
     Attributes:
-        clock: as given.
-        sigterm: SIGTERM on this rank.
+        clock: step counter of the fit.
+        sigterm: handler of SIGTERM on this rank.
     """
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:
         self._trainer, self._ranks, self.clock = trainer, ranks, clock
-        self._several = trainer.world_size > 1  # a single rank has nobody to agree with
+        self._several = trainer.world_size > 1  # a single rank has no others to agree with
         self._wish = self._agreed = self._trains = False
         self._unsized = self._uneven_said = self._apart_on_streams = False
         self._step = 0  # steps begun, or batches where a step spans one
@@ -84,13 +83,14 @@ class Stopping:
         if self._several:
             self._follow_loops(patches)
 
-    # -- the moments of a fit
+    # -- called as a fit proceeds
 
     def begin(self, trains_apart: bool) -> None:
-        """Train from the next batch on.
+        """Start: training begins with the next batch.
 
         Args:
-            trains_apart: ranks exchange nothing at most steps, and cannot say that their data end.
+            trains_apart: ranks exchange nothing in most steps, so they cannot report that their
+                data end.
         """
         self._trains, self._step = True, self._trainer.global_step
         if self._several:
@@ -107,26 +107,26 @@ class Stopping:
         if self._ends is not None:
             self._ends.step_begins(self._epoch, self._step)
 
-    # -- wishes
+    # -- requests to stop
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank wants all to stop; to be sent with the next exchange."""
+        """Whether this rank requests a stop; to be sent with the next exchange."""
         return self._wish or self.sigterm.requested
 
     def agree_in_step(self) -> None:
-        """Stop all ranks after the current step: some rank asked for it in this step's exchange."""
+        """Stop all ranks after the current step, as some rank requested in this step's exchange."""
         if self._several:
             self._agree(self._wish + 2 * self.sigterm.requested)
 
     def agree_here(self) -> None:
-        """Stop here if some rank wants to; collective, where all ranks are."""
+        """Stop here if any rank requests it; collective, where all ranks are at the same place."""
         if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
             self._hold()
             self._agree(int(self._wish))
 
     def no_step_follows(self, in_step: bool = False) -> bool:
-        """Return whether the latest step is the last one, as far as it can be known now.
+        """Return whether the latest step is the last one, as far as is known now.
 
         `Strategy.on_train_end` is the last hook of a fit: callbacks have validated and written
         their last checkpoint by then. What must be in that checkpoint has to happen before, so the
@@ -134,7 +134,7 @@ class Stopping:
         decision at one moment.
 
         Args:
-            in_step: it runs, and the Trainer has not counted all of it yet.
+            in_step: the step still runs, so the Trainer has not counted all of it.
         """
         trainer, loop = self._trainer, self._trainer.fit_loop
         uncounted = self.clock.uncounted if in_step else 0
@@ -142,7 +142,7 @@ class Stopping:
             return False
         if trainer.max_steps != -1 and trainer.global_step + uncounted >= trainer.max_steps:
             return True
-        # a `should_stop` of this rank alone is a wish that the others do not know yet
+        # a `should_stop` of this rank alone is a request that the others do not know yet
         stops = self._agreed if self._several else trainer.should_stop
         if stops and may_stop_early(trainer, uncounted):
             return True
@@ -153,7 +153,7 @@ class Stopping:
             return False
         if in_step:  # within an epoch, which is processed when it has run through
             return epoch.processed >= loop.max_epochs - 1 and data_used_up(trainer)
-        # `ready` counts the epochs that were begun; a fit resumed at an epoch's end counts one few
+        # `ready` counts the epochs begun; a fit resumed at an epoch's end counts one too few
         return epoch.ready >= loop.max_epochs and (
             epoch.processed >= loop.max_epochs or data_used_up(trainer)
         )
@@ -166,12 +166,12 @@ class Stopping:
         return self._unsized and is_last_batch(self._trainer)
 
     def share_last_batch(self, channel: Channel) -> None:
-        """Let the epoch end with this batch if the stream of some rank does; before it is trained.
+        """End the epoch with this batch if any rank's stream does. Called before training it.
 
-        For ranks that need each other in every batch.
+        For ranks that depend on each other in every batch.
 
         Args:
-            channel: to these ranks.
+            channel: channel between these ranks.
         """
         if not self._unsized or channel.size == 1:
             return
@@ -180,21 +180,21 @@ class Stopping:
         self._end_epoch([r for r, ends in zip(channel.ranks, last, strict=True) if ends], len(last))
 
     def end_epoch(self) -> None:
-        """End the epoch: with the step that runs the stream of some rank ends. On all ranks."""
+        """End the epoch on all ranks if any rank's stream ends in the current step; collective."""
         last = self._ranks.all_values(int(self.stream_ends))
         self._end_epoch([rank for rank, ends in enumerate(last) if ends], len(last))
 
     def check_epoch_ends(self, out_of_data: bool = False) -> None:
-        """Check, where the epoch ends on this rank, that it does so on all ranks.
+        """Check that the epoch, which ends on this rank, ends on all ranks.
 
         Raises:
-            AgreedError: it ended after another step on some of them.
+            AgreedError: it ended after a different step on some ranks.
         """
         if self._ends is not None:
             self._ends.end(self._epoch, self._step, out_of_data)
 
     def share_stream_end(self) -> None:
-        """Let the epoch end on all ranks that train apart if it does on some; in the last step.
+        """End the epoch on all ranks if it ends on any. Called in the last step of a fit.
 
         With `max_steps` the last step may be the end of some streams, after which Lightning
         validates.
@@ -206,7 +206,7 @@ class Stopping:
     # -- inside
 
     def _follow_loops(self, patches: Patches) -> None:
-        """Run methods of this object around those of Lightning's loops, for which it has no hook.
+        """Wrap methods of Lightning's loops, at points for which Lightning has no hook.
 
         Other code in this package that patches the same methods (`EpochStart`) did so before, so it
         runs inside these.
@@ -231,7 +231,7 @@ class Stopping:
         self._hold()  # else Lightning would end the epoch on this rank alone
 
     def _finish_batch(self, finish: Callable[..., None], *args: Any) -> None:
-        """Run where a batch has been trained; Lightning may validate here."""
+        """Wrap the end of a batch, where Lightning may validate."""
         if self._leaves_now:
             raise SIGTERMException
         if self._apart_on_streams and self._ends is not None:
@@ -243,7 +243,7 @@ class Stopping:
         finish(*args)
 
     def _finish_epoch(self, finish: Callable[[], None]) -> None:
-        """Run where the batches of an epoch have been trained; `on_train_epoch_end` is called here.
+        """Wrap the end of an epoch, where Lightning calls `on_train_epoch_end`.
 
         The hooks may set `trainer.should_stop`.
         """
@@ -255,7 +255,7 @@ class Stopping:
 
     @property
     def _leaves_now(self) -> bool:
-        """Whether all ranks leave by SIGTERM after this step, where streams may end with it.
+        """Whether all ranks exit by SIGTERM after this step, in which a stream may end.
 
         Lightning would first validate where a stream ends, which may be on some ranks only.
         """
@@ -266,7 +266,7 @@ class Stopping:
         return self._trainer.fit_loop.epoch_progress.current.ready - 1
 
     def _equalize(self) -> None:
-        """Lower this rank's batches of an epoch to those of the rank with the fewest."""
+        """Limit this rank's batches per epoch to those of the rank with the fewest."""
         mine = self._trainer.fit_loop.max_batches
         counts = self._ranks.all_values(-1 if math.isinf(mine) else int(mine))
         sized = [count for count in counts if count >= 0]
@@ -283,16 +283,16 @@ class Stopping:
         left_out = [f"rank {rank} leaves out {some}" for rank, some in others if some != "0"]
         more = ", ..." if len(left_out) > _SHOWN else ""
         rank_zero_warn(
-            f"Rank {shortest} has the fewest training batches, {least} per epoch, and all ranks"
-            f" train as many: {', '.join(left_out[:_SHOWN])}{more}. Give all ranks equally many"
-            " batches to train on all of them."
+            f"Rank {shortest} has the fewest training batches ({least} per epoch), so every rank"
+            f" trains on only that many: {', '.join(left_out[:_SHOWN])}{more}. To use all the data,"
+            " give every rank the same number of batches."
         )
 
     def _check_first_batch(self) -> None:
-        """Check that the streams of all ranks have a batch in this epoch, or that none has.
+        """Check that either all ranks' streams or none have a batch in this epoch.
 
         Raises:
-            RuntimeError: some have none; on all ranks.
+            RuntimeError: only some have one; raised on all ranks.
         """
         if not self._unsized:
             return
@@ -300,8 +300,8 @@ class Stopping:
         if 0 < sum(empty) < len(empty):
             without = [rank for rank, none in enumerate(empty) if none]
             raise RuntimeError(
-                f"{_named(without)} got no training batch in epoch {self._epoch}, and the other"
-                " ranks did. Give all ranks equally many batches."
+                f"{_named(without)} got no training batches in epoch {self._epoch}, but the other"
+                " ranks did. Give every rank the same number of batches."
             )
 
     def _end_epoch(self, last: list[int], size: int) -> None:
@@ -311,23 +311,23 @@ class Stopping:
         if len(last) < size and not self._uneven_said:
             self._uneven_said = True
             rank_zero_warn(
-                f"The data of {_named(last).lower()} ended with batch"
-                f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}: the epoch"
-                " ends there on all ranks, and so will later ones where some rank's data end."
-                " Give all ranks equally many batches to train on all of them."
+                f"{_named(last)} ran out of data at batch"
+                f" {self._trainer.fit_loop.epoch_loop.batch_idx} of epoch {self._epoch}, so the"
+                " epoch ends there on all ranks. Later epochs will also end as soon as any rank"
+                " runs out. To use all the data, give every rank the same number of batches."
             )
 
     def _hold(self) -> None:
-        """Turn `trainer.should_stop` of this rank alone into a wish."""
+        """Turn a `trainer.should_stop` set on this rank alone into a request."""
         trainer = self._trainer
         if trainer.should_stop and not self._agreed and may_stop_early(trainer):
             self._wish, trainer.should_stop = True, False
 
     def _agree(self, word: int) -> None:
-        """Stop after the latest step if any rank wants to; collective over all ranks.
+        """Stop after the latest step if any rank requests it; collective over all ranks.
 
         Args:
-            word: bit 0: this rank wants to stop; bit 1: it received SIGTERM.
+            word: bit 0: this rank requests a stop; bit 1: it received SIGTERM.
         """
         if self._agreed:
             return
@@ -341,10 +341,10 @@ class Stopping:
         self._agreed = self._trainer.should_stop = True
         if len(wishes) < len(said):
             rank_zero_warn(
-                f"{_named(wishes)} wanted to stop (`trainer.should_stop`) and the others did not:"
-                f" all ranks stop after step {self.clock.steps}, with the same weights. Decide on"
-                " something that is the same on all ranks, such as a metric logged with"
-                " `sync_dist=True`."
+                f"{_named(wishes)} requested a stop (`trainer.should_stop`) but the other ranks did"
+                f" not. All ranks are stopping after step {self.clock.steps} with the same weights."
+                " Base the decision on something that is the same on all ranks, such as a metric"
+                " logged with `sync_dist=True`."
             )
 
 

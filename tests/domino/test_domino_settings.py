@@ -34,7 +34,7 @@ def divided(model: nn.Module, ranks: int) -> ParallelModel:
         (
             {"num_micro_batches": 2.0},
             TypeError,
-            r"`num_micro_batches=2\.0` must be a whole number, but it is a float\. Give an int\.",
+            r"`num_micro_batches=2\.0` must be a whole number, but it is a float\. Pass an int\.",
         ),
         ({"tensor_parallel_size": True}, TypeError, "must be a whole number, but it is a bool"),
     ],
@@ -46,8 +46,8 @@ def test_settings_out_of_range(given: dict[str, Any], error: type[Exception], te
 
 def test_heads_that_do_not_divide() -> None:
     text = (
-        "GPT2LMHeadModel has 4 attention heads, which 3 tensor-parallel ranks cannot share equally"
-        r"\. Choose a `tensor_parallel_size` that divides 4\."
+        "GPT2LMHeadModel has 4 attention heads, which cannot be split evenly across 3"
+        r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 4\."
     )
     with pytest.raises(ValueError, match=text):
         divided(make("gpt2"), 3)
@@ -57,8 +57,9 @@ def test_key_heads_that_do_not_fit() -> None:
     """Six ranks, four key heads: some would hold one and a half."""
     model = make("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
     text = (
-        "LlamaForCausalLM has 4 key-value heads, and 6 tensor-parallel ranks can neither share them"
-        r" equally nor hold one each\. Choose a `tensor_parallel_size` that divides 4 or is a"
+        "LlamaForCausalLM has 4 key-value heads, which can be neither split evenly across 6"
+        r" tensor-parallel ranks nor replicated so that each rank holds one\. Choose a"
+        r" `tensor_parallel_size` that divides 4 or is a"
     )
     with pytest.raises(ValueError, match=text):
         divided(model, 6)
@@ -69,8 +70,8 @@ def test_key_heads_that_do_not_fit() -> None:
 )
 def test_a_width_that_does_not_divide(kind: str, width: str, name: str) -> None:
     text = (
-        rf"{name}\w+ has MLPs of width 26 \(`{width}`\), which 4 tensor-parallel ranks cannot share"
-        r" equally\. Choose a `tensor_parallel_size` that divides 26\."
+        rf"{name}\w+ has MLPs of width 26 \(`{width}`\), which cannot be split evenly across 4"
+        r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 26\."
     )
     with pytest.raises(ValueError, match=text):
         divided(make(kind, **{width: 26}), 4)
@@ -91,8 +92,8 @@ def test_a_plan_with_a_style_that_is_not_supported() -> None:
     model = make("phi3")
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "sequence_parallel"}
     text = (
-        r"The tensor-parallel plan of `Phi3ForCausalLM` gives 'layers\.0\.mlp\.down_proj', a"
-        r" `Linear`, the style 'sequence_parallel', which is not supported\. Supported are"
+        r"The tensor-parallel plan of `Phi3ForCausalLM` assigns the unsupported style"
+        r" 'sequence_parallel' to 'layers\.0\.mlp\.down_proj', a `Linear`\. Supported styles:"
         r" 'colwise', .* for linear layers, and 'moe_tp_experts' for experts with `gate_up_proj`"
         r" and `down_proj`\."
     )
@@ -103,7 +104,7 @@ def test_a_plan_with_a_style_that_is_not_supported() -> None:
 def test_heads_that_a_plan_shards_must_divide_evenly() -> None:
     """Nine on two ranks; they need not if the plan gathers them first."""
     nine = {"num_attention_heads": 9, "num_key_value_heads": 9, "hidden_size": 36}
-    with pytest.raises(ValueError, match="OlmoForCausalLM has 9 attention heads, which 2"):
+    with pytest.raises(ValueError, match="OlmoForCausalLM has 9 attention heads, which cannot"):
         divided(make("olmo", **nine), 2)
     divided(make("olmo2", **nine), 2)
 
@@ -116,7 +117,7 @@ def test_heads_that_a_plan_shards_must_divide_evenly() -> None:
     ],
 )
 def test_widths_that_a_plan_cannot_divide(kind: str, sizes: dict[str, int], path: str) -> None:
-    text = f"has a width of 25 at '{path}', which 2 tensor-parallel ranks cannot share"
+    text = f"has a width of 25 at '{path}', which cannot be split evenly across 2 tensor-parallel"
     with pytest.raises(ValueError, match=text):
         divided(make(kind, **sizes), 2)
 
@@ -126,7 +127,7 @@ def test_a_plan_for_single_parameters_is_not_supported() -> None:
     model = make("olmo")
     model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj.weight": "colwise"}
     with pytest.raises(
-        ValueError, match=r"'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`, the style"
+        ValueError, match=r"'colwise' to 'layers\.0\.mlp\.gate_proj\.weight', a `Parameter`\."
     ):
         divided(model, 2)
 
@@ -157,8 +158,8 @@ def test_a_refused_model_is_untouched(kind: str) -> None:
 
 def test_key_heads_that_a_plan_cannot_share() -> None:
     text = (
-        "OlmoForCausalLM has 2 key-value heads, which its plan cannot divide among 4 ranks"
-        r"\. Choose a `tensor_parallel_size` that divides 2\."
+        "OlmoForCausalLM has 2 key-value heads, which its plan cannot split evenly across 4"
+        r" tensor-parallel ranks\. Choose a `tensor_parallel_size` that divides 2\."
     )
     with pytest.raises(ValueError, match=text):
         divided(make("olmo"), 4)

@@ -58,7 +58,5 @@ def test_a_later_chunk_sees_the_keys_of_the_earlier(attention: nn.Module) -> Non
 
 
 def test_attention_without_a_cache_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="`Neither` has no argument for a cache of keys and values"
-    ):
+    with pytest.raises(ValueError, match="`Neither` does not accept a KV cache"):
         outputs(Neither())

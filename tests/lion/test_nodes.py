@@ -133,8 +133,8 @@ def test_a_difference_stops_all_ranks_wherever_it_is(
     fault: str, others: list[tuple[int, int]]
 ) -> None:
     told = {
-        "parameter": "differ before step 3, among them 'bias', 'conv'",
-        "learning rate": "Learning rate, betas or weight decay differ",
+        "parameter": "differ before step 3, including 'bias', 'conv'",
+        "learning rate": "have different learning rates, betas or weight decay",
     }[fault]
 
     def rank(channel: Any, node: Any) -> None:

@@ -168,7 +168,7 @@ def test_all_are_told_the_same(ranks: list[Any]) -> None:
     last = len(ranks) - 1
     for runs in ranks:
         assert f"The gradient of 'conv' on rank {last} contains NaN or Inf, before" in runs["nan"]
-        assert "parameters differ before step 2, among them 'bias', 'conv'." in runs["drift"]
+        assert "parameters differ before step 2, including 'bias', 'conv'." in runs["drift"]
 
 
 def test_votes_during_backward_change_nothing(ranks: list[Any]) -> None:

@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_ends_all_ranks_with_a_sentence(kind: str, tmp_path:
         assert "MB missing)." in text
         assert "set another folder in `ModelCheckpoint(dirpath=...)`" in text
     assert texts[0] == texts[1]
-    assert ("Rank 1 cannot write its rank file of a checkpoint" in texts[0]) == (kind != "domino")
+    assert ("Rank 1 cannot write its rank file for a checkpoint" in texts[0]) == (kind != "domino")
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 1
     assert not list(tmp_path.rglob(".*.writing"))
 

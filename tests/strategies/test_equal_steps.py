@@ -175,7 +175,7 @@ def test_one_warning_names_the_shortest_rank_and_what_the_others_leave_out(
     pair: list[Any], four: list[Any]
 ) -> None:
     (said,) = pair[0]["diloco"]["said"]
-    assert said.startswith("Rank 1 has the fewest training batches, 7 per epoch")
+    assert said.startswith("Rank 1 has the fewest training batches (7 per epoch)")
     assert "rank 0 leaves out 3" in said
     assert pair[1]["diloco"]["said"] == []
     (said,) = four[0]["lion, fsdp"]["said"]

@@ -272,7 +272,7 @@ def test_another_layout_resumes_from_the_weights_and_says_so(played: Any) -> Non
 def test_nan_in_one_part_stops_all_ranks(played: Any) -> None:
     faults = [rank["fault"] for rank in played[0]]
     assert all("'blocks.1.weight'" in faults[i] for i in (1, 3))
-    assert all("has refused step 3" in faults[i] for i in (0, 2))
+    assert all("rejected step 3" in faults[i] for i in (0, 2))
 
 
 class Early(Uneven):

@@ -128,7 +128,8 @@ CASES = [
         Other,
         {},
         "TypeError",
-        "needs `DistributedLion`, but `configure_optimizers` returned `AdamW`",
+        "requires `DistributedLion`, because other optimizers cannot use votes, but"
+        " `configure_optimizers` returned `AdamW`",
     ),
     (Reordered, {}, "ValueError", "parameter 0 of group 0 is head.weight on rank 1, embed.weight"),
     (OtherRate, {}, "ValueError", "lr of group 0 is 0.2 on rank 1, 0.1 on rank 0"),
@@ -146,7 +147,7 @@ CASES = [
         Plateau,
         {},
         "AgreedError",
-        "Learning rate, betas or weight decay differ between the workers",
+        "The workers have different learning rates, betas or weight decay",
     ),
     (Poisoned, {}, "AgreedError", "of 'blocks.1.weight' on rank 1 contains NaN or Inf"),
     (PoisonedEarly, {}, "AgreedError", "on rank 1 contains NaN or Inf (and"),

@@ -122,7 +122,7 @@ def fit(folder: Path, world: int, case: Case) -> dict[str, Any]:
     return {
         "error": error,
         "step": trainer.global_step,
-        "said": [str(w.message) for w in caught if "wanted to stop" in str(w.message)],
+        "said": [str(w.message) for w in caught if "requested a stop" in str(w.message)],
         "weights": torch.cat([torch.zeros(1), *floats]),
         "validations": validations.count,
         "files": sorted(p.name for p in folder.iterdir()) if folder.exists() else [],
@@ -133,45 +133,53 @@ BATCH, VALIDATED, EPOCH_END = "on_train_batch_end", "on_validation_end", "on_tra
 ONE, ALL = (1,), (0, 1, 2)
 # after which step all stop, and who is said to have wanted it; None: nobody
 THREE: dict[str, tuple[Case, int, str | None]] = {
-    "diloco, batch": (("diloco", 1, "ddp", (BATCH, 2, ONE), {}), 5, "Rank 1 wanted"),
+    "diloco, batch": (("diloco", 1, "ddp", (BATCH, 2, ONE), {}), 5, "Rank 1 requested a stop"),
     "diloco, all": (("diloco", 1, "ddp", (BATCH, 2, ALL), {}), 5, None),
     "diloco, validated": (
         ("diloco", 1, "ddp", (VALIDATED, 3, (0, 2)), {"val_check_interval": 3}),
         3,
-        "Ranks 0, 2 wanted",
+        "Ranks 0, 2 requested a stop",
     ),
-    "diloco, epoch": (("diloco", 1, "ddp", (EPOCH_END, EPOCH, ONE), {}), EPOCH, "Rank 1 wanted"),
+    "diloco, epoch": (
+        ("diloco", 1, "ddp", (EPOCH_END, EPOCH, ONE), {}),
+        EPOCH,
+        "Rank 1 requested a stop",
+    ),
     "diloco, epoch begins": (
         ("diloco", 1, "ddp", ("on_train_epoch_start", EPOCH, ONE), {}),
         EPOCH + 3,  # a fragment leaves after 10 steps
-        "Rank 1 wanted",
+        "Rank 1 requested a stop",
     ),
     "diloco, min_steps": (("diloco", 1, "ddp", (BATCH, 2, ONE), {"min_steps": 9}), 11, "Rank 1"),
-    "lion, batch": (("lion", 1, "ddp", (BATCH, 2, ONE), {}), 3, "Rank 1 wanted"),
+    "lion, batch": (("lion", 1, "ddp", (BATCH, 2, ONE), {}), 3, "Rank 1 requested a stop"),
     "lion, in a batch": (("lion", 1, "ddp", ("on_before_zero_grad", 2, ONE), {}), 4, "Rank 1"),
     "lion, all": (("lion", 1, "ddp", (BATCH, 2, ALL), {}), 3, None),
-    "lion, validated": (("lion", 1, "ddp", (VALIDATED, EPOCH, ONE), {}), EPOCH, "Rank 1 wanted"),
+    "lion, validated": (
+        ("lion", 1, "ddp", (VALIDATED, EPOCH, ONE), {}),
+        EPOCH,
+        "Rank 1 requested a stop",
+    ),
     "lion, min_epochs": (
         ("lion", 1, "ddp", (BATCH, 2, ONE), {"min_epochs": 2}),
         2 * EPOCH,
-        "Rank 1 wanted",
+        "Rank 1 requested a stop",
     ),
 }
 FOUR: dict[str, tuple[Case, int, str | None]] = {
-    "domino, batch": (("domino", 2, "domino", (BATCH, 2, ONE), {}), 3, "Rank 1 wanted"),
+    "domino, batch": (("domino", 2, "domino", (BATCH, 2, ONE), {}), 3, "Rank 1 requested a stop"),
     "domino, all": (("domino", 2, "domino", (BATCH, 2, (0, 1, 2, 3)), {}), 3, None),
     "domino, validated": (
         ("domino", 4, "domino", (VALIDATED, 2, (3,)), {"val_check_interval": 2}),
         2,
-        "Rank 3 wanted",
+        "Rank 3 requested a stop",
     ),
     "domino, epoch": (("domino", 2, "domino", (EPOCH_END, EPOCH, (2,)), {}), EPOCH, "Rank 2"),
-    "diloco, ddp": (("diloco", 2, "ddp", (BATCH, 2, (3,)), {}), 5, "Rank 3 wanted"),
-    "diloco, fsdp": (("diloco", 2, "fsdp", (BATCH, 2, (3,)), {}), 5, "Rank 3 wanted"),
-    "diloco, domino": (("diloco", 2, "domino", (BATCH, 2, (3,)), {}), 5, "Rank 3 wanted"),
-    "lion, ddp": (("lion", 2, "ddp", (BATCH, 2, (2,)), {}), 3, "Rank 2 wanted"),
-    "lion, fsdp": (("lion", 2, "fsdp", (BATCH, 2, (2,)), {}), 3, "Rank 2 wanted"),
-    "lion, domino": (("lion", 2, "domino", (BATCH, 2, (2,)), {}), 3, "Rank 2 wanted"),
+    "diloco, ddp": (("diloco", 2, "ddp", (BATCH, 2, (3,)), {}), 5, "Rank 3 requested a stop"),
+    "diloco, fsdp": (("diloco", 2, "fsdp", (BATCH, 2, (3,)), {}), 5, "Rank 3 requested a stop"),
+    "diloco, domino": (("diloco", 2, "domino", (BATCH, 2, (3,)), {}), 5, "Rank 3 requested a stop"),
+    "lion, ddp": (("lion", 2, "ddp", (BATCH, 2, (2,)), {}), 3, "Rank 2 requested a stop"),
+    "lion, fsdp": (("lion", 2, "fsdp", (BATCH, 2, (2,)), {}), 3, "Rank 2 requested a stop"),
+    "lion, domino": (("lion", 2, "domino", (BATCH, 2, (2,)), {}), 3, "Rank 2 requested a stop"),
 }
 START = "on_train_batch_start"
 TERMS: dict[str, tuple[Case, int]] = {
@@ -225,7 +233,7 @@ def test_all_ranks_stop_after_the_same_step(played: Any, name: str) -> None:
     else:
         (text,) = first["said"]
         assert text.startswith(said)
-        assert f"all ranks stop after step {step}, with the same weights" in text
+        assert f"All ranks are stopping after step {step} with the same weights" in text
 
 
 @pytest.mark.parametrize("name", TERMS)

@@ -193,7 +193,7 @@ def test_all_ranks_end_an_epoch_after_the_same_step(played: Any, name: str) -> N
 
 def test_one_warning_names_the_ranks(played: Any) -> None:
     (said,) = played["2 lion"][0]["said"]
-    assert said.startswith("The data of rank 1 ended with batch 4 of epoch 0: the epoch ends there")
+    assert said.startswith("Rank 1 ran out of data at batch 4 of epoch 0, so the epoch ends there")
     assert len(played["2 domino"][0]["said"]) == 1
     assert played["2 diloco, even"][0]["said"] == []
     assert not any(rank["said"] for case in played.values() for rank in case[1:])
@@ -267,7 +267,9 @@ def test_an_epoch_that_ends_early_on_one_rank_is_the_same_error(tmp_path: Path, 
 @pytest.mark.parametrize("name", EMPTY)
 def test_a_rank_without_any_batch_is_named(tmp_path: Path, name: str) -> None:
     for error in errors(tmp_path, 2, EMPTY[name]):
-        assert error.startswith("Rank 1 got no training batch in epoch 0, and the other ranks did")
+        assert error.startswith(
+            "Rank 1 got no training batches in epoch 0, but the other ranks did"
+        )
 
 
 class DiesAfter(pl.Callback):

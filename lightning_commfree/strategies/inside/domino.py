@@ -133,7 +133,7 @@ class TensorParallel(ShardedReplica):
 
     @override
     def release(self) -> None:
-        """Give every rank the full model again; collective, except after Ctrl-C."""
+        """Restore the full model on every rank; collective, except after Ctrl-C."""
         if self.sharded is not None:
             self._left = None
             self.sharded.unmark_shards()

@@ -89,7 +89,7 @@ class ShardedReplica(Inside):
             refuse_callbacks(trainer, name, PARTS)
 
     def _start(self) -> int:
-        """Give all ranks rank 0's full model, and return a seed shared by all ranks."""
+        """Copy rank 0's full model to all ranks, and return a seed shared by all ranks."""
         module, world = self._strategy.module, self._strategy.channels.world
         self._was_on_meta = self.restores_after_setup
         settings = {**self._strategy.fingerprint(), "inside": repr(self._settings)}

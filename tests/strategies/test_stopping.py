@@ -193,9 +193,9 @@ TERMS: dict[str, tuple[Case, int]] = {
     "diloco, domino": (("diloco", 2, "domino", (START, 2, (3,), "term"), {}), 5),
     "in a validation": (
         ("diloco", 2, "ddp", ("on_validation_start", 3, (3,), "term"), {"val_check_interval": 3}),
-        3,
+        5,  # where the next fragment lands
     ),
-    "at an epoch's end": (("lion", 2, "ddp", (EPOCH_END, EPOCH, (3,), "term"), {}), EPOCH),
+    "at an epoch's end": (("lion", 2, "ddp", (EPOCH_END, EPOCH, (3,), "term"), {}), EPOCH + 1),
 }
 
 

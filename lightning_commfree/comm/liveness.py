@@ -567,7 +567,12 @@ def job_store() -> Any:
     if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
         return None
     client = dist.TCPStore(  # type: ignore[attr-defined]
-        store.host, store.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
+        store.host,
+        store.port,
+        is_master=False,
+        wait_for_workers=False,
+        timeout=_CONNECT,
+        use_libuv=store.libuvBackend,  # some builds of torch lack it, such as Debian's
     )
     # A call that gives up in the middle of an outage would leave half a reply in the connection.
     client.set_timeout(timedelta(days=30))

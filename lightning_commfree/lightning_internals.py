@@ -1,4 +1,4 @@
-"""All uses of Lightning's private names, with the feature that is lost if a name is missing.
+"""Every use of a private Lightning name, and the feature lost if the name is missing.
 
 A later release of Lightning may rename private names. When a fit begins, `probe` looks for missing
 ones, and a single warning lists the disabled features. Everything else works: importing never

@@ -38,7 +38,7 @@ _LAST_DROPS_S = 0.05  # for gloo's threads to drop the last tensors
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes of a job, outermost first: integers only.
+    """The axes of a job, outermost first; integers only, no process groups.
 
     `axes=("replica", "data"), sizes=(2, 4)` puts ranks 0 to 3 into the first replica.
     """

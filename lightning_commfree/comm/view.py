@@ -13,7 +13,7 @@ from lightning_commfree.comm.channel import Channel
 
 
 class View(NamedTuple):
-    """One composition of the group."""
+    """One version of a group's membership."""
 
     number: int  # of this view in the job, from 0
     members: tuple[int, ...]  # ids of replicas or workers, in the channel's order

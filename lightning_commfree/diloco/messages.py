@@ -51,7 +51,7 @@ def startup_messages(
 
 
 def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int) -> Message:
-    """Report the number of exchanges, and advise a smaller `sync_every` if it is too small."""
+    """Report the number of exchanges; if too few, suggest a smaller `sync_every`."""
     counts = [schedule.launches_until(p, last_step) for p in range(schedule.num_fragments)]
     often = f"{min(counts)}" + (f" to {max(counts)}" if max(counts) > min(counts) else "")
     report = (

@@ -142,7 +142,7 @@ class Workspace:
         return powers.masked_fill_(exponents == EXPONENT_OF_NAN, torch.nan).unsqueeze(1)
 
     def _exponents(self) -> Tensor:
-        """Return the biased exponents 0 to 255 for the tables; 0 below the range, 255 above it."""
+        """Return the biased exponent (0 to 255) of each table entry, clamped outside the range."""
         exponents = torch.arange(EXPONENT_OF_NAN + 1, dtype=torch.int32, device=self._device)
         exponents.masked_fill_(exponents < LOWEST_TOP, 0)
         return exponents.masked_fill_(exponents > HIGHEST_TOP, EXPONENT_OF_NAN)

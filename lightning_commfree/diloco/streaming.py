@@ -243,7 +243,7 @@ class StreamingDiLoCo:
 
     @property
     def stops_after(self) -> int:
-        """The step after which all replicas know of a request to stop that is made now."""
+        """The step after which all replicas would know of a stop requested now."""
         return self.schedule.next_launch(self.step) + self.schedule.overlap_steps
 
     # -- messages

@@ -184,7 +184,7 @@ def _experts_width(module: nn.Module | nn.Parameter) -> int:
 
 
 def _styled(model: nn.Module) -> list[tuple[str, str, nn.Module | nn.Parameter]]:
-    """Return path, style and module or parameter of everything that the plan names.
+    """Return the path, style, and module or parameter for each plan entry.
 
     A name in the plan may match nothing: some layers exist only in some configurations.
     """

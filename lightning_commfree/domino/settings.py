@@ -1,4 +1,4 @@
-"""The user's settings of tensor parallelism, validated on construction."""
+"""User settings for tensor parallelism, validated on construction."""
 
 from __future__ import annotations
 

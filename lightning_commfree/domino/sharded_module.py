@@ -83,7 +83,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Refuse a module with tensors on the meta device, outside of a fit.
+    """Reject a module with meta-device tensors outside a fit.
 
     Raises:
         ValueError: it has such tensors.

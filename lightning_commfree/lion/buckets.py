@@ -18,7 +18,7 @@ _WANTED = 16  # buckets, so that little is left to send when backward ends
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that are voted on together; parameter i begins at value `starts[i]`."""
+    """Parameters voted on together; parameter i starts at offset `starts[i]`."""
 
     index: int
     parameters: tuple[nn.Parameter, ...]

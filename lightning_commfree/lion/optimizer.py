@@ -91,7 +91,7 @@ class DistributedLion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add and check a parameter group; votes end until `join` is called again."""
+        """Add and validate a parameter group; voting is suspended until `join` is called again."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -199,7 +199,7 @@ class VotingSession:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Resume with another number of ranks: workers keep their momenta, new ones get the mean.
+        """Resume with a different number of ranks: workers keep momenta, new ones get the mean.
 
         Args:
             was: the settings of the save.
@@ -252,7 +252,7 @@ class VotingSession:
         return {name for name, p in self._module.named_parameters() if p.requires_grad}
 
     def _check_thawed(self) -> None:
-        """Check that DDP averages all trained parameters: it saw only those of the fit's start."""
+        """Check that DDP averages all trained parameters, not only those trainable at the start."""
         if late := sorted(self._trainable() - self._averaged):
             raise RuntimeError(
                 f"The parameters {late} became trainable after the fit had begun, so with"

@@ -248,7 +248,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Replace a module's own `meta` tensors by NaN; return the old and new tensors."""
+    """Replace a module's own `meta` tensors with NaN; return the old and new tensors."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     for tensors in own:

@@ -42,7 +42,7 @@ class SharedPart(Protocol):
         ...
 
     def show(self, shown: Tensor | None = None) -> None:
-        """Copy the shared values, or `shown` instead, into the module."""
+        """Copy the shared values (or `shown`, if given) into the module."""
         ...
 
     def local_equals_shared(self, buffers: bool = True) -> bool:
@@ -131,7 +131,7 @@ class WeightSwap:
 
     @property
     def local(self) -> list[Tensor]:
-        """The local weights, in the module or set aside, in the order of `in_module`."""
+        """The local weights, live or stashed, in the order of `in_module`."""
         return self._aside if self.swapped_in else self.in_module
 
     @torch.no_grad()

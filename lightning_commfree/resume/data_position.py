@@ -170,7 +170,7 @@ class EpochStart:
         return {"iterator": iterator, "batch": self.batch, "now": self._now()["generators"]}
 
     def load_state_dict(self, state: dict[str, Any], begun: bool) -> None:
-        """Restore the records of a save.
+        """Restore the saved records.
 
         Args:
             state: the state that `state_dict` returned.
@@ -286,7 +286,7 @@ def _loader_states(checkpoint: Mapping[str, Any]) -> Any:
 def restore_data_position(
     trainer: pl.Trainer, begin: EpochStart, own: Mapping[str, Any]
 ) -> list[str]:
-    """Restore loops, loaders and random numbers, as the last step before training.
+    """Restore loops, loaders and RNG state, as the last step before training.
 
     1. Saved in the middle of an epoch: draw the epoch's order again from the recorded generator
        states, read and drop the batches that were trained on, then restore the generators.

@@ -71,7 +71,7 @@ class OwnTensors:
             module._buffers[own_name] = buffer
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return untrained tensors that a checkpoint contains, and those that it does not."""
+        """Return the untrained tensors, split by whether a checkpoint contains them."""
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         trained = {p for group in groups for p in group["params"] if p.requires_grad}
         kept = self._module.state_dict(keep_vars=True)

@@ -23,7 +23,7 @@ _START_METHODS = {"": "popen", "_fork": "fork", "_spawn": "spawn"}
 
 
 def register_strategies() -> None:
-    """Make every strategy known to `Trainer(strategy="...")`; a second call changes nothing.
+    """Register every strategy for `Trainer(strategy="...")`; idempotent.
 
     Fabric then explains that they need the Trainer.
     """

@@ -175,7 +175,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
         return any(isinstance(one, ModelCheckpoint) and one.monitor is not None for one in savers)
 
     def _settle_around_saves(self, patches: Patches) -> None:
-        """Swap in the shared weights before hooks that add to a checkpoint run.
+        """Swap in the shared weights before any hook that adds to a checkpoint.
 
         `Trainer.save_checkpoint` calls them before the strategy. A divided model (`inside`) patches
         the same method before this session is made, so its part runs inside this one's.

@@ -120,7 +120,7 @@ class Stopping:
             self._agree(self._wish + 2 * self.sigterm.requested)
 
     def agree_here(self) -> None:
-        """Stop here if any rank requests it; collective, where all ranks are at the same place."""
+        """Stop here if any rank requests it; collective, with all ranks at the same point."""
         if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
             self._hold()
             self._agree(int(self._wish))

@@ -76,7 +76,7 @@ class ShardedReplica(Inside):
 
     @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
-        """True for a model on `meta`, which is too large to load a checkpoint before sharding."""
+        """True for a meta-device model, which is too large to restore before sharding."""
         module = self._strategy.lightning_module
         return self._was_on_meta or (module is not None and bool(on_meta(module)))
 

@@ -51,7 +51,9 @@ class Later(CausalLM):
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "popen"])
 def test_heads_that_ranks_cannot_share(start_method: str) -> None:
-    with pytest.raises(ValueError, match="has 4 attention heads, which cannot be split evenly across 3"):
+    with pytest.raises(
+        ValueError, match="has 4 attention heads, which cannot be split evenly across 3"
+    ):
         fit(CausalLM(), start_method, 3)
 
 

@@ -124,7 +124,9 @@ def test_the_last_round_looks_too(two_ranks: list[dict[str, Outcome]]) -> None:
     for outcomes in two_ranks:
         got = outcomes["last round"]
         assert "The outer gradient of fragment 0 from replica 0 (rank 0) is not finite" in got.error
-        assert f"due to be applied after inner step {STEPS};" in got.error  # not the launch it was due for
+        assert (
+            f"due to be applied after inner step {STEPS};" in got.error
+        )  # not the launch it was due for
         assert got.saved.keys() == {"last.ckpt", "step=4.ckpt", "step=8.ckpt", "step=12.ckpt"}
         assert got.saved["last.ckpt"] == 12
 

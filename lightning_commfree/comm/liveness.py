@@ -572,7 +572,8 @@ def job_store() -> Any:
         is_master=False,
         wait_for_workers=False,
         timeout=_CONNECT,
-        use_libuv=store.libuvBackend,  # some builds of torch lack it, such as Debian's
+        # some builds of torch lack libuv, such as Debian's
+        use_libuv=store.libuvBackend,  # type: ignore[attr-defined]
     )
     # A call that gives up in the middle of an outage would leave half a reply in the connection.
     client.set_timeout(timedelta(days=30))

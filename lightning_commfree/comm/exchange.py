@@ -12,12 +12,11 @@ two-phase  shard i of every message to member i, its *owner*, which     M    (u 
 =========  ===========================================================  ===  =====================
 
 Gathering is cheaper for two members and for small messages, two phases for three members or more.
-The same code runs on both routes: send messages `up`, reduce, send the result `down`. On the gather
-route `down` sends nothing, because every member has reduced the only shard itself.
+Both routes share code: send messages `up`, reduce, send the result `down`, which sends nothing on
+the gather route.
 
 Each algorithm defines its messages and how to reduce them: Streaming DiLoCo averages values that a
-codec has rounded, Distributed Lion counts votes. `MessageLayout` lays out the sections of a
-message.
+codec has rounded, Distributed Lion counts votes.
 """
 
 from __future__ import annotations
@@ -50,11 +49,10 @@ class Route(NamedTuple):
         return self.view.rank if self.two_phase else 0
 
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
-        """Send this member's messages, shape (S, u): one about each shard.
+        """Send this member's messages, shape (S, u), one per shard.
 
         Returns:
-            All members' messages about the shard that this member reduces, shape (M, u), in member
-            order.
+            All members' messages about this member's shard, shape (M, u), in member order.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -80,7 +78,7 @@ class Route(NamedTuple):
 
 
 def routes(view: View) -> tuple[Route, Route]:
-    """Return both routes, gather first so that `min` prefers it where both send as many bytes."""
+    """Return both routes, gather first so that `min` prefers it if both send as many bytes."""
     return Route(view, two_phase=False), Route(view, two_phase=True)
 
 
@@ -93,13 +91,11 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 
 
 class MessageLayout:
-    """Layout of a message's sections, each starting on an 8-byte boundary.
-
-    The size is fixed, so that one collective can carry the messages of all members. The boundaries
-    let every section be viewed as a wider dtype.
+    """Byte offsets of a message's sections; 8-byte boundaries let any dtype view a section.
 
     Args:
-        **sizes: bytes of each section, by name, in order.
+        **sizes: bytes of each section, by name, in order; fixed, because a collective needs
+            messages of equal size.
 
     Attributes:
         num_bytes: size of the message, a multiple of 8.

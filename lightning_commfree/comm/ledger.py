@@ -1,9 +1,9 @@
 """Count the bytes that this rank sends and the seconds that it waits for collectives.
 
 Every collective of the package is counted here when it is launched, under a *tag* for its purpose.
-Forecasts of a strategy's traffic use the same formulas. They give the bytes that *one rank* puts on
-the wire, averaged over the ranks of the group, for the algorithms that gloo and nccl use at the
-message sizes that matter (n ranks, a payload of b bytes per rank):
+Traffic forecasts use the same formulas: the bytes that *one rank* sends, averaged over the ranks of
+the group, for the algorithms that gloo and nccl use at the message sizes that matter (n ranks, a
+payload of b bytes per rank):
 
 ============== ======================= ====================================================
 collective     bytes sent by a rank    why
@@ -54,7 +54,7 @@ def broadcast_bytes(num_bytes: int, size: int) -> int:
 
 
 class LedgerTotals(NamedTuple):
-    """Totals of the ledger at one moment; subtract two of them to get the traffic in between."""
+    """Totals at one moment; the difference of two of them is the traffic in between."""
 
     bytes_sent: int
     seconds_waited: float
@@ -65,8 +65,8 @@ class LedgerTotals(NamedTuple):
 class Ledger:
     """Bytes sent and seconds waited by this rank, by tag.
 
-    Waiting is the time in which the caller is blocked: inside `Pending.wait` for a collective that
-    was launched earlier, or during a blocking one.
+    Waiting is the time in which the caller is blocked, in `Pending.wait` or in a blocking
+    collective.
 
     Attributes:
         phase: current phase, one of `PHASES`; the strategy sets it.
@@ -168,19 +168,7 @@ class Traffic:
 
     bytes_by_tag: Mapping[str, float]  # per cycle
     cycle_steps: int
-    ddp_bytes_per_step: float  # what fp32 DDP would send for the same model on the same ranks
-
-    @classmethod
-    def of(
-        cls,
-        numel: int,
-        world_size: int,
-        bytes_by_tag: Mapping[str, float],
-        cycle_steps: int,
-    ) -> Traffic:
-        """Return the forecast for `numel` trainable parameters."""
-        ddp_bytes = ring_all_reduce_bytes(4 * numel, world_size)
-        return cls(bytes_by_tag, cycle_steps, float(ddp_bytes))
+    ddp_bytes_per_step: float  # of fp32 DDP for the same model on the same ranks
 
     @property
     def bytes_per_cycle(self) -> int:
@@ -194,9 +182,7 @@ class Traffic:
 
 
 class StepMeans:
-    """Mean bytes and wait time per training step, over the latest complete cycles.
-
-    Only the `STEPS` phase counts.
+    """Mean bytes and wait time per training step (phase `STEPS`), over the latest complete cycles.
 
     Args:
         ledger: this rank's ledger.

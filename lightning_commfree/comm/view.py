@@ -1,8 +1,8 @@
 """Membership of a group: the members that take part in an exchange, and the channel between them.
 
-A *view* is one composition of the group. An exchange runs in one view from start to end. Algorithms
-take the size and their own rank from the view only, so that an exchange can be repeated in
-another view when a member is lost. A job of fixed size has a single view.
+An exchange runs in one *view* from start to end. Algorithms take the group's size and their own
+rank from the view only, so that an exchange can be repeated in another view when a member is lost.
+A job of fixed size has a single view.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Membership(Protocol):
     """Source of the view that each exchange runs in.
 
     Attributes:
-        changes: whether members may come and go. Exchanges then keep their inputs for a repetition.
+        changes: whether members may come and go. Exchanges then keep their inputs for a retry.
     """
 
     changes: bool

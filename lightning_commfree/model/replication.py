@@ -167,5 +167,5 @@ class CommonGradScaler(ShardedGradScaler):  # type: ignore[misc]
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale the gradients, and agree on whether any rank found NaN or Inf."""
-        with self._channel.naming_lost("overflow"):
+        with self._channel.peers.naming_lost("overflow"):
             super().unscale_(optimizer)

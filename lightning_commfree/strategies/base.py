@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
+from lightning_commfree.comm.job import DEFAULT_TIMEOUT, RankInfo, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
@@ -75,7 +75,7 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
-        self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._open_channels)
+        self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
@@ -112,9 +112,9 @@ class ReplicaStrategy(DDPStrategy):
         """Return this rank's latest figures by name, the same as in the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
-    def _open_channels(self, member: Member) -> ReplicaChannels:
-        mesh, ledgers = self.inside.mesh(member.size), (self.ledger, self.group_ledger)
-        return ReplicaChannels.open(mesh, member, ledgers, self.liveness)
+    def _open_channels(self, info: RankInfo) -> ReplicaChannels:
+        mesh, ledgers = self.inside.mesh(info.size), (self.ledger, self.group_ledger)
+        return ReplicaChannels.open(mesh, info, ledgers, self.liveness)
 
     @property
     @override

@@ -12,12 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_commfree.comm.ledger import Traffic
-from lightning_commfree.domino import (
-    DominoSettings,
-    GradientMean,
-    looks_finite,
-    refuse_nonfinite,
-)
+from lightning_commfree.domino import DominoSettings, GradientMean, looks_finite, refuse_nonfinite
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present

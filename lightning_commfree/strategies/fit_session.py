@@ -19,7 +19,14 @@ from typing_extensions import override
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
-from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
+from lightning_commfree.comm.ledger import (
+    END,
+    VALIDATION,
+    Ledger,
+    StepMeans,
+    Traffic,
+    ring_all_reduce_bytes,
+)
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between
@@ -69,7 +76,8 @@ class FitSession(Generic[B]):
         self.clock = stopping.clock
         check_agreement(self._world, between.fingerprint())
 
-        traffic = Traffic.of(numel, ranks.size, *between.cycle())
+        ddp_bytes = float(ring_all_reduce_bytes(4 * numel, ranks.size))
+        traffic = Traffic(*between.cycle(), ddp_bytes)
         self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
 
@@ -146,7 +154,9 @@ class FitSession(Generic[B]):
         self._stopping.step_begins()
         # the ranks of a replica exchange gradients inside the `with` block
         within = self._channels.within.size > 1
-        named = self._world.naming_lost("gradients", computing=True) if within else nullcontext()
+        named = (
+            self._world.peers.naming_lost("gradients", computing=True) if within else nullcontext()
+        )
         with self.between.stepping(), named:
             yield
         if not self.clock.tick(optimizer):  # no optimizer has stepped in this batch

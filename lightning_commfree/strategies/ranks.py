@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree.comm.job import (
-    Member,
+    RankInfo,
     ReplicaChannels,
     default_backend,
+    delay_exit,
     join_restarted_world,
-    leave_time_at_exit,
     waiting_for_all,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
@@ -37,7 +37,7 @@ class Ranks:
         self,
         strategy: DDPStrategy,
         timeout: timedelta,
-        open_channels: Callable[[Member], ReplicaChannels],
+        open_channels: Callable[[RankInfo], ReplicaChannels],
     ) -> None:
         self._strategy, self._timeout, self._open_channels = strategy, timeout, open_channels
         self._sockets, self._interface = CloseOnFork(), GlooInterface()
@@ -52,17 +52,17 @@ class Ranks:
             RuntimeError: machines cannot reach each other (the message names the setting), or
                 some ranks did not join within the timeout.
         """
-        member = self._member()
-        if member.main_address is not None:
-            self._interface.select(member.main_address)
-        leave_time_at_exit(hosts_store=member.rank == 0 and member.size > 1)
+        info = self._info()
+        if info.main_address is not None:
+            self._interface.select(info.main_address)
+        delay_exit(hosts_store=info.rank == 0 and info.size > 1)
         try:
             # A rank's connections must break when it is killed, whatever it has forked off.
             with self._sockets.opening():
-                join_restarted_world(member)
+                join_restarted_world(info)
                 lightnings()
         except RuntimeError as error:
-            if member.main_address is not None and "gloo" in str(error).lower():
+            if info.main_address is not None and "gloo" in str(error).lower():
                 raise RuntimeError(connection_error(error)) from error
             raise
         self._open()
@@ -87,9 +87,9 @@ class Ranks:
 
     def _open(self) -> None:
         if self._channels is None:
-            member = self._member()
-            with waiting_for_all(member):
-                self._channels = self._open_channels(member)
+            info = self._info()
+            with waiting_for_all(info):
+                self._channels = self._open_channels(info)
 
     @property
     def channels(self) -> ReplicaChannels:
@@ -131,7 +131,7 @@ class Ranks:
         if self._channels is None:
             return nullcontext()
         # A tensor on the wrong device fails here too, and is no other rank's fault.
-        return self._channels.world.naming_lost(what, computing=True)
+        return self._channels.world.peers.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a collective of Lightning; after Ctrl-C, return its first argument instead.
@@ -165,13 +165,13 @@ class Ranks:
         """Gather a flag from every rank, in rank order; collective."""
         return [bool(value) for value in self.all_values(int(mine))]
 
-    def _member(self) -> Member:
+    def _info(self) -> RankInfo:
         """Return this process's place in the job; Lightning sets its rank here."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment
         device = strategy.root_device
-        return Member(
+        return RankInfo(
             strategy.global_rank,
             strategy.world_size,
             self._timeout,

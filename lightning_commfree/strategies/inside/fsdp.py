@@ -62,11 +62,7 @@ class FullyShard(ShardedReplica):
     """
 
     def __init__(
-        self,
-        strategy: ReplicaStrategy,
-        size: int,
-        argument: str,
-        settings: FSDPSettings,
+        self, strategy: ReplicaStrategy, size: int, argument: str, settings: FSDPSettings
     ) -> None:
         if why := why_unavailable():
             raise ValueError(f"`inside='fsdp'` is not possible here: {why}, or use 'ddp'.")

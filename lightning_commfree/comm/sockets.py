@@ -81,10 +81,10 @@ def choose_interface(main_address: str) -> str | None:
     if len(others) == 1:
         return others[0]
     raise ValueError(
-        f"Cannot choose the network interface between host {socket.gethostname()} and the other"
-        f" hosts: its own name and {main_address!r} both resolve to its loopback address. Its"
-        f" interfaces: {', '.join(others) or 'none with an IPv4 address'}. On every host, set"
-        f" {VARIABLE} to the interface that connects to the others."
+        f"Cannot choose the network interface of host {socket.gethostname()}: neither its own name"
+        f" nor the route to {main_address!r} identifies one. Its interfaces are:"
+        f" {', '.join(others) or 'none with an IPv4 address'}. On every host, set {VARIABLE} to the"
+        " interface that connects to the others."
     )
 
 

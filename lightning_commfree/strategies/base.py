@@ -1,14 +1,15 @@
 """Base of all strategies: the hooks in which Lightning calls them.
 
 Launchers, samplers, the `torch.compile` guard and device handling are those of Lightning's
-`DDPStrategy`. Its gradient wrapper is not used, nor its SIGTERM broadcast per batch. In a fit:
+`DDPStrategy`; its gradient wrapper and its SIGTERM broadcast per batch are not used. In a fit:
 
 1. `setup`: all ranks check that they have the same settings and take rank 0's weights; the
-   algorithm between replicas is made (`begin`); a resumed fit restores its state (`ExactResume`).
-2. Every optimizer step is Lightning's own, inside `FitSession.step`. When the step of the algorithm
-   is over (`clock`), it exchanges what is due.
+   algorithm between replicas is created (`begin`); a resumed fit restores its state
+   (`ExactResume`).
+2. Every optimizer step is Lightning's own, inside `FitSession.step`. After a step of the algorithm
+   (`clock`), the exchanges that are due run.
 3. At validations, checkpoints and the end, all ranks have taken the same number of steps
-   (`Stopping`), and the session puts the weights that they share into the module.
+   (`Stopping`), and the session swaps the shared weights into the module.
 """
 
 from __future__ import annotations
@@ -45,18 +46,18 @@ from lightning_commfree.strategies.stopping import Stopping
 
 
 class ReplicaStrategy(DDPStrategy):
-    """Replicas of a model, kept together by an algorithm.
+    """Replicas of a model, synchronized by an algorithm.
 
-    A subclass returns the settings that must be equal on all ranks (`fingerprint`), makes the
+    A subclass returns the settings that must be equal on all ranks (`fingerprint`), creates the
     algorithm (`begin`) and names the `session_type` of its fits.
 
     Args:
         inside: layout of the model on the ranks of a replica.
-        **ddp_kwargs: arguments of `DDPStrategy`, without those of gradient synchronization.
+        **ddp_kwargs: arguments of `DDPStrategy`, except those about gradient synchronization.
 
     Attributes:
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
-        group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
+        group_ledger: bytes sent within a replica, by tag; not DDP's, and FSDP's by formula.
         session: the current fit.
         patches: functions that wrap methods of Lightning during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
@@ -67,7 +68,7 @@ class ReplicaStrategy(DDPStrategy):
     session_type: type[FitSession[Any]] = LocalWeightsSession
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
-        # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
+        # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
         ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
         self.inside, self.patches = inside, Patches()
@@ -76,8 +77,8 @@ class ReplicaStrategy(DDPStrategy):
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", DEFAULT_TIMEOUT), self._open_channels)
-        self._starts_by = ddp_kwargs.get("start_method", "popen")
-        self._orderly: Any = None
+        self._launch_method = ddp_kwargs.get("start_method", "popen")
+        self._clean_launcher: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
 
@@ -87,7 +88,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
-        """Create the algorithm. Called when model and optimizers are set up and all ranks agree."""
+        """Create the algorithm; model and optimizers are set up and the ranks' settings agree."""
 
     @property
     def module(self) -> pl.LightningModule:
@@ -109,7 +110,7 @@ class ReplicaStrategy(DDPStrategy):
         return present(self._log, "the traffic is known from `on_fit_start` on").traffic
 
     def figures(self) -> dict[str, float]:
-        """Return this rank's latest figures by name, the same as in the Trainer's loggers."""
+        """Return this rank's latest metrics by name, the same as in the Trainer's loggers."""
         return {} if self._log is None else self._log.figures()
 
     def _open_channels(self, info: RankInfo) -> ReplicaChannels:
@@ -127,19 +128,21 @@ class ReplicaStrategy(DDPStrategy):
     @property
     @override
     def launcher(self) -> Any:
-        if self._orderly is None:
+        if self._clean_launcher is None:
             check = self.inside.check_before_launch
-            self._orderly = with_clean_exits(super().launcher, self, self._starts_by, check)
-        return self._orderly
+            self._clean_launcher = with_clean_exits(
+                super().launcher, self, self._launch_method, check
+            )
+        return self._clean_launcher
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        return self._writer
+        return self._checkpoint_plugin
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._writer = with_atomic_writes(io, maps=self.inside.shards_model)
+        self._checkpoint_plugin = with_atomic_writes(io, maps=self.inside.shards_model)
 
     @override
     def setup_environment(self) -> None:
@@ -154,7 +157,8 @@ class ReplicaStrategy(DDPStrategy):
             return
         probe(trainer)
         self.inside.check(self, trainer)
-        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
+        # before sharding
+        numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         clock = clock_for(self.module)
         stopping = Stopping(trainer, self.ranks, clock, self.patches)
         super().setup(trainer)
@@ -164,7 +168,6 @@ class ReplicaStrategy(DDPStrategy):
             trainer, self.ranks, between, stopping, self.patches, numel
         )
         self._log = self.session.log
-        # module, optimizers and algorithm are made, and take their states back
         self._resume.begin(trainer, self.session.between, self.inside)
 
     @override
@@ -179,7 +182,7 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        # after the hooks, whose random draws do not count
+        # after the hooks, which may draw random numbers
         resumed = self._resume.restore_position()
         self.inside.train_begins()
         self.session.begin(resumed)
@@ -235,13 +238,13 @@ class ReplicaStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self.session.fit_ends()
-        # the last moment at which all ranks are at the same place
+        # the last point that all ranks reach together
         self._resume.remove_leftovers()
         super().on_train_end()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # also in the process that has forked the ranks, where there is no process group
+        # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved()
         super().on_exception(exception)
@@ -251,8 +254,8 @@ class ReplicaStrategy(DDPStrategy):
         session, self.session = self.session, OutsideOfFit()
         session.end()
         if self.lightning_module is not None and on_meta(self.lightning_module):
-            # an error ended the fit before the model had values; moving it to the CPU, as Lightning
-            # does, would raise another one and hide the first
+            # An error ended the fit before the model had values. Lightning moves it to the CPU,
+            # which would raise another error and hide the first.
             self.patches.put(self.lightning_module, "cpu", lambda: self.lightning_module)
         self.inside.release()
         self._resume.end()

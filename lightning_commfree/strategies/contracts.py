@@ -1,9 +1,8 @@
 """The two parts of a strategy: a layout inside each replica, and an algorithm between replicas.
 
 *Inside* a replica, one or several ranks hold and compute one model. *Between* replicas, an
-algorithm exchanges weights, gradients or votes. `ReplicaStrategy` calls one of each in the
-Trainer's hooks: to add a strategy, write an algorithm or a layout, and a subclass that combines
-them.
+algorithm exchanges weights, gradients or votes. To add a strategy, write an algorithm or a layout,
+and a subclass of `ReplicaStrategy` that combines them.
 """
 
 from __future__ import annotations
@@ -27,13 +26,11 @@ class Inside(Protocol):
 
     Attributes:
         size: number of ranks in a replica.
-        uses_ddp: whether Lightning's DDP averages gradients within a replica; if so, the strategy
-            takes DDP's arguments.
-        shards_model: whether each rank holds shards of one model; if so, `prepare` moves them to
-            the device.
+        uses_ddp: whether DDP averages gradients within a replica, so that its arguments apply.
+        shards_model: whether each rank holds shards of one model, which `prepare` moves to the
+            device.
         same_batch: whether the ranks of a replica must get the same batch.
-        restores_after_setup: whether the module can load a checkpoint's weights only after
-            `prepare`.
+        restores_after_setup: whether a checkpoint's weights can be loaded only after `prepare`.
     """
 
     size: int
@@ -45,8 +42,7 @@ class Inside(Protocol):
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         """Refuse unsupported settings in the launching process, before any rank starts.
 
-        Args:
-            trainer: the Trainer that launches; None if something else does.
+        `trainer` is None if something other than a Trainer launches.
         """
         return
 
@@ -55,9 +51,9 @@ class Inside(Protocol):
         ...
 
     def prepare(self, strategy: Any) -> None:
-        """Copy rank 0's weights to all ranks and prepare the model, before the optimizer is made.
+        """Copy rank 0's weights to all ranks and prepare the model; collective.
 
-        Collective.
+        Called before the optimizers are created.
 
         Raises:
             ValueError: settings or modules of the ranks differ; on all ranks.
@@ -73,7 +69,7 @@ class Inside(Protocol):
         ...
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Check the optimizers, which have just been made.
+        """Check the optimizers, which have just been created.
 
         Raises:
             ValueError: they cannot train the prepared model's parameters.
@@ -101,10 +97,9 @@ class Inside(Protocol):
         del verb, batch
 
     def after_backward(self, steps: bool) -> None:
-        """Combine gradients within the replica after a batch's backward; collective within it.
+        """Combine gradients after backward; collective within the replica.
 
-        Args:
-            steps: whether an optimizer step follows; if not, gradients accumulate.
+        `steps`: whether an optimizer step follows; if not, gradients accumulate.
         """
         del steps
 
@@ -134,19 +129,15 @@ class Inside(Protocol):
     def full_module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for a checkpoint; collective within a replica.
 
-        Rank 0 gets full tensors; or each rank gets its `DTensor`s, if `saves_folders`.
-
-        Args:
-            read: returns the state of the module as it is.
+        Rank 0 gets full tensors; or each rank gets its `DTensor`s, if `saves_folders`. `read`
+        returns the state of the module as it is.
         """
         return read()
 
     def full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state for a checkpoint; otherwise like `full_module_state`.
+        """Return an optimizer's state for a checkpoint, like `full_module_state`.
 
-        Args:
-            optimizer: an optimizer of the latest fit.
-            state: the optimizer's own `state_dict`.
+        `state` is the optimizer's own `state_dict`.
         """
         del optimizer
         return state
@@ -158,7 +149,7 @@ class Inside(Protocol):
     def with_optimizer_shards(self, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint with this rank's shards of the optimizers' states.
 
-        The given states are full, or this rank's shards already, if `ExactResume` restored them.
+        The given states are full, or this rank's shards already if `ExactResume` restored them.
         """
         return checkpoint
 
@@ -167,8 +158,7 @@ class Between(Resumable, Protocol):
     """An algorithm between replicas, for the duration of a fit.
 
     It is created when model and optimizers are set up and all ranks hold the same weights. Its
-    methods run on all ranks after the same step, so any of them may be collective. The methods for
-    checkpoints are in `Resumable`.
+    methods run on all ranks after the same step, so any of them may be collective.
     """
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -204,8 +194,6 @@ class LocalUpdates(Between, Protocol):
     Attributes:
         step: number of steps that each replica has taken.
         weight_swap: swaps the weights shared by all replicas into the module, and back.
-        stops_after: the step after which all replicas would know of a stop requested now; None if
-            unknown.
     """
 
     step: int
@@ -213,7 +201,10 @@ class LocalUpdates(Between, Protocol):
 
     @property
     def stops_after(self) -> int | None:
-        """The step after which all ranks would know of a stop requested now (signal-safe)."""
+        """The step after which all ranks would know of a stop requested now; None if unknown.
+
+        Read in a signal handler.
+        """
         return None
 
     def finish(self, stop: bool) -> bool:
@@ -255,8 +246,8 @@ class EveryStep(Between, Protocol):
         """Set functions that return this rank's flags, to be sent in every step.
 
         Args:
-            stop: returns whether this rank wants to stop; `after_step` returns whether any does.
-            stream_ends: returns whether this rank's data stream ends with this step.
+            stop: whether this rank wants to stop; `after_step` returns whether any does.
+            stream_ends: whether this rank's data stream ends with this step.
         """
         ...
 

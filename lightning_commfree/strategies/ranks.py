@@ -30,7 +30,7 @@ class Ranks:
     Args:
         strategy: this rank's strategy.
         timeout: timeout of an exchange.
-        open_channels: makes the process groups of this rank's channels; collective.
+        open_channels: creates this rank's channels; collective.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Ranks:
     # -- from joining the job to leaving it
 
     def join(self, lightnings: Callable[[], None]) -> None:
-        """Open Lightning's process group by calling `lightnings`, then open the channels.
+        """Create Lightning's process group with `lightnings`, then open the channels.
 
         Raises:
-            RuntimeError: machines cannot reach each other (the message names the setting), or
-                some ranks did not join within the timeout.
+            RuntimeError: machines cannot reach each other (the message names the setting), or some
+                ranks did not join within the timeout.
         """
         info = self._info()
         if info.main_address is not None:
             self._interface.select(info.main_address)
         delay_exit(hosts_store=info.rank == 0 and info.size > 1)
         try:
-            # A rank's connections must break when it is killed, whatever it has forked off.
+            # a killed rank's connections must break, even if its forked workers survive it
             with self._sockets.opening():
                 join_restarted_world(info)
                 lightnings()
@@ -70,12 +70,12 @@ class Ranks:
     @contextmanager
     def with_channels(self) -> Iterator[ReplicaChannels]:
         """Context manager that keeps the channels open, also outside a fit; collective."""
-        opens = not self.is_open
+        was_closed = self._channels is None
         self._open()
         try:
             yield self.channels
         finally:
-            if opens:
+            if was_closed:
                 self.leave()
 
     def leave(self) -> None:
@@ -105,11 +105,6 @@ class Ranks:
         return self._channels
 
     @property
-    def is_open(self) -> bool:
-        """Whether the channels are open."""
-        return self._channels is not None
-
-    @property
     def rank(self) -> int:
         """This process's rank."""
         return self._strategy.global_rank
@@ -121,7 +116,7 @@ class Ranks:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has stopped the ranks at different steps: a collective would not end."""
+        """Whether Ctrl-C has stopped the ranks at different steps: collectives would hang."""
         return stopped_by_hand(self._strategy.lightning_module)
 
     # -- collectives of Lightning, over all ranks
@@ -130,7 +125,7 @@ class Ranks:
         """Context manager that names the lost ranks if a collective of Lightning fails in it."""
         if self._channels is None:
             return nullcontext()
-        # A tensor on the wrong device fails here too, and is no other rank's fault.
+        # `computing`: a tensor on the wrong device fails too, without any rank being lost
         return self._channels.world.peers.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -166,7 +161,7 @@ class Ranks:
         return [bool(value) for value in self.all_values(int(mine))]
 
     def _info(self) -> RankInfo:
-        """Return this process's place in the job; Lightning sets its rank here."""
+        """Return this process's rank in the job; also sets Lightning's ranks."""
         strategy, several = self._strategy, self._strategy.num_nodes > 1
         strategy.set_world_ranks()
         environment = strategy.cluster_environment

@@ -264,14 +264,10 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher whose ranks exit cleanly, in place of Lightning's.
+    """Return a launcher whose ranks exit cleanly, in place of Lightning's (None: none is needed).
 
-    Args:
-        launcher: Lightning's; None if the ranks were started externally.
-        strategy: the strategy that launches; it is pickled for spawned ranks.
-        start_method: "popen", "fork", "spawn" or "forkserver".
-        check: called first, in the launching process, so that unsupported settings are refused
-            immediately and only once.
+    It calls `check` first, in the launching process, so that unsupported settings are refused
+    immediately and only once.
     """
     if launcher is None or not LAUNCH.works(None):
         return launcher

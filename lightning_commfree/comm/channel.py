@@ -124,9 +124,9 @@ class Channel:
             backend: "gloo" for CPU tensors, "nccl" for tensors on `device`.
             timeout: timeout of a collective; None for torch's default.
             device: device of inputs and results under nccl.
-            parent: an open channel that contains these ranks, to share its heartbeat
-                (`comm.liveness`). If rank 1 leaves this channel because rank 2 of another one died,
-                errors then name rank 2. None starts a heartbeat.
+            parent: an open channel that contains these ranks, to share its heartbeat: if rank 1
+                leaves this channel because rank 2 of another one died, errors name rank 2. None
+                starts a heartbeat.
             full_duplex: create a second gloo group, for large transfers over a slow link.
             liveness: whether lost ranks are named; off for all if any rank passes False.
         """

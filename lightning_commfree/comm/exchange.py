@@ -51,8 +51,7 @@ class Route(NamedTuple):
     def up(self, messages: Tensor, tag: str) -> Pending[Tensor]:
         """Send this member's messages, shape (S, u), one per shard.
 
-        Returns:
-            All members' messages about this member's shard, shape (M, u), in member order.
+        Returns all members' messages about this member's shard, shape (M, u), in member order.
         """
         channel = self.view.channel
         if self.two_phase:
@@ -93,12 +92,8 @@ def ordered_sum(rows: Sequence[Tensor] | Tensor) -> Tensor:
 class MessageLayout:
     """Byte offsets of a message's sections; 8-byte boundaries let any dtype view a section.
 
-    Args:
-        **sizes: bytes of each section, by name, in order; fixed, because a collective needs
-            messages of equal size.
-
-    Attributes:
-        num_bytes: size of the message, a multiple of 8.
+    `sizes` are the bytes of each section by name, in order; fixed, because a collective needs
+    messages of equal size. `num_bytes` is the size of the message, a multiple of 8.
     """
 
     def __init__(self, **sizes: int) -> None:

@@ -21,9 +21,8 @@ _SHOWN = 5  # differences named in the error
 def check_agreement(channel: Channel, fingerprint: Mapping[str, str]) -> None:
     """Raise on all ranks if `fingerprint` differs between any of them; collective.
 
-    Args:
-        channel: the ranks to compare; if they agree, each sends only a 32-byte hash.
-        fingerprint: values that must be equal, by name: settings, parameter shapes.
+    `fingerprint` has values that must be equal, by name: settings, parameter shapes. If they are,
+    each rank sends only a 32-byte hash.
 
     Raises:
         ValueError: the fingerprints differ; names the ranks and their differences from the first.

@@ -115,11 +115,8 @@ class ReplicaChannels:
     ) -> ReplicaChannels:
         """Create the process groups; collective over the job.
 
-        Args:
-            mesh: its first axis is between replicas, its second one within a replica.
-            info: this rank.
-            ledgers: ledgers of the bytes sent to other replicas, and within one.
-            liveness: whether lost ranks are named (`comm.liveness`).
+        `mesh` has first the axis between replicas, then the one within; `ledgers` are in that order
+        too.
         """
         (outside, inside), (replicas, size) = mesh.axes, mesh.sizes
         ledger, inner = ledgers

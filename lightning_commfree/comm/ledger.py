@@ -184,13 +184,7 @@ class Traffic:
 class StepMeans:
     """Mean bytes and wait time per training step (phase `STEPS`), over the latest complete cycles.
 
-    Args:
-        ledger: this rank's ledger.
-        traffic: forecast that gives the length of a cycle and DDP's traffic.
-        at_least: minimum number of steps to average over; rounded up to complete cycles.
-
-    Attributes:
-        steps: number of steps counted.
+    `at_least` is the minimum number of steps to average over, rounded up to complete cycles.
     """
 
     def __init__(self, ledger: Ledger, traffic: Traffic, at_least: int) -> None:

@@ -105,11 +105,8 @@ class Status(NamedTuple):
 class PeerMonitor:
     """Publish this process's heartbeat and read the other ranks' heartbeats, on a thread.
 
-    Only that thread touches the store; the training thread reads attributes.
-
-    Args:
-        store: a client of the job's store that no other code uses.
-        rank: global rank of this process.
+    Only that thread touches the store, through a client of its own; the training thread reads
+    attributes.
 
     Attributes:
         token: random number in the name of this rank's key, to be sent to the other ranks.
@@ -298,12 +295,7 @@ class PeerMonitor:
 class PeerWatch:
     """Wait for one channel's exchanges, and name the lost ranks if one fails.
 
-    Args:
-        ranks: global ranks of the channel.
-        rank: global rank of this process.
-        seconds: timeout of an exchange.
-        monitor: the job's monitor; None for a single rank or with liveness off. Exchanges then
-            raise their own errors.
+    Without a `monitor` (a single rank, or liveness off) exchanges raise their own errors.
     """
 
     def __init__(
@@ -335,10 +327,8 @@ class PeerWatch:
     def naming_lost(self, tag: str, computing: bool = False) -> Iterator[None]:
         """Context manager that names the lost ranks if a collective in it fails.
 
-        Args:
-            tag: name of the collective in the error.
-            computing: whether the block may fail for other reasons, as a training step can: its
-                error then passes unchanged if no rank is lost.
+        With `computing` the block may fail for other reasons, as a training step can: its error
+        then passes unchanged if no rank is lost.
 
         Raises:
             PeerLostError: the `with` block raised a `RuntimeError`, or a rank was already lost.
@@ -383,10 +373,8 @@ class PeerWatch:
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
         """Block until no rank is behind; return at once with liveness off.
 
-        Args:
-            behind: called with the published values by rank ("" where nothing was published yet);
-                returns the ranks to wait for, with the reasons to raise at the timeout.
-            tag: names the wait in an error.
+        `behind` gets the published values by rank ("" if none yet) and returns the ranks to wait
+        for, with the reasons to raise at the timeout.
 
         Raises:
             PeerLostError: the timeout ran out, or a rank is lost.

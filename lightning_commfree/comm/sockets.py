@@ -35,11 +35,7 @@ class GlooInterface:
         self._changed = False
 
     def select(self, main_address: str) -> None:
-        """Set the interface unless the user has set one (`choose_interface`).
-
-        Raises:
-            ValueError: several interfaces are possible, or none.
-        """
+        """Set the interface unless the user has set one; raise like `choose_interface`."""
         self.restore()
         if os.environ.get(VARIABLE):
             return
@@ -60,11 +56,8 @@ class GlooInterface:
 def choose_interface(main_address: str) -> str | None:
     """Choose the network interface for gloo in a job on several machines.
 
-    Args:
-        main_address: address or host name of the main machine, as in `MASTER_ADDR`.
-
-    Returns:
-        The interface's name; None if gloo's own choice can be reached from other machines.
+    Returns its name; None if gloo's own choice can be reached from other machines. `main_address`
+    is the main machine's address or host name, as in `MASTER_ADDR`.
 
     Raises:
         ValueError: several interfaces are possible, or none.

@@ -64,9 +64,8 @@ def map_nested(value: Any, convert: Callable[[Any, str], Any], name: str = "") -
 def full_tensors(state: Any, keep: bool) -> Any:
     """Copy nested containers, with full tensors in host memory in place of shards; collective.
 
-    Args:
-        state: nested containers; a tensor that occurs twice is gathered once.
-        keep: whether this rank needs the result; if not, its tensors are empty.
+    A tensor that occurs twice is gathered once. On ranks that do not `keep` the result, its tensors
+    are empty.
     """
     # torch's `get_model_state_dict` would store a tied weight once per name, and
     # `get_optimizer_state_dict` takes an optimizer step to fill an empty state, in which
@@ -85,11 +84,9 @@ def full_tensors(state: Any, keep: bool) -> Any:
 
 
 def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Return `values` sharded like `like`; unchanged if `like` is not sharded.
+    """Return `values`, a full tensor or this rank's shard of it, sharded like `like`.
 
-    Args:
-        values: the full tensor, on any device, or this rank's shard of it.
-        like: the tensor whose sharding to copy.
+    `values` is returned unchanged if `like` is not sharded.
 
     Raises:
         ValueError: the shape of `values` is neither the full one nor the shard's.

@@ -105,11 +105,8 @@ class SharedCopy:
 class WeightSwap:
     """Swap between the local and the shared weights of a module.
 
-    Args:
-        parts: parts that together cover the model; the list may grow.
-
-    Attributes:
-        swapped_in: whether the module contains the shared weights now.
+    The `parts` together cover the model; the list may grow. `swapped_in` tells whether the module
+    contains the shared weights now.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:

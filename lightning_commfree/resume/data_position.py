@@ -225,7 +225,7 @@ def not_saved(
 
 def needing_pickle(checkpoint: Mapping[str, Any], own: Mapping[str, Any], ranks: int) -> list[str]:
     """Return messages about states that need pickle, so that at most rank 0 saves them."""
-    texts, shared = [], "contains more than tensors and plain values: every rank gets rank 0's"
+    texts, shared = [], "contains more than tensors and plain values, so every rank gets rank 0's"
     # a single rank loses nothing: Lightning saves its state
     if ranks > 1 and own["loaders"] is None and _loader_states(checkpoint):
         texts.append(f"the state of a training data loader {shared}")
@@ -272,15 +272,8 @@ def restore_data_position(
     2. Saved at the end of an epoch, or after its last batch: restore the generators; Lightning
        makes the next epoch's iterator, which draws from them.
 
-    A loader with a `state_dict` restores its own position.
-
-    Args:
-        trainer: the Trainer, in `Strategy.on_train_start` of a resumed fit.
-        begin: this Trainer's records; receives the saved ones.
-        own: this rank's own state, with the entries of `data_state`.
-
-    Returns:
-        Messages about state that could not be restored.
+    A loader with a `state_dict` restores its own position. `own` has the entries of `data_state`;
+    `begin` takes over the saved records. Returns messages about state that could not be restored.
     """
     loop = trainer.fit_loop
     opened = loop.restarted_on_epoch_start  # saved in `on_train_epoch_start`

@@ -143,14 +143,8 @@ class _Fit:
 class Save:
     """A checkpoint to resume from, with its rank files.
 
-    Args:
-        path: the checkpoint's path.
-        checkpoint: the loaded checkpoint.
-        ranks: all ranks of the fit (`strategies.ranks.Ranks`).
-        weights_only: the argument of `Trainer.fit`; None means True.
-
-    Attributes:
-        entry: the checkpoint's entry `KEY`, empty if it has none.
+    `entry` is the checkpoint's entry `KEY`, empty if it has none; `weights_only` is the argument of
+    `Trainer.fit`, where None means True.
 
     Raises:
         RuntimeError: the entry was written by another version.
@@ -336,10 +330,7 @@ class ExactResume:
     def save(self, checkpoint: State, filepath: FilePath, options: Any = None) -> None:
         """Write a checkpoint and, in a fit, the rank files; collective.
 
-        Args:
-            checkpoint: Lightning's; rank 0 adds the entry `KEY` to it.
-            filepath: rank 0's is used on all ranks.
-            options: options for the checkpoint plugin.
+        Rank 0's `filepath` is used on all ranks, and rank 0 adds the entry `KEY` to `checkpoint`.
 
         Raises:
             RuntimeError: a file cannot be written; on all ranks.

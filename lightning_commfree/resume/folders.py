@@ -80,10 +80,8 @@ def is_folder(path: Path) -> bool:
 def write_folder(checkpoint: Any, path: FilePath, channel: Channel) -> None:
     """Write a checkpoint that contains `DTensor`s; collective over the first replica.
 
-    Args:
-        checkpoint: this rank's checkpoint; on ranks other than the first, only its shards are used.
-        path: the folder; anything at this path is replaced.
-        channel: connects the ranks of the replica.
+    On ranks other than the first, only the checkpoint's shards are used. Anything at `path` is
+    replaced.
 
     Raises:
         RuntimeError: it cannot be written; an existing checkpoint is unchanged.
@@ -206,10 +204,8 @@ def read_folder_tensors(state: Any) -> Any:
 def read_folder(folder: Path, weights_only: bool = True, lazy: bool = False) -> Any:
     """Read a checkpoint folder; not collective.
 
-    Args:
-        folder: the checkpoint.
-        weights_only: refuse objects whose loading could run code.
-        lazy: return `FolderTensor`s for sharded tensors, to be read later.
+    With `weights_only`, refuse objects whose loading could run code. With `lazy`, return
+    `FolderTensor`s in place of sharded tensors, to be read later.
 
     Raises:
         RuntimeError: it is damaged, or contains objects that `weights_only` refuses.

@@ -81,10 +81,8 @@ class RankFiles:
     def read(self, owner: Owner, folder: str, weights_only: bool = True) -> Any:
         """Read a rank's state; return None if its file is missing.
 
-        Args:
-            owner: the expected rank and save.
-            folder: folder recorded in the checkpoint, relative to the checkpoint's folder.
-            weights_only: refuse objects whose loading could run code.
+        `folder`, relative to the checkpoint's, is the one recorded in the checkpoint. With
+        `weights_only`, refuse objects whose loading could run code.
 
         Raises:
             RuntimeError: the file is from another rank or save, or damaged.

@@ -92,15 +92,9 @@ REFUSED_IF_SHARDED = {
 
 
 def refuse_callbacks(trainer: pl.Trainer, strategy: str, reasons: Mapping[str, str]) -> None:
-    """Refuse unsupported callbacks, including those that `Tuner` adds.
+    """Raise a `ValueError` if the Trainer has a callback of a class in `reasons`, or a subclass.
 
-    Args:
-        trainer: the Trainer whose callbacks are checked.
-        strategy: name of the strategy, for messages.
-        reasons: reasons to refuse Lightning callbacks, by class name.
-
-    Raises:
-        ValueError: the Trainer has such a callback, or one of a derived class.
+    Callbacks that `Tuner` adds are included.
     """
     for name, reason in reasons.items():
         kind = getattr(callbacks, name, None)
@@ -161,15 +155,9 @@ def refuse_fp16(strategy: str, precision: Precision) -> None:
 def check_ddp_kwargs(
     strategy: type, ddp_kwargs: Mapping[str, Any], with_ddp: bool
 ) -> dict[str, Any]:
-    """Refuse unknown arguments, and DDP's arguments if DDP is not used.
+    """Return the arguments that differ from DDP's defaults; refuse those that do not apply.
 
-    Args:
-        strategy: the class of the strategy, which also has arguments of its own.
-        ddp_kwargs: the remaining arguments.
-        with_ddp: whether DDP averages gradients within replicas, so that its arguments apply.
-
-    Returns:
-        The arguments that differ from DDP's defaults.
+    `with_ddp`: DDP averages gradients within replicas, so that its own arguments apply.
 
     Raises:
         TypeError: an argument is unknown or does not apply.

@@ -87,9 +87,7 @@ class Inside(Protocol):
     def check_first(self, verb: str, batch: Any) -> None:
         """Check that the ranks of a replica get the same first batch.
 
-        Args:
-            verb: "train" or "validate".
-            batch: this rank's batch: tensors in nested containers.
+        `verb` is "train" or "validate".
 
         Raises:
             ValueError: the batches differ; on all ranks of the replica.
@@ -168,11 +166,8 @@ class Between(Resumable, Protocol):
     def after_step(self, stop: bool) -> bool:
         """Run the algorithm's communication after a step, as counted by the fit's clock.
 
-        Args:
-            stop: whether this rank wants to stop training; sent to the other ranks.
-
-        Returns:
-            Whether all ranks stop now; the same on all ranks.
+        `stop` is sent to the other ranks: whether this rank wants to stop training. Returns whether
+        all ranks stop now, the same on all of them.
         """
         ...
 
@@ -235,9 +230,7 @@ class LocalUpdates(Between, Protocol):
 class EveryStep(Between, Protocol):
     """An algorithm that communicates in every step, so that all replicas hold the same weights.
 
-    Attributes:
-        stream_ended: whether the data stream of any rank ended with the latest step; the same on
-            all ranks.
+    `stream_ended` tells, on all ranks, whether any rank's data stream ended with the latest step.
     """
 
     stream_ended: bool = False

@@ -38,22 +38,16 @@ B = TypeVar("B", bound=Between)
 class FitSession(Generic[B]):
     """One fit of a strategy, with its methods in the order in which Lightning calls them.
 
-    Args:
-        trainer: the Trainer of the fit.
-        ranks: all ranks of the job.
-        between: the algorithm.
-        stopping: decides when the fit stops.
-        patches: receives the wrappers of Lightning's methods.
-        numel: number of trained values of the full model.
-
-    Raises:
-        ValueError: the ranks have different algorithms; on all ranks.
+    `numel` is the number of trained values of the full model.
 
     Attributes:
         clock: step counter of the fit.
         log: the metrics of the fit.
         computing: whether a training step is running.
         accumulates: whether no optimizer step follows it.
+
+    Raises:
+        ValueError: the ranks have different algorithms; on all ranks.
     """
 
     trains_independently = False  # ranks exchange nothing at most steps
@@ -232,14 +226,8 @@ class FitLog:
     They are only in those rows, not in `callback_metrics`, `logged_metrics` or the results of
     `validate`, and no logger is called for them alone. They are means over the latest complete
     cycles that contain `log_every_n_steps`, of training steps only: without start, validations,
-    checkpoints and the last exchange.
-
-    Args:
-        trainer: the Trainer, during a fit.
-        ledger: this rank's ledger.
-        traffic: forecast of the traffic per cycle, and of DDP's for comparison.
-        more: returns the algorithm's own metrics; called after a step, when a row needs them.
-        patches: receives the wrapper of Lightning's method.
+    checkpoints and the last exchange. `more` returns the algorithm's own metrics; it is called when
+    a row needs them.
     """
 
     def __init__(

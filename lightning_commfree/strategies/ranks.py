@@ -25,13 +25,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a job, as seen from this rank, during and outside a fit.
-
-    Args:
-        strategy: this rank's strategy.
-        timeout: timeout of an exchange.
-        open_channels: creates this rank's channels; collective.
-    """
+    """All ranks of a job, as seen from this rank, during and outside a fit."""
 
     def __init__(
         self,

@@ -56,15 +56,6 @@ class Stopping:
 
     Create it before the optimizers: a scheduler may need the number of steps that the Trainer
     estimates, which depends on the length of an epoch.
-
-    Args:
-        trainer: the Trainer of the fit.
-        ranks: all ranks of the job.
-        clock: step counter of the fit.
-        patches: receives the wrappers of the methods of Lightning's loops.
-
-    Attributes:
-        sigterm: handler of SIGTERM on this rank.
     """
 
     def __init__(self, trainer: pl.Trainer, ranks: Ranks, clock: Clock, patches: Patches) -> None:

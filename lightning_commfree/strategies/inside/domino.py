@@ -45,14 +45,9 @@ _WHY_NOT_MANUAL = (
 class TensorParallel(ShardedReplica):
     """A layout that shards every layer over a tensor group.
 
-    Args:
-        strategy: the strategy that has this layout.
-        settings: Domino's.
-        argument: the strategy's argument that sets the size of a group, for messages.
-        outside: the mesh axis between groups: `REPLICA` for an algorithm that does not know Domino.
-
-    Attributes:
-        sharded: the sharded model, from `prepare` to `release`.
+    `argument` is the strategy's argument that sets the size of a group, for messages. `outside` is
+    the mesh axis between groups: `REPLICA` for an algorithm that does not know Domino. `sharded` is
+    the sharded model, from `prepare` to `release`.
     """
 
     same_batch = True

@@ -31,8 +31,8 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.liveness import AgreedError
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,

@@ -69,15 +69,11 @@ _CALL = "lightning.pytorch.trainer.call"
 
 
 class Feature(NamedTuple):
-    """A feature that needs private names of Lightning.
+    """A feature that needs private names of Lightning."""
 
-    Attributes:
-        lost: description of what is disabled if a name is missing.
-        names: attribute paths that start at the Trainer, or at a module as "module:name". A name
-            with "=value" is checked by writing the value: its owner must accept it.
-    """
-
-    lost: str
+    lost: str  # description of what is disabled if a name is missing
+    # Attribute paths that start at the Trainer, or at a module as "module:name". A name with
+    # "=value" is checked by writing the value: its owner must accept it.
     names: tuple[str, ...]
 
     def missing(self, trainer: pl.Trainer | None) -> list[str]:

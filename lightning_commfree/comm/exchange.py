@@ -32,7 +32,12 @@ from lightning_commfree.comm.ledger import all_gather_bytes, all_to_all_bytes
 
 
 class View(NamedTuple):
-    """One version of a group's membership."""
+    """One version of a group's membership: members of an exchange, and the channel between them.
+
+    An exchange runs in one view from start to end. Algorithms take the group's size and their own
+    rank from the view only, so that an exchange can be repeated in another one when a member is
+    lost. A job of fixed size has a single view.
+    """
 
     number: int  # of this view in the job, from 0
     members: tuple[int, ...]  # ids of replicas or workers, in the channel's order
@@ -55,13 +60,9 @@ class View(NamedTuple):
 
 
 class Membership(Protocol):
-    """Source of the view that each exchange runs in.
+    """Source of the view that each exchange runs in."""
 
-    Attributes:
-        changes: whether members may come and go. Exchanges then keep their inputs for a retry.
-    """
-
-    changes: bool
+    changes: bool  # whether members may come and go; exchanges then keep their inputs for a retry
 
     def view(self) -> View:
         """Return the current view."""

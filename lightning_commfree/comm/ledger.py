@@ -67,20 +67,14 @@ class Ledger:
 
     Waiting is the time in which the caller is blocked, in `Pending.wait` or in a blocking
     collective.
-
-    Attributes:
-        phase: current phase, one of `PHASES`; the strategy sets it.
-        follows: another ledger whose phase this one uses.
-        bytes_by_phase: bytes sent, by phase and tag.
-        seconds_by_phase: seconds waited, by phase.
     """
 
     bytes_by_tag: Counter[str] = field(default_factory=Counter)
     seconds_by_tag: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
-    phase: str = START
-    follows: Ledger | None = None
-    bytes_by_phase: defaultdict[str, Counter[str]] = field(
+    phase: str = START  # one of `PHASES`; the strategy sets it
+    follows: Ledger | None = None  # a ledger whose phase this one uses
+    bytes_by_phase: defaultdict[str, Counter[str]] = field(  # then by tag
         default_factory=lambda: defaultdict(Counter)
     )
     seconds_by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

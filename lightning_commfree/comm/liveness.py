@@ -107,21 +107,15 @@ class PeerMonitor:
 
     Only that thread touches the store, through a client of its own; the training thread reads
     attributes.
-
-    Attributes:
-        token: random number in the name of this rank's key, to be sent to the other ranks.
-        verdict: the reason the job has ended (`Verdict`), final once it is set; empty until then.
-        statuses: latest heartbeat of every other rank.
-        store_error: the reason the store is no longer reachable; empty while it is.
-        says: returns the value that this rank publishes with its heartbeats.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
-        self.rank, self.token = rank, secrets.randbits(62) + 1
-        self.verdict: Verdict = {}
-        self.statuses: dict[int, Status] = {}
-        self.store_error = ""
-        self.says: Callable[[], Any] = str
+        self.rank = rank
+        self.token = secrets.randbits(62) + 1  # names this rank's key; to be sent to other ranks
+        self.verdict: Verdict = {}  # empty until the job has ended; the first one is final
+        self.statuses: dict[int, Status] = {}  # latest heartbeat of every other rank
+        self.store_error = ""  # set once the store is no longer reachable
+        self.says: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
         self._store, self._keys = store, {rank: _key(self.token)}
         self._verdict_key = ""

@@ -105,15 +105,14 @@ class SharedCopy:
 class WeightSwap:
     """Swap between the local and the shared weights of a module.
 
-    The `parts` together cover the model; the list may grow. `swapped_in` tells whether the module
-    contains the shared weights now.
+    The `parts` together cover the model; the list may grow.
     """
 
     def __init__(self, parts: Sequence[SharedPart]) -> None:
         self._parts = parts
         self._stashed: list[Tensor] = []  # the local weights
         self._shared_hashes: list[Tensor] = []  # of the shared weights in the module
-        self.swapped_in = False
+        self.swapped_in = False  # whether the module contains the shared weights now
 
     @property
     def in_module(self) -> list[Tensor]:

@@ -36,7 +36,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
 
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
@@ -66,18 +65,13 @@ State = dict[str, Any]
 
 
 class Resumable(Protocol):
-    """The interface of an algorithm for saving and exact resume.
+    """The interface of an algorithm for saving and exact resume."""
 
-    Attributes:
-        name: the algorithm's name; a resume uses only states saved under the same name.
-        replicas: True if each replica has its own model, optimizers and untrained tensors. False if
-            all ranks hold shards of one model, which a checkpoint contains in full.
-        free_at_resume: names in `fingerprint` whose values may change at a resume.
-    """
-
-    name: str
+    name: str  # a resume uses only states saved under the same name
+    # True if each replica has its own model, optimizers and untrained tensors; False if all ranks
+    # hold shards of one model, which a checkpoint contains in full.
     replicas: bool = True
-    free_at_resume: frozenset[str] = frozenset()
+    free_at_resume: frozenset[str] = frozenset()  # `fingerprint` values that may change at a resume
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks and at an exact resume."""
@@ -288,7 +282,9 @@ class ExactResume:
             restore_loops(fit.trainer)
             return bool(own)
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
-        _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
+        for name, gradient in own.get("gradients", {}).items():
+            parameter = fit.trainer.lightning_module.get_parameter(name)
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
             rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")
         return True
@@ -427,10 +423,3 @@ class ExactResume:
     def end(self) -> None:
         """Forget the fit, in `teardown`."""
         self._fit = self._save = self._own = None
-
-
-def _put_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Restore the gradients of a half-accumulated step, before a resumed fit's first batch."""
-    for name, gradient in gradients.items():
-        parameter = module.get_parameter(name)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)

@@ -76,15 +76,10 @@ def restore_loops(trainer: pl.Trainer) -> Moment:
     if begun:
         _continue_after_batch(trainer, batch.processed, trained, in_hook)
     else:
-        _begin_epoch(trainer)
+        loop.on_iteration_done()
+        loop.epoch_loop.reset_restart_stage()
+        loop.epoch_loop.restarting = False  # the setter does the same for its child loops
     return Moment(epoch.processed, batch.processed, begun, trained, in_hook)
-
-
-def _begin_epoch(trainer: pl.Trainer) -> None:
-    loop = trainer.fit_loop
-    loop.on_iteration_done()
-    loop.epoch_loop.reset_restart_stage()
-    loop.epoch_loop.restarting = False  # the setter does the same for its child loops
 
 
 def _continue_after_batch(trainer: pl.Trainer, batches: int, trained: bool, in_hook: bool) -> None:

@@ -15,17 +15,12 @@ from typing_extensions import override
 
 
 class Clock(Protocol):
-    """Step counter of a fit.
+    """Step counter of a fit."""
 
-    Attributes:
-        steps: steps so far.
-        spans_batch: whether a step is a whole `training_step` and not one optimizer step.
-        uncounted: optimizer steps that `trainer.global_step` lacks when a step ends: Lightning
-            counts an optimizer step only after `Strategy.optimizer_step` has returned.
-    """
-
-    steps: int
-    spans_batch: bool
+    steps: int  # so far
+    spans_batch: bool  # whether a step is a whole `training_step`, not one optimizer step
+    # Optimizer steps that `trainer.global_step` lacks when a step ends: Lightning counts one only
+    # after `Strategy.optimizer_step` has returned.
     uncounted: int
 
     def tick(self, optimizer: Optimizer | None) -> bool:

@@ -22,22 +22,13 @@ from lightning_commfree.resume.exact import Resumable
 
 
 class Inside(Protocol):
-    """The layout of a model on the ranks of a replica.
+    """The layout of a model on the ranks of a replica."""
 
-    Attributes:
-        size: number of ranks in a replica.
-        uses_ddp: whether DDP averages gradients within a replica, so that its arguments apply.
-        shards_model: whether each rank holds shards of one model, which `prepare` moves to the
-            device.
-        same_batch: whether the ranks of a replica must get the same batch.
-        restores_after_setup: whether a checkpoint's weights can be loaded only after `prepare`.
-    """
-
-    size: int
-    uses_ddp: bool = False
-    shards_model: bool = False
-    same_batch: bool = False
-    restores_after_setup: bool = False
+    size: int  # number of ranks in a replica
+    uses_ddp: bool = False  # DDP averages gradients within a replica, so its arguments apply
+    shards_model: bool = False  # each rank holds shards, which `prepare` moves to the device
+    same_batch: bool = False  # the ranks of a replica must get the same batch
+    restores_after_setup: bool = False  # a checkpoint's weights are loaded after `prepare`
 
     def check_before_launch(self, trainer: pl.Trainer | None) -> None:
         """Refuse unsupported settings in the launching process, before any rank starts.
@@ -184,15 +175,10 @@ class Between(Resumable, Protocol):
 
 
 class LocalUpdates(Between, Protocol):
-    """An algorithm whose replicas train independently on local weights between exchanges.
+    """An algorithm whose replicas train independently on local weights between exchanges."""
 
-    Attributes:
-        step: number of steps that each replica has taken.
-        weight_swap: swaps the weights shared by all replicas into the module, and back.
-    """
-
-    step: int
-    weight_swap: WeightSwap
+    step: int  # number of steps that each replica has taken
+    weight_swap: WeightSwap  # swaps the weights shared by all replicas in and out
 
     @property
     def stops_after(self) -> int | None:
@@ -228,12 +214,9 @@ class LocalUpdates(Between, Protocol):
 
 
 class EveryStep(Between, Protocol):
-    """An algorithm that communicates in every step, so that all replicas hold the same weights.
+    """An algorithm that communicates in every step, so that all replicas hold the same weights."""
 
-    `stream_ended` tells, on all ranks, whether any rank's data stream ended with the latest step.
-    """
-
-    stream_ended: bool = False
+    stream_ended: bool = False  # any rank's stream ended with the latest step; same on all ranks
 
     def send_flags(self, stop: Callable[[], bool], stream_ends: Callable[[], bool]) -> None:
         """Set functions that return this rank's flags, to be sent in every step.

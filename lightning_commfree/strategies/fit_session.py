@@ -40,18 +40,13 @@ class FitSession(Generic[B]):
 
     `numel` is the number of trained values of the full model.
 
-    Attributes:
-        clock: step counter of the fit.
-        log: the metrics of the fit.
-        computing: whether a training step is running.
-        accumulates: whether no optimizer step follows it.
-
     Raises:
         ValueError: the ranks have different algorithms; on all ranks.
     """
 
     trains_independently = False  # ranks exchange nothing at most steps
-    computing = accumulates = False
+    computing = False  # whether a training step is running
+    accumulates = False  # whether no optimizer step follows it
 
     def __init__(
         self,

@@ -65,15 +65,11 @@ class DeferredSigterm:
 
     Create it before Lightning registers its signal handlers, in `Strategy.setup`, in the process
     that trains. A job of one rank keeps Lightning's handlers.
-
-    Attributes:
-        requested: whether this rank has received SIGTERM.
-        stops_after: returns the step after which all ranks would know of a SIGTERM received now;
-            None if unknown.
     """
 
     def __init__(self, trainer: pl.Trainer, clock: Clock, patches: Patches) -> None:
-        self.requested = self._has_said = False
+        self.requested = self._has_said = False  # whether this rank has received SIGTERM
+        # returns the step after which all ranks would know of a SIGTERM received now, if known
         self.stops_after: Callable[[], int | None] = lambda: None
         self._trainer, self._clock = trainer, clock
         if trainer.world_size > 1:

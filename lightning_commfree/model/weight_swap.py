@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 
 ADVICE = (
-    "It does so during validations and while a checkpoint is saved. Callbacks that put other"
-    " weights into the module for a validation are not supported, except for Lightning's"
-    " `WeightAveraging`: remove them, or average `outer_weights()` yourself."
+    "Callbacks that put other weights into the module for a validation are not supported, except"
+    " for Lightning's `WeightAveraging`: remove them, or average `outer_weights()` yourself."
 )
 
 
@@ -216,7 +215,8 @@ class WeightSwap:
         if written and check:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
-                f" while the module contained the outer weights. {ADVICE}"
+                " while the module contained the outer weights, as it does during validations and"
+                f" saves. {ADVICE}"
             )
 
     def _hashes(self) -> list[Tensor]:

@@ -24,6 +24,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,7 +42,6 @@ from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
 
@@ -246,7 +246,11 @@ class ReplicaStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
-            warn_unsaved()
+            rank_zero_warn(
+                "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different"
+                " steps. Earlier checkpoints are unchanged. To stop with a checkpoint, send"
+                " SIGTERM: all ranks then stop after the same step."
+            )
         super().on_exception(exception)
 
     @override
@@ -311,7 +315,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module):
+        if not self.ranks.interrupted:
             self.session.check_save()
             self._resume.save(checkpoint, filepath, storage_options)
 

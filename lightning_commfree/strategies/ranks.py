@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_commfree.comm.job import (
     RankInfo,
@@ -19,7 +21,6 @@ from lightning_commfree.comm.job import (
     waiting_for_all,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
-from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")
 
@@ -111,7 +112,14 @@ class Ranks:
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C has stopped the ranks at different steps: collectives would hang."""
-        return stopped_by_hand(self._strategy.lightning_module)
+        module = self._strategy.lightning_module
+        if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            return False
+        try:
+            trainer = module.trainer
+        except RuntimeError:  # in the launching process, no Trainer is attached
+            return False
+        return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
 
     # -- collectives of Lightning, over all ranks
 

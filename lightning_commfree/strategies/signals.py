@@ -1,6 +1,6 @@
-"""SIGTERM and Ctrl-C: signals that reach single ranks but must stop all of them.
+"""SIGTERM: a signal that reaches single ranks but must stop all of them.
 
-*SIGTERM* is a request to stop (`stopping`), which is sent with the next exchange. An example:
+It is a request to stop (`stopping`), which is sent with the next exchange. An example:
 
 1. Step 101: rank 1 receives SIGTERM and records it. No other rank knows; all ranks train.
 2. Step 125: a fragment is launched; rank 1's header has the stop flag.
@@ -12,9 +12,6 @@ Lightning (2.5.2 and later) broadcasts a flag from rank 0 before every batch ins
 per batch on a slow link. The delay here is at most a launch interval plus the overlap, or before
 the first launch a full cycle plus the overlap. A job scheduler's grace period must be longer. The
 terminal shows the step after which all ranks will have stopped.
-
-*Ctrl-C* stops the ranks immediately, in different steps, so no checkpoint can be saved
-(`stopped_by_hand`).
 """
 
 from __future__ import annotations
@@ -28,36 +25,11 @@ from contextlib import suppress
 from types import FrameType
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.lightning_internals import Patches, handle_signals, set_sigterm_received
 from lightning_commfree.strategies.clock import Clock
 
 log = logging.getLogger(__name__)
-
-
-def stopped_by_hand(module: pl.LightningModule | None) -> bool:
-    """Return whether Ctrl-C has interrupted the fit, so that a callback must not save.
-
-    The ranks are in different steps then, and a collective may wait forever.
-    """
-    if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
-        return False
-    try:
-        trainer = module.trainer
-    except RuntimeError:  # in the launching process, no Trainer is attached
-        return False
-    return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
-
-
-def warn_unsaved() -> None:
-    """Warn that no checkpoint is saved after Ctrl-C."""
-    rank_zero_warn(
-        "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different steps."
-        " Earlier checkpoints are unchanged. To stop with a checkpoint, send SIGTERM: all ranks"
-        " then stop after the same step."
-    )
 
 
 class DeferredSigterm:

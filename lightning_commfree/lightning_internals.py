@@ -214,7 +214,7 @@ _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", 
 
 
 class _NoResult(NamedTuple):
-    """Put into the result queue by a rank that exits without a result."""
+    """Result-queue entry of a rank that exits without a result."""
 
     by_sigterm: bool
 
@@ -260,7 +260,7 @@ class CleanExitLauncher(_Launcher):  # type: ignore[misc]
 def with_clean_exits(
     launcher: Any, strategy: Any, start_method: str, check: Callable[[pl.Trainer | None], None]
 ) -> Any:
-    """Return a launcher whose ranks exit cleanly, in place of Lightning's (None: none is needed).
+    """Return a launcher whose ranks exit cleanly, in place of Lightning's; None stays None.
 
     It calls `check` first, in the launching process, so that unsupported settings are refused
     immediately and only once.

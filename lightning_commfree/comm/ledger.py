@@ -74,7 +74,7 @@ class Ledger:
     collectives_by_tag: Counter[str] = field(default_factory=Counter)
     phase: str = START  # one of `PHASES`; the strategy sets it
     follows: Ledger | None = None  # a ledger whose phase this one uses
-    bytes_by_phase: defaultdict[str, Counter[str]] = field(  # then by tag
+    bytes_by_phase: defaultdict[str, Counter[str]] = field(  # by phase, then by tag
         default_factory=lambda: defaultdict(Counter)
     )
     seconds_by_phase: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -64,7 +64,7 @@ HUNG_SECONDS = 6.0
 ADVICE = "Restart all ranks from the last checkpoint."
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)  # to a store that has answered this process already
-_READ_ALL_S = 2.0  # how long the thread reads all heartbeats after `want`
+_READ_ALL_S = 2.0  # how long the thread reads all heartbeats after `read_all`
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
 _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
@@ -99,7 +99,7 @@ class Status(NamedTuple):
     host: str
     left: bool  # the rank has closed its channels
     launched: list[int]  # exchanges, by channel in the order in which they were opened
-    says: Any  # a value published through `PeerWatch.publish`
+    published: Any  # a value published through `PeerWatch.publish`
 
 
 class PeerMonitor:
@@ -115,14 +115,14 @@ class PeerMonitor:
         self.verdict: Verdict = {}  # empty until the job has ended; the first one is final
         self.statuses: dict[int, Status] = {}  # latest heartbeat of every other rank
         self.store_error = ""  # set once the store is no longer reachable
-        self.says: Callable[[], Any] = str  # returns the value published with heartbeats
+        self.published: Callable[[], Any] = str  # returns the value published with heartbeats
         self.launched: list[int] = []
         self._store, self._keys = store, {rank: _key(self.token)}
         self._verdict_key = ""
         self._announced: Verdict = {}  # by this rank
         self._beat, self._host, self._leaving = 0, socket.gethostname(), False
         self._changed: dict[int, float] = {}  # when a rank's heartbeat was last seen to advance
-        self._read_s = self._contact_s = self._wanted_s = self.verdict_s = 0.0
+        self._read_s = self._contact_s = self._read_all_s = self.verdict_s = 0.0
         self._wake, self._has_read = threading.Event(), threading.Condition()
         self._thread: threading.Thread | None = None
         self._write()
@@ -156,17 +156,17 @@ class PeerMonitor:
     def refresh(self, seconds: float = 2 * HEARTBEAT_SECONDS) -> bool:
         """Exchange heartbeats with all ranks now; return whether that took at most `seconds`."""
         asked = time.monotonic()
-        self.want()
+        self.read_all()
         self._wake.set()
         with self._has_read:
             return self._has_read.wait_for(lambda: self._read_s > asked, seconds)
 
-    def want(self) -> None:
+    def read_all(self) -> None:
         """Make the thread read all heartbeats for the next two seconds."""
         now = time.monotonic()
-        if now - self._wanted_s > _READ_ALL_S:
+        if now - self._read_all_s > _READ_ALL_S:
             self._contact_s = now  # this process may have been stopped itself: restart the count
-        self._wanted_s = now
+        self._read_all_s = now
 
     def silent(self, seconds: float, spare_machines: bool) -> dict[int, str]:
         """Return the ranks without a heartbeat for `seconds`, with reasons.
@@ -204,7 +204,7 @@ class PeerMonitor:
         }
 
     def announce(self, found: Verdict) -> None:
-        """Store a verdict unless another rank has stored one; then raise `verdict`, not `found`."""
+        """Store a verdict unless another rank has stored one; callers then raise `self.verdict`."""
         if not isinstance(found, str):
             found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_NAMED]}
         self._announced = found
@@ -223,7 +223,7 @@ class PeerMonitor:
             while not self._leaving:
                 self._read()
                 if self._store_left():
-                    self.want()
+                    self.read_all()
                     self._read()  # all ranks, one last time: the store may end at any moment
                     return
                 self._wake.wait(HEARTBEAT_SECONDS)
@@ -238,7 +238,7 @@ class PeerMonitor:
 
     def _write(self) -> None:
         self._beat += 1
-        mine = Status(self._beat, self._host, self._leaving, self.launched, self.says())
+        mine = Status(self._beat, self._host, self._leaving, self.launched, self.published())
         self._store.set(self._keys[self.rank], json.dumps(mine))
         if self._announced and not self.verdict:
             # of several verdicts, the first one is kept and returned
@@ -248,7 +248,7 @@ class PeerMonitor:
     def _read(self) -> None:
         started = time.monotonic()
         # everyone the first time, to learn their machines
-        everyone = started - self._wanted_s < _READ_ALL_S or not self.statuses
+        everyone = started - self._read_all_s < _READ_ALL_S or not self.statuses
         ranks = [r for r in self._keys if r != self.rank and (everyone or r == _STORE_RANK)]
         # The verdict last: a rank stores it before it leaves, so whoever reads that a rank has left
         # also reads why.
@@ -356,13 +356,13 @@ class PeerWatch:
 
     # -- between exchanges: one short status per rank, and errors from other modules
 
-    def publish(self, says: Callable[[], Any]) -> None:
-        """Send `says()`, a short JSON value, to all ranks with each heartbeat from now on.
+    def publish(self, value: Callable[[], Any]) -> None:
+        """Send `value()`, a short JSON value, to all ranks with each heartbeat from now on.
 
         The heartbeat's thread calls it, so it does not slow down a step.
         """
         if self.monitor is not None:
-            self.monitor.says = says
+            self.monitor.published = value
 
     def wait_for(self, behind: Callable[[Mapping[int, Any]], Mapping[int, str]], tag: str) -> None:
         """Block until no rank is behind; return at once with liveness off.
@@ -381,7 +381,9 @@ class PeerWatch:
             while True:
                 if monitor.runs:
                     monitor.refresh()
-                found = behind({rank: status.says for rank, status in monitor.statuses.items()})
+                found = behind(
+                    {rank: status.published for rank, status in monitor.statuses.items()}
+                )
                 if not found:
                     return
                 waited_s = time.monotonic() - start
@@ -436,7 +438,7 @@ class PeerWatch:
         if waited_s >= self.seconds:
             raise _StopWaitingError("timed out", monitor.silent(self._gone_s, False) or behind)
         if waited_s >= min(SUSPECT_SECONDS, self.seconds / 4):
-            monitor.want()
+            monitor.read_all()
             left = self._left(self._behind() if behind is None else behind)
             if found := left or monitor.without_store():
                 raise _StopWaitingError("a rank has left", found)

@@ -148,7 +148,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def _with_shared_weights(self) -> Iterator[bool]:
         """Swap the shared weights in for a `with` block, with no exchange in flight.
 
-        Yields whether these weights stay in the module after the block.
+        Yields whether they were already swapped in, and so stay in the module afterwards.
         """
         if self._ranks.interrupted:
             yield True

@@ -40,8 +40,8 @@ class Ranks:
 
     # -- from joining the job to leaving it
 
-    def join(self, lightnings: Callable[[], None]) -> None:
-        """Create Lightning's process group with `lightnings`, then open the channels.
+    def join(self, create_group: Callable[[], None]) -> None:
+        """Create Lightning's process group, then open the channels.
 
         Raises:
             RuntimeError: machines cannot reach each other (the message names the setting), or some
@@ -55,7 +55,7 @@ class Ranks:
             # a killed rank's connections must break, even if its forked workers survive it
             with self._sockets.opening():
                 join_restarted_world(info)
-                lightnings()
+                create_group()
         except RuntimeError as error:
             if info.main_address is not None and "gloo" in str(error).lower():
                 raise RuntimeError(connection_error(error)) from error

@@ -111,9 +111,8 @@ class FullyShard(ShardedReplica):
             units = self._settings.units
             apply_fsdp(module, replicas, strategy.global_rank, device, materializer, units)
             self._sharded = module
-            if (
-                materializer is not None and materializer.reads
-            ):  # ranks may have read values from different disks
+            # ranks may have read values from different disks
+            if materializer is not None and materializer.reads:
                 broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         module.to(device)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class States(Protocol):
-    """Gather full states from shards, and take this rank's shards of full states.
+    """Gathers full states from shards, and takes this rank's shards from full states.
 
     Gathering is collective within a replica; ranks that do not `keep` the result get {}.
     """

@@ -68,7 +68,7 @@ _READ_ALL_S = 2.0  # how long the thread reads all heartbeats after `read_all`
 _SLICE = timedelta(seconds=0.1)  # how soon a waiting rank notices a verdict
 _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
-_NAMED = 50  # lost ranks in a message
+_MAX_NAMED = 50  # lost ranks in a message
 _REASON_CHARACTERS = 250
 
 
@@ -206,11 +206,11 @@ class PeerMonitor:
     def announce(self, found: Verdict) -> None:
         """Store a verdict unless another rank has stored one; callers then raise `self.verdict`."""
         if not isinstance(found, str):
-            found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_NAMED]}
+            found = {r: found[r][:_REASON_CHARACTERS] for r in sorted(found)[:_MAX_NAMED]}
         self._announced = found
         if not self.verdict and self.runs:
             self.refresh()
-        self._learn(found)
+        self._accept_verdict(found)
 
     def has_readers(self, lost: Mapping[int, str]) -> bool:
         """Return whether any other rank is still alive to read a verdict."""
@@ -243,7 +243,7 @@ class PeerMonitor:
         if self._announced and not self.verdict:
             # of several verdicts, the first one is kept and returned
             text = json.dumps(self._announced)
-            self._hear(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
+            self._read_verdict(self._store.compare_set(self._verdict_key, _NO_VERDICT, text))
 
     def _read(self) -> None:
         started = time.monotonic()
@@ -254,7 +254,7 @@ class PeerMonitor:
         # also reads why.
         *raw, verdict = self._store.multi_get([*map(self._keys.get, ranks), self._verdict_key])
         self._contact_s = time.monotonic()
-        self._hear(verdict)
+        self._read_verdict(verdict)
         found = {r: Status(*json.loads(text)) for r, text in zip(ranks, raw, strict=True)}
         before, self.statuses = self.statuses, {**self.statuses, **found}
         if everyone:
@@ -270,11 +270,13 @@ class PeerMonitor:
                 self._read_s = started
                 self._has_read.notify_all()
 
-    def _hear(self, raw: bytes) -> None:
+    def _read_verdict(self, raw: bytes) -> None:
         found = json.loads(raw)
-        self._learn(found if isinstance(found, str) else {int(r): why for r, why in found.items()})
+        self._accept_verdict(
+            found if isinstance(found, str) else {int(r): why for r, why in found.items()}
+        )
 
-    def _learn(self, found: Verdict) -> None:
+    def _accept_verdict(self, found: Verdict) -> None:
         if found and not self.verdict:
             self.verdict_s, self.verdict = time.monotonic(), found
 

@@ -183,7 +183,7 @@ class Materializer:
                     self._saved[tensor] = saved, name
 
     @property
-    def reads(self) -> bool:
+    def reads_folder(self) -> bool:
         """Whether some values are read from a folder."""
         return bool(self._saved)
 
@@ -193,16 +193,16 @@ class Materializer:
         Raises:
             ValueError: the model's `_init_weights` skips a tensor.
         """
-        self._give_values(list(_children_first(layer)))
+        self._initialize(list(_children_first(layer)))
 
     def materialize_rest(self) -> None:
         """Initialize all remaining layers of the model."""
         for module in _children_first(self._model):
-            self._give_values([module])
+            self._initialize([module])
 
     @torch.no_grad()
-    def _give_values(self, modules: list[nn.Module]) -> None:
-        made = [(module, *both) for module in modules for both in _make_room(module)]
+    def _initialize(self, modules: list[nn.Module]) -> None:
+        made = [(module, *both) for module in modules for both in _replace_meta_tensors(module)]
         drawn = [(module, new) for module, old, new in made if old not in self._saved]
         if drawn:
             with torch.random.fork_rng(devices=[]):
@@ -238,7 +238,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _make_room(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _replace_meta_tensors(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Replace a module's own `meta` tensors with NaN; return the old and new tensors."""
     made: list[tuple[Tensor, Tensor]] = []
     own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)

@@ -135,7 +135,7 @@ class RowShards:
         state = full_tensors(self.sharded_state_dict(), keep)
         return state if keep else {}
 
-    def gather_from_here(self, keep: bool) -> None:
+    def gather_in_state_dict(self, keep: bool) -> None:
         """Make the module's own `state_dict` return full tensors from now on."""
         # Lightning's launcher of forked ranks calls `state_dict` without asking the strategy
 

@@ -128,13 +128,13 @@ class EpochStart:
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         prepare, begin = strategy.process_dataloader, loop.on_run_start
 
-        def note_and_prepare(loader: object) -> object:
+        def record_and_prepare(loader: object) -> object:
             if trainer.training:  # else it is a validation loader
                 self._host = random_state(torch.device("cpu"))
                 self._prepared |= {own: own.get_state() for own in loader_generators([loader])}
             return prepare(loader)
 
-        def note_and_begin(fetcher: Any) -> None:
+        def record_and_begin(fetcher: Any) -> None:
             before, made = self._now(), fetcher.iterator
             # cleared to detect whether `begin` makes a new one; in the first epoch it does not
             fetcher.iterator = None
@@ -149,8 +149,8 @@ class EpochStart:
             self.iterator = before if is_new else self._when_prepared()
             self.batch = self._now()
 
-        patches.put(strategy, "process_dataloader", note_and_prepare)
-        patches.put(loop, "on_run_start", note_and_begin)
+        patches.put(strategy, "process_dataloader", record_and_prepare)
+        patches.put(loop, "on_run_start", record_and_begin)
 
     def state_dict(self) -> dict[str, Any]:
         """Return both records (None if not made yet) and the current loader generators."""

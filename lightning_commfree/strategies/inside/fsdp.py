@@ -112,7 +112,7 @@ class FullyShard(ShardedReplica):
             apply_fsdp(module, replicas, strategy.global_rank, device, materializer, units)
             self._sharded = module
             # ranks may have read values from different disks
-            if materializer is not None and materializer.reads:
+            if materializer is not None and materializer.reads_folder:
                 broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         module.to(device)
 
@@ -129,7 +129,7 @@ class FullyShard(ShardedReplica):
         states = self.states
         # the launcher takes the weights from the module's `state_dict` after this
         if states is not None and isinstance(self._strategy.launcher, CleanExitLauncher):
-            states.gather_from_here(keep=self._strategy.local_rank == 0)
+            states.gather_in_state_dict(keep=self._strategy.local_rank == 0)
 
     @override
     def set_up_evaluation(self, trainer: pl.Trainer, setup: Callable[[pl.Trainer], None]) -> None:

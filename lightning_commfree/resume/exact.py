@@ -356,6 +356,7 @@ class ExactResume:
                 }
             else:
                 files.write(owner, own)
+        # after the rank files: if a process dies before this, the old checkpoint still has its own
         self._write(checkpoint, filepath, options)
         # an asynchronous plugin may not have written the new checkpoint yet: keep the rank files of
         # the previous one until the next save

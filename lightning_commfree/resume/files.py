@@ -54,6 +54,7 @@ def write_atomic(state: Any, path: FilePath) -> None:
         with half.open("wb") as file:
             sink.write_all(state, file)
         os.replace(half, target)
+        # the entries of new folders, too, must survive a power failure
         for folder in (target.parent, *(folder.parent for folder in new)):
             sync_folder(folder)
     except OSError as error:

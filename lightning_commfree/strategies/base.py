@@ -159,8 +159,8 @@ class ReplicaStrategy(DDPStrategy):
         self.inside.check(self, trainer)
         # before sharding
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
-        clock = clock_for(self.module)
-        stopping = Stopping(trainer, self.ranks, clock, self.patches)
+        # before `super().setup` creates the schedulers, which may ask for the length of an epoch
+        stopping = Stopping(trainer, self.ranks, clock_for(self.module), self.patches)
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
@@ -184,7 +184,7 @@ class ReplicaStrategy(DDPStrategy):
         super().on_train_start()
         # after the hooks, which may draw random numbers
         resumed = self._resume.restore_position()
-        self.inside.train_begins()
+        self.inside.train_begins()  # may replace random states that were just restored
         self.session.begin(resumed)
 
     @override
@@ -266,7 +266,7 @@ class ReplicaStrategy(DDPStrategy):
         super().teardown()
         self.patches.remove()
         set_ddp_group(self, None)
-        self.ranks.leave()
+        self.ranks.leave()  # last: the calls above may be collective
 
     # -- Lightning's collectives; errors name lost ranks
 

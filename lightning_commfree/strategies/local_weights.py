@@ -93,7 +93,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
     def validation_begins(self) -> None:
         super().validation_begins()
         if self._trains and self._stopping.no_step_follows():
-            self._finish()
+            self._finish()  # before the fit's last validation, so that it uses the final weights
         if not self._trainer.sanity_checking:
             self._warn_unready("validation")
         if self.finished and not self._swap.local_equals_shared(buffers=False):

@@ -184,7 +184,7 @@ class ReplicaStrategy(DDPStrategy):
         super().on_train_start()
         # after the hooks, which may draw random numbers
         resumed = self._resume.restore_position()
-        self.inside.train_begins()  # may replace random states that were just restored
+        self.inside.train_begins()
         self.session.begin(resumed)
 
     @override

@@ -6,8 +6,8 @@ a heartbeat into the job's own key-value store (torch's TCPStore at `MASTER_ADDR
 exchange fails looks there before it raises:
 
 1. Rank 1 is killed. The exchange breaks on rank 0, which reads the heartbeats of all ranks.
-2. Ranks 2 and 3 keep beating, rank 1 does not. After `GONE_SECONDS` rank 0 stores the verdict "rank
-   1 is gone" (the first verdict wins) and raises a `PeerLostError`.
+2. Ranks 2 and 3 still send heartbeats, rank 1 does not. After `GONE_SECONDS` rank 0 stores the
+   verdict "rank 1 is gone" (the first verdict wins) and raises a `PeerLostError`.
 3. Ranks 2 and 3 read the verdict with their next heartbeat and raise the same error.
 
 A verdict may also be an error that one rank detected and all ranks raise (`PeerWatch.agreed`), such

@@ -2,7 +2,7 @@
 
 Algorithms communicate after a step, so all ranks must count the same steps. A LightningModule with
 manual optimization (a GAN, PPO) may step its optimizers several times in a batch, and in between
-its weights are half updated: there a step is the whole batch.
+its weights are half updated, so for it a step is the whole batch.
 """
 
 from __future__ import annotations

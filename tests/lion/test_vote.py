@@ -37,8 +37,8 @@ def random_votes(workers: int, seed: int, zeros: bool, numel: int = NUMEL) -> Te
 
 def delta(shard: Shard, offset: int, numel: int = NUMEL) -> Tensor:
     all_planes, weights = shard.planes, shard.weights
-    if shard.rest is not None:
-        all_planes = torch.cat([all_planes, shard.rest.unsqueeze(0)])
+    if shard.ties is not None:
+        all_planes = torch.cat([all_planes, shard.ties.unsqueeze(0)])
         weights = (*weights, 1)
     packed_delta = PackedDelta(all_planes.contiguous().view(torch.uint8), weights, offset)
     return packed_delta.read(0, torch.full((numel,), torch.nan))

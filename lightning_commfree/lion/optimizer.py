@@ -40,19 +40,16 @@ class DistributedLion(Optimizer):
     fp32 master copy: steps update it, and the parameter is its rounded value. In bf16 alone most
     steps would be rounded away.
 
-    Choosing settings, starting from AdamW's:
+    To choose settings, start from AdamW's (`docs/choose.md` has measurements):
 
     - `lr`: 3 to 10 times smaller (arXiv:2302.06675, section 5), because every step moves each
       parameter by `lr`; 4 times smaller was best for small language models.
     - `weight_decay`: larger by the same factor, which keeps its product with `lr`.
-    - `betas`: not AdamW's. The momentum averages over 1 / (1 - beta2) steps; 0.99 (100 steps) suits
-      runs of 5,000 steps or more. For shorter runs average over about 2 % of the run, and over half
-      as many steps for beta1, which should not exceed 0.9: (0.9, 0.95) for 1,000 steps, (0.8, 0.9)
-      for 500. Lion is then on par with AdamW; with (0.9, 0.99) its loss is 14 to 21 % higher. The
-      authors use (0.95, 0.98) for long, unstable runs of language models.
+    - `betas`: not AdamW's. The momentum averages over 1 / (1 - beta2) steps, which should be about
+      2 % of the run: (0.8, 0.9) for 500 steps, (0.9, 0.95) for 1,000, (0.9, 0.99) from 5,000 on.
+      The authors use (0.95, 0.98) for long, unstable runs of language models.
     - Clip gradients (`gradient_clip_val=1.0`): a few large gradients in the first steps dominate
-      the momentum, and so the signs, for a long time. Without clipping, one seed in three of a
-      small GPT-2 ended 14 % behind AdamW.
+      the momentum, and so the signs, for a long time.
 
     Args:
         params: tensors or parameter groups, as for any optimizer; `lr`, `betas` and `weight_decay`

@@ -284,11 +284,8 @@ class Voting:
         A cycle ends with a momentum sync; without momentum syncs it is one step.
         """
         every = max(self.settings.momentum_sync_every, 1)
-        sent: Counter[str] = Counter()
-        for vote in self._votes:
-            for tag, num_bytes in vote.bytes_by_tag.items():
-                sent[tag] += every * num_bytes
-
+        per_step = sum((vote.bytes_by_tag for vote in self._votes), Counter[str]())
+        sent = Counter({tag: every * num_bytes for tag, num_bytes in per_step.items()})
         if self.settings.momentum_sync_every:
             members = (self._members(bucket.parameters) for bucket in self.buckets)
             sent[MOMENTUM_TAG] = sum(momentum_bytes(m, self.view, self.node) for m in members)

@@ -85,7 +85,7 @@ def test_padding_is_no_tie(workers: int) -> None:
     plus, nonzero = planes(votes)
     for rule in (Majority(), Majority(never)):
         for given_nonzero in (None, nonzero):
-            assert rule.count(plus, given_nonzero, valid(70), 0).rest is None
+            assert rule.count(plus, given_nonzero, valid(70), 0).ties is None
 
 
 def test_a_draw_decides_contested_ties_and_nothing_else() -> None:

@@ -230,15 +230,15 @@ class Voting:
                 more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
                 return AgreedError(
                     f"The gradient of {names[i]!r} on {self._ranks_of(worker)} contains NaN or"
-                    f" Inf{more}, before step {step}. All ranks stop; no parameter was changed."
-                    " Lower the learning rate or check that rank's batch;"
+                    f" Inf{more}, before step {step}. All ranks are stopping; no parameter was"
+                    " changed. Lower the learning rate or check that rank's batch;"
                     " `nonfinite='abstain'` would leave such a worker out of the vote."
                 )
 
         return AgreedError(
             "Another rank, which votes on a different shard of this worker's parameters, rejected"
-            f" step {step}. See that rank's error for the reason. All ranks stop; no parameter was"
-            " changed."
+            f" step {step}. See that rank's error for the reason. All ranks are stopping; no"
+            " parameter was changed."
         )
 
     def _ranks_of(self, worker: int) -> str:

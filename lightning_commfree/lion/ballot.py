@@ -29,7 +29,7 @@ Earlier messages tell all workers whether an optional one follows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,18 +90,22 @@ def join_digests(hyperparameters: int, parameters: Tensor | int) -> Tensor | int
     return (parameters & ((1 << _DIGEST_BITS) - 1)) | upper
 
 
-def write_header(out: Tensor, flags: int, zeros: Tensor | int, digest: Tensor | int) -> None:
+def write_header(
+    out: Tensor, flags: int, numel: int, voters: Sequence[Tensor | int], digest: Tensor | int
+) -> None:
     """Write a header's words; the host does not wait for the device.
 
     Args:
         out: uint8, shape (header_bytes(parameters),).
         flags: `STOP`, `STREAM_ENDS`, their sum, or 0.
-        zeros: int64, 0-d: number of zero votes.
+        numel: number of votes.
+        voters: numbers of nonzero votes, to be added up; int64, 0-d.
         digest: int64, from `join_digests`.
     """
     words = out[:_WORDS_BYTES].view(torch.int64)
-    words[0] = (zeros << _ZEROS_SHIFT) + flags
-    words[1] = digest
+    nonzero = sum(voters[1:], voters[0]) if voters else 0  # adding 0 would take a kernel
+    words[0].fill_(((numel << _ZEROS_SHIFT) + flags) - (nonzero << _ZEROS_SHIFT))
+    words[1].fill_(digest)
 
 
 def marks_of(headers: Tensor, parameters: int) -> Tensor:

@@ -52,10 +52,10 @@ class PackedDelta(NamedTuple):
         bits = torch.empty(len(self.planes), out.numel(), dtype=torch.uint8, device=out.device)
         unpack_bits_part(self.planes, start, bits)
         # the difference of a sum up to 127 and the offset fits into int8
-        total = bits[0] if 2 * self.offset <= 127 else bits[0].int()
-        if self.weights[0] > 1:
-            total.mul_(self.weights[0])
-        for row, weight in zip(bits[1:], self.weights[1:], strict=True):
+        total = bits[-1] if 2 * self.offset <= 127 else bits[-1].int()
+        if self.weights[-1] > 1:
+            total.mul_(self.weights[-1])
+        for row, weight in zip(bits[:-1], self.weights[:-1], strict=True):
             total.add_(row, alpha=weight)
 
         signed = total.view(torch.int8) if total.dtype == torch.uint8 else total

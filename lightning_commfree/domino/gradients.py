@@ -177,9 +177,9 @@ def refuse_nonfinite(
 
     if found := _named(channel, text, group_size):
         raise AgreedError(
-            f"Gradients are not finite before step {step}: {found}. All ranks stop; no parameter"
-            " was changed. Check that tensor group's batch or lower the learning rate, then resume"
-            " from the last checkpoint."
+            f"Gradients are not finite before step {step}: {found}. All ranks are stopping; no"
+            " parameter was changed. Check that tensor group's batch or lower the learning rate,"
+            " then resume from the last checkpoint."
         )
 
 

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
+from lightning_commfree.comm.text import plain
 from recipes.comparison.outcome import Measured, Outcome, Times, times, tokens
 
 _COLORS = ("#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
@@ -164,6 +165,7 @@ def _legend(axes: Axes) -> None:
 
 def _label(spent: Times) -> str:
     if spent.exposed is None:
-        return f"{spent.total:.3g} s; exposed: not measured"
-    hidden = "not known" if spent.hidden is None else f"at least {spent.hidden:.3g} s"
-    return f"{spent.total:.3g} s, of which exposed {spent.exposed:.3g} s; hidden {hidden}"
+        return f"{plain(spent.total)} s; exposed: not measured"
+    hidden = "not known" if spent.hidden is None else f"at least {plain(spent.hidden)} s"
+    total, exposed = plain(spent.total), plain(spent.exposed)
+    return f"{total} s, of which exposed {exposed} s; hidden {hidden}"

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from transformers import GPT2Config
 
 from lightning_commfree import DominoTPStrategy, StreamingDiLoCoStrategy
+from lightning_commfree.comm.text import human_bytes
 from recipes.data.corpus import MarkovChain
 from recipes.data.token_blocks import TokenBlocks
 from recipes.data.token_data import TokenDataModule, unigram_loss
@@ -27,7 +28,7 @@ from recipes.training.plan_rows import _single_replica
 from recipes.training.progress import RunRecorder
 from recipes.training.report import RunReport
 from recipes.training.summary import RunSummary, print_panel, share, summary_rows
-from recipes.training.traffic import TrafficMeter, human_bytes
+from recipes.training.traffic import TrafficMeter
 
 BLOCK_SIZE, BATCH_SIZE, ACCUMULATE, STEPS = 16, 2, 3, 8
 CONFIG = GPT2Config(vocab_size=257, n_positions=BLOCK_SIZE, n_embd=8, n_layer=2, n_head=2)
@@ -55,11 +56,19 @@ def test_unigram_loss_by_hand(tmp_path) -> None:
         (4_287_488, "4.29 MB"),
         (999_600, "1 MB"),
         (2.5e9, "2.5 GB"),
-        (7e15, "7e+03 TB"),
+        (7e15, "7,000 TB"),
     ],
 )
 def test_human_bytes(num_bytes, text) -> None:
     assert human_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("times_less", "text"),
+    [(1190.4, "1/1,190"), (12.34, "1/12.3"), (0.8, "1.25"), (5e-5, "20,000")],
+)
+def test_a_share_has_no_exponent(times_less, text) -> None:
+    assert share(times_less) == text
 
 
 @pytest.fixture

@@ -131,9 +131,10 @@ def _reasons(
     steps = exchange.bytes_at_once * 8e-9 / gbit_per_s / training.step_seconds
     count = best.num_fragments
     largest = "The only fragment" if count == 1 else f"The largest of {count} fragments"
+    hidden = min(steps, best.overlap_steps)
     yield (
         f"{largest} takes {plain(steps, 2)} steps on the link;"
-        f" overlap_steps={best.overlap_steps} hides {plain(min(steps, best.overlap_steps), 2)} of them."
+        f" overlap_steps={best.overlap_steps} hides {plain(hidden, 2)} of them."
     )
     default = training.model.default_num_fragments
     if best.num_fragments != default:
@@ -160,8 +161,8 @@ def _link_reasons(
     link_s = cycle_bytes * 8e-9 / gbit_per_s
     compute_s = best.sync_every * training.step_seconds
     yield (
-        f"The {plain(cycle_bytes / 1e6, 4)} MB of a cycle take {plain(link_s)} s on the link, and its"
-        f" {best.sync_every} steps compute for {plain(compute_s)} s: the link is busy for"
+        f"The {plain(cycle_bytes / 1e6, 4)} MB of a cycle take {plain(link_s)} s on the link, and"
+        f" its {best.sync_every} steps compute for {plain(compute_s)} s: the link is busy for"
         f" {link_s / compute_s:.0%} of the compute time."
     )
 

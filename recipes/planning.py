@@ -28,7 +28,8 @@ from commfree_planner import (
     log_grid,
     methods,
 )
-from lightning_commfree.comm.text import counted, human_bytes, plain
+from commfree_planner.advice import plain
+from lightning_commfree.comm.text import counted, human_bytes
 from recipes.training.language_model import LanguageModel, built_from_config
 
 Config = dict[str, Any]
@@ -94,7 +95,7 @@ def memory_line(model: Model, replica_size: int) -> str:
     whole = 4 + 4 + 8 + 8 / replica_size + (4 if replica_size > 1 else 0)
     unit = max(*model.block_params, model.rest_params)  # gathered temporarily, with its gradients
     parts = (24 * model.params / ranks) + 8 * unit
-    limits = ", ".join(plain(size / whole) for size in _DEVICE_GB)
+    limits = ", ".join(plain(size / whole, 2) for size in _DEVICE_GB)
     sizes = ", ".join(map(str, _DEVICE_GB))
     return (
         f"A rank holds {human_bytes(round(whole * model.params))} with `inside=ddp` and"
@@ -140,7 +141,7 @@ def utilization_table(training: Training, compared: Sequence[Method], gbit_per_s
     for name, setting, exchange in compared:
         reached = training.utilization(exchange, gbit_per_s)
         step_time = training.step_seconds / reached
-        table.add_row(name, setting, f"{reached:.1%}", plain(step_time))
+        table.add_row(name, setting, f"{reached:.1%}", plain(step_time, 4))
     return table
 
 

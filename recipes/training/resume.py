@@ -46,9 +46,10 @@ def find_checkpoint(ckpt_path: str | None, run_dir: str, max_steps: int) -> str 
     steps = _steps_taken(path)
     if steps is not None and steps >= max_steps:
         raise ValueError(
-            f"'{path}' has already taken {counted(steps, 'step')}, and trainer.max_steps={max_steps}: nothing"
-            " is left to do. Raise trainer.max_steps (or token_budget) to train longer, or set"
-            " ckpt_path=null to start from scratch."
+            f"'{path}' has already taken {counted(steps, 'step')}, and"
+            f" trainer.max_steps={max_steps}: nothing is left to do. Raise"
+            " trainer.max_steps (or token_budget) to train longer, or set ckpt_path=null to start"
+            " from scratch."
         )
     return str(path)
 

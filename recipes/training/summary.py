@@ -60,7 +60,8 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     """Return the rows of the panel at the end, label to text."""
     waited = summary.seconds_waited
     rows = {
-        "trained": f"{counted(summary.steps, 'step')}, {summary.tokens:,} tokens, {summary.seconds:.0f} s",
+        "trained": f"{counted(summary.steps, 'step')}, {summary.tokens:,} tokens,"
+        f" {summary.seconds:.0f} s",
         "before": _loss(summary.initial_loss, "of the weights that it started from"),
         "validation loss": _loss(summary.validation_loss, "of the final weights"),
         "perplexity": f"{summary.perplexity:.2f}" if math.isfinite(summary.perplexity) else "",

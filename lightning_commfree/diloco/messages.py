@@ -20,7 +20,7 @@ _ALONE = (
     " into a look-ahead optimizer. For more replicas, give the Trainer more ranks (`devices=`,"
     " `num_nodes=`) than `replica_size`."
 )
-_ENOUGH = 5  # exchanges of a fragment in a fit; fewer give a warning
+_MIN_EXCHANGES = 5  # of a fragment in a fit; warn if there are fewer
 
 
 class Message(NamedTuple):
@@ -39,7 +39,7 @@ def startup_messages(
 ) -> list[Message]:
     """Return the messages to show when a fit begins.
 
-    `last_step` is the inner step after which the fit ends, counted over all resumes; None: unknown.
+    `last_step` is the inner step after which the fit ends, counted over all resumes, or None.
     """
     if num_replicas == 1:
         return [Message(_ALONE, warns=False)]
@@ -62,10 +62,10 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
         f" {least}{counted(max(counts), 'time')} (`sync_every={settings.sync_every}`), and"
         f" {'' if whole else 'all of them '}once more when the fit ends"
     )
-    if min(counts) >= _ENOUGH:
+    if min(counts) >= _MIN_EXCHANGES:
         return Message(f"{report}.", warns=False)
 
-    advised = last_step // (_ENOUGH + 1)
+    advised = last_step // (_MIN_EXCHANGES + 1)
     advice = (
         f"Try `sync_every={advised}`."
         if advised > settings.overlap_steps
@@ -81,9 +81,9 @@ def _exchange_count(settings: DiLoCoSettings, schedule: Schedule, last_step: int
 def initial_weights_warning(
     what: str, settings: DiLoCoSettings, schedule: Schedule, step: int, count: int
 ) -> str:
-    """Return a warning that `what`, a validation or checkpoint, uses initial weights.
+    """Format the warning that a "validation" or "checkpoint" uses initial weights.
 
-    `count` fragments have not landed after inner step `step`.
+    `count` is the number of fragments that have not landed after inner step `step`.
     """
     return (
         f"This {what} uses the outer weights, but after {step} inner steps {count} of"

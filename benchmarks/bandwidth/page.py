@@ -90,7 +90,7 @@ def table(found: dict[str, Figures | str], labels: Mapping[str, str] = LABELS) -
         "own": Figures.own_ms,
         "other threads": lambda figures: figures.beside_ms,
     }
-    measured = [one for row in labels if isinstance(one := found.get(row), Figures)]
+    measured = [figures for row in labels if isinstance(figures := found.get(row), Figures)]
     times: dict[str, Callable[[Figures], float | None]] = {
         "ms per step": lambda figures: figures.step_ms
     }

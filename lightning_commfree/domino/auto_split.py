@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import TAG as HANDSHAKE_TAG
+from lightning_commfree.comm.text import plain
 from lightning_commfree.domino.schedule import ScheduleRun
 from lightning_commfree.domino.sublayers import Arguments
 
@@ -130,7 +131,7 @@ class SplitTrial:
         best = self._best[size] = min(slowest, key=slowest.__getitem__)
 
         tokens = size.rows * size.tokens
-        times = ", ".join(f"{name} {1e3 * tokens * s:.3g} ms" for name, s in slowest.items())
+        times = ", ".join(f"{name} {plain(1e3 * tokens * s)} ms" for name, s in slowest.items())
         self.on_choice(
             f"`split='auto'` chose {best!r} for batches of {size.rows} x {size.tokens} tokens."
             f" Forward, loss and backward took: {times}."

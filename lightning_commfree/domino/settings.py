@@ -15,7 +15,8 @@ class DominoSettings:
     """Settings of Domino.
 
     Args:
-        tensor_parallel_size: number of ranks that share a model; None: all ranks of a node.
+        tensor_parallel_size: number of ranks that share a model; None: all ranks of a node. With
+            `inside=`, it is the size of a replica.
         split: how a batch is split into micro-batches (`splits`); "auto": the fastest, by timing.
         num_micro_batches: number of micro-batches, 2 or more.
 

@@ -135,8 +135,7 @@ def cast_ballot(
 
         finite = torch.stack(_largest(by_part)) < math.inf  # False for NaN
         of_run = marks[run[0].index : run[-1].index + 1]
-        # HAS_GRADIENT + NONFINITE * (1 - finite)
-        both = HAS_GRADIENT + NONFINITE
+        both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
     write_header(header, flags, bucket.numel, voters, digest)

@@ -18,11 +18,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
+from lightning_commfree.lion.buckets import split_into_buckets
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule
+from lightning_commfree.lion.worker import LionParam, cast_ballot, take_step
 from tests.cuda_seams import memory, tasks_at_once
 from tests.cuda_walk import CPU, CUDA, CudaWalk, InstantChannel, Question, is_walked
 from tests.lion.training import BUCKETS, SHAPES, groups, parameters, small_buckets
@@ -200,6 +205,64 @@ def test_delta_is_read_on_the_device(rule: Rule, workers: int) -> None:
         delta = PackedDelta(planes, weights, rule.offset(workers)).to(CUDA)
         assert is_walked(delta.read(7, torch.empty(300, device=CUDA)))
     assert walk.questions == []
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations on the device by name; those that only make a view are none."""
+
+    _NO_KERNELS = ("prim", "aten.empty", "aten.new_empty", "aten.detach", "aten.split")
+    _VIEWS = (
+        "aten.alias",
+        "aten.slice",
+        "aten.select",
+        "aten.view",
+        "aten.unbind",
+        "aten._local_scalar",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        on_device = any(t.device.type == "cuda" for t in tensors)
+        if on_device and not str(func).startswith(self._NO_KERNELS + self._VIEWS):
+            self.names[str(func)] += 1
+        return result
+
+
+@pytest.mark.parametrize("tensors", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bucket_takes_few_kernels(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tensors: int
+) -> None:
+    """However many tensors it has; with copies to the host and back. 43 per tensor before."""
+    memory(monkeypatch)
+    exact = torch.float32
+    with CudaWalk():
+        members = []
+        for i in range(tensors):
+            parameter = nn.Parameter(torch.empty(9, 7, dtype=dtype, device=CUDA))
+            parameter.grad = torch.empty_like(parameter)
+            state = {k: torch.empty(9, 7, dtype=exact, device=CUDA) for k in ("momentum", "master")}
+            if dtype == exact:
+                del state["master"]
+            group = {"lr": 0.1 * i, "betas": (0.9, 0.99), "weight_decay": 0.1}
+            members.append(LionParam(parameter, state, group))
+        named = [(str(i), member.parameter) for i, member in enumerate(members)]
+        (bucket,) = split_into_buckets(named[::-1], 3)
+        valid = torch.empty(bucket.plane_bytes, dtype=torch.uint8, device=CUDA)
+        planes = torch.empty(2, bucket.plane_bytes, dtype=torch.uint8)
+        with Kernels() as cast:
+            to_host(cast_ballot(bucket, members, valid, 0, 0))
+        with Kernels() as step:
+            delta = PackedDelta(planes, (2, 1), 1).to(CUDA)
+            take_step(bucket, members, delta, (True,) * tensors, abstained=False)
+    assert (cast.names + step.names).total() <= 50, (cast.names, step.names)
 
 
 # The tests above can fail.

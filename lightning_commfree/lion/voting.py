@@ -194,8 +194,8 @@ class Voting:
 
     def _launch(self, index: int) -> None:
         if index == 0:  # once per step: `_members` reads all groups of the optimizer
-            members = iter(self._members([p for b in self.buckets for p in b.parameters]))
-            self._in_step = [list(islice(members, len(b.parameters))) for b in self.buckets]
+            each = iter(self._members([p for b in self.buckets for p in b.parameters]))
+            self._in_step = [list(islice(each, len(b.parameters))) for b in self.buckets]
         flags = STOP * self.stop() + STREAM_ENDS * self.stream_ends()
         members = self._in_step[index]
         flight = self._votes[index].launch(members, self.step, flags, self._background)

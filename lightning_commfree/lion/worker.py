@@ -122,19 +122,19 @@ def cast_ballot(
                 beta, gradient = part.group["betas"][0], part.values.float()
                 found, finite = loops.cast(part.momentum, gradient, beta, planes, part.start)
                 voters.append(found)
-                marks[part.index] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
+                marks[part.position] |= HAS_GRADIENT if finite else HAS_GRADIENT + NONFINITE
             continue
 
         betas = [part.group["betas"][0] for part in run]
         directions, by_part = _weighted_gradients(run, betas)
         torch._foreach_add_(by_part, torch._foreach_mul([part.momentum for part in run], betas))
 
-        flags_2n = _positive_and_nonzero(directions)
-        pack_bits_part(flags_2n, run[0].start, planes)
-        voters.append(flags_2n[1].sum())
+        signs = _positive_and_nonzero(directions)
+        pack_bits_part(signs, run[0].start, planes)
+        voters.append(signs[1].sum())
 
         finite = torch.stack(_largest(by_part)) < math.inf  # False for NaN
-        of_run = marks[run[0].index : run[-1].index + 1]
+        of_run = marks[run[0].position : run[-1].position + 1]
         both = HAS_GRADIENT + NONFINITE  # the latter is subtracted where the values are finite
         of_run.bitwise_or_(torch.rsub(finite.view(torch.uint8), both, alpha=NONFINITE))
 
@@ -153,11 +153,11 @@ def _positive_and_nonzero(directions: Tensor) -> Tensor:
     return flags
 
 
-def _largest(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _largest(tensors: list[Tensor]) -> list[Tensor]:
     """Return the largest magnitude of each, 0-d; NaN if there is one."""
     if tensors[0].device.type == "cpu":  # where the norm takes ten times as long
         return [tensor.abs().max() for tensor in tensors]
-    return torch._foreach_norm(tensors, math.inf)
+    return list(torch._foreach_norm(tensors, math.inf))
 
 
 def take_step(
@@ -176,19 +176,21 @@ def take_step(
         with_gradient: per parameter, whether any worker has a gradient; if not, it is not updated.
         abstained: whether this worker abstained.
     """
-    exact = [flat(member.state.get("master", member.parameter)) for member in members]
-    moved = [x if moves else None for x, moves in zip(exact, with_gradient, strict=True)]
+    moved = [
+        flat(member.state.get("master", member.parameter)) if has_gradient else None
+        for member, has_gradient in zip(members, with_gradient, strict=True)
+    ]
     for run in _runs(members, moved, bucket.starts):
         _update_values(run, delta)
 
     # the values of a master copy or of a non-contiguous parameter are elsewhere
-    copies = [
+    elsewhere = [
         (member.parameter.detach(), x.view(member.parameter.shape))
         for member, x in zip(members, moved, strict=True)
         if x is not None and x.data_ptr() != member.parameter.data_ptr()
     ]
-    if copies:
-        torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+    if elsewhere:
+        torch._foreach_copy_([p for p, _ in elsewhere], [x for _, x in elsewhere])
 
     # the gradient of a worker that abstained has NaN or Inf, which must not reach the momentum
     if not abstained:
@@ -206,7 +208,8 @@ def _update_values(run: list[_Part], delta: PackedDelta) -> None:
 
     values = [part.values for part in run]
     sizes = [chunk.numel() for chunk in values]
-    by_part = delta.read(run[0].start, values[0].new_empty(sum(sizes))).split(sizes)
+    deltas = delta.read(run[0].start, values[0].new_empty(sum(sizes)))
+    by_part = torch.split(deltas, sizes)
     torch._foreach_mul_(values, kept)
     torch._foreach_mul_(by_part, rates)
     torch._foreach_sub_(values, by_part)
@@ -225,10 +228,10 @@ def _update_momenta(run: list[_Part]) -> None:
     torch._foreach_add_(momenta, by_part)
 
 
-def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _weighted_gradients(run: list[_Part], betas: list[float]) -> tuple[Tensor, list[Tensor]]:
     """Return (1 - b) g in the momenta's precision, as one tensor and as views of it by part."""
     weighted = torch.cat([part.values for part in run]).to(run[0].momentum.dtype)
-    by_part = weighted.split([part.values.numel() for part in run])
+    by_part = [*torch.split(weighted, [part.values.numel() for part in run])]
     torch._foreach_mul_(by_part, [1 - beta for beta in betas])
     return weighted, by_part
 
@@ -252,7 +255,7 @@ def flat(tensor: Tensor) -> Tensor:
 class _Part(NamedTuple):
     """Consecutive values of one parameter."""
 
-    index: int  # of the parameter in its bucket
+    position: int  # of the parameter in its bucket
     start: int  # of the first value in the bucket
     values: Tensor  # a slice of what `_runs` was given
     momentum: Tensor
@@ -271,8 +274,9 @@ def _runs(
     """
     run: list[_Part] = []
     for i, (member, tensor) in enumerate(zip(members, tensors, strict=True)):
-        numel = 0 if tensor is None else tensor.numel()
-        momentum = member.state["momentum"].view(-1)
+        if tensor is None:
+            continue
+        momentum, numel = member.state["momentum"].view(-1), tensor.numel()
         size = _CHUNK if momentum.device.type == "cpu" else _DEVICE_CHUNK
 
         for offset in range(0, numel, size):
@@ -289,7 +293,7 @@ def _runs(
 def _continues(run: list[_Part], part: _Part, size: int) -> bool:
     fits = part.start + part.values.numel() - run[0].start <= size
     same_dtype = part.momentum.dtype == run[0].momentum.dtype
-    return fits and same_dtype and part.index == run[-1].index + 1
+    return fits and same_dtype and part.position == run[-1].position + 1
 
 
 def _loops(run: list[_Part]) -> ModuleType | None:

@@ -1,7 +1,7 @@
 """Compiled CPU loops for the arithmetic of a worker, bit-identical to `worker`'s torch operations.
 
-Each loop passes once over memory, where torch operations pass once per rounding. fp32 only; see
-`comm.compiled` for what numba needs, and when `worker` does without it.
+Each loop passes once over memory, where torch operations pass once per rounding. The loops are for
+fp32, release the GIL and use one thread.
 
 Every product and sum is rounded to fp32 by itself: numba's `fastmath` is off, so LLVM neither fuses
 nor reorders them.

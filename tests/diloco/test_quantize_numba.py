@@ -118,8 +118,8 @@ def test_on_a_cpu_it_is_the_compiled_loops_that_work(monkeypatch: pytest.MonkeyP
     called = []
     for name in ("encode_e3m0", "decode_e3m0", "encode_int8"):
         monkeypatch.setattr(quantize_numba, name, lambda *_, name=name: called.append(name))
-    for compiled, plain in PAIRS.values():
-        codec.warm_up(compiled, CPU)
+    for looped, plain in PAIRS.values():
+        codec.warm_up(looped, CPU)
         codec.warm_up(plain, CPU)
     assert called == ["encode_int8", "encode_e3m0", "decode_e3m0"]
 

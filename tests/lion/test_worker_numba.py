@@ -34,12 +34,12 @@ def wide(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.where(torch.rand(shape, generator=generator) < 0.2, zero, values)
 
 
-def worker_of(dtype: torch.dtype) -> tuple[Bucket, list[LionParam]]:
+def worker_of(dtype: torch.dtype, device: str = "cpu") -> tuple[Bucket, list[LionParam]]:
     members = []
     for i, shape in enumerate(SHAPES):
-        parameter = nn.Parameter(wide(shape, i).to(dtype))
-        parameter.grad = None if i == 1 else wide(shape, 10 + i).to(dtype)
-        state = {"momentum": wide(shape, 20 + i)}
+        parameter = nn.Parameter(wide(shape, i).to(device, dtype))
+        parameter.grad = None if i == 1 else wide(shape, 10 + i).to(device, dtype)
+        state = {"momentum": wide(shape, 20 + i).to(device)}
         if dtype != torch.float32:
             state["master"] = parameter.detach().float()
         members.append(LionParam(parameter, state, GROUPS[i % 2]))
@@ -84,17 +84,16 @@ def test_loops_and_torch_operations_agree_to_the_bit(
     assert all(used), "the loops were used"
 
 
+@pytest.mark.parametrize("way", ["loops", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("where", [0, worker._CHUNK + 1])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_both_mark_the_same_parameters(
-    monkeypatch: pytest.MonkeyPatch, value: float, where: int
+def test_each_way_marks_the_same_parameters(
+    monkeypatch: pytest.MonkeyPatch, value: float, where: int, way: str
 ) -> None:
-    marks = []
-    for compiled in (True, False):
-        bucket, members = worker_of(torch.float32)
-        members[5].parameter.grad[where] = value
-        if not compiled:
-            monkeypatch.setattr(worker, "_loops", lambda run: None)
-        raw = cast_ballot(bucket, members, valid_of(bucket), 0, 0)
-        marks.append(worker.marks_of(raw, len(members)).tolist())
-    assert marks[0] == marks[1] == [1, 0, 1, 0, 1, 3, 1]
+    device = "cuda" if way == "cuda" else "cpu"
+    bucket, members = worker_of(torch.float32, device)
+    members[5].parameter.grad[where] = value
+    if way == "torch":
+        monkeypatch.setattr(worker, "_loops", lambda run: None)
+    raw = cast_ballot(bucket, members, valid_of(bucket).to(device), 0, 0)
+    assert worker.marks_of(raw, len(members)).tolist() == [1, 0, 1, 0, 1, 3, 1]

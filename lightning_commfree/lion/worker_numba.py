@@ -38,10 +38,8 @@ def cast(
     Returns:
         (number of nonzero directions, whether all directions are finite).
     """
-    plus, nonzero = planes.numpy()
-    voters, finite = _cast(
-        momentum.numpy(), gradient.numpy(), f32(beta), f32(1 - beta), plus, nonzero, start
-    )
+    factors = f32(beta), f32(1 - beta)
+    voters, finite = _cast(momentum.numpy(), gradient.numpy(), *factors, planes.numpy(), start)
     return int(voters), bool(finite)
 
 
@@ -97,24 +95,22 @@ def _cast_row(
 
 
 @compiled
-def _cast(
-    momentum: Any, gradient: Any, beta: Any, share: Any, plus: Any, nonzero: Any, start: Any
-) -> Any:
-    voters, nonfinite, done = 0, 0, 0
+def _cast(momentum: Any, gradient: Any, beta: Any, share: Any, planes: Any, start: Any) -> Any:
+    voters, nonfinite, done, row_bytes = 0, 0, 0, planes.shape[1]
     while done < momentum.size:
-        row, byte = divmod(start + done, plus.size)
-        stop = min(done + plus.size - byte, momentum.size)
-        place = slice(byte, byte + stop - done)
+        row, byte = divmod(start + done, row_bytes)
+        count = min(row_bytes - byte, momentum.size - done)
+        part, place = slice(done, done + count), slice(byte, byte + count)
         found = _cast_row(
-            momentum[done:stop],
-            gradient[done:stop],
+            momentum[part],
+            gradient[part],
             beta,
             share,
-            plus[place],
-            nonzero[place],
+            planes[0, place],
+            planes[1, place],
             u8(1 << row),
         )
-        voters, nonfinite, done = voters + found[0], nonfinite | found[1], stop
+        voters, nonfinite, done = voters + found[0], nonfinite | found[1], done + count
     return voters, nonfinite == 0
 
 

@@ -27,17 +27,18 @@ precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.d
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
-import lightning
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.imports import RequirementCache
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_commfree.host import HOST, VARIABLE, SIGTERMException, pl
 
 
 class Patches:
@@ -64,8 +65,8 @@ class Patches:
         self._put = []
 
 
-_LAUNCHERS = "lightning.pytorch.strategies.launchers"
-_CALL = "lightning.pytorch.trainer.call"
+_LAUNCHERS = f"{pl.__name__}.strategies.launchers"
+_CALL = f"{pl.__name__}.trainer.call"
 
 
 class Feature(NamedTuple):
@@ -109,7 +110,7 @@ LAUNCH = Feature(
         f"{_LAUNCHERS}:_MultiProcessingLauncher._wrapping_function",
         f"{_LAUNCHERS}:_MultiProcessingLauncher._recover_results_in_main_process",
         f"{_CALL}:_interrupt",
-        "lightning.pytorch:Trainer._teardown",
+        f"{pl.__name__}:Trainer._teardown",
     ),
 )
 MID_EPOCH = Feature(
@@ -137,7 +138,7 @@ COMPILED = Feature(
 )
 TIMED = Feature(
     "the error for a time as `val_check_interval`, with which ranks may deadlock",
-    ("_val_check_time_interval",) if RequirementCache("lightning>=2.6.0") else (),
+    ("_val_check_time_interval",) if RequirementCache(f"{HOST}>=2.6.0") else (),
 )
 EPOCHS = Feature(
     "equalizing epochs over ranks: give all ranks the same number of batches, or they hang",
@@ -154,7 +155,7 @@ def probe(trainer: pl.Trainer) -> None:
         lost = "; ".join(f"{what} (no {', '.join(names)})" for what, names in lacks.items())
         rank_zero_warn(
             "lightning_commfree does not support some internals of Lightning"
-            f" {lightning.__version__}. Disabled for this fit: {lost}. A later version of"
+            f" {version(HOST)}. Disabled for this fit: {lost}. A later version of"
             " lightning_commfree may support them."
         )
 
@@ -292,6 +293,8 @@ def _check_and_launch(
     **kwargs: Any,
 ) -> Any:
     check(trainer)
+    # a spawned process may import this package before Lightning, and must choose the same one
+    os.environ[VARIABLE] = HOST
     return launch(function, *args, trainer=trainer, **kwargs)
 
 

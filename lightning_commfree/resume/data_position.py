@@ -17,12 +17,11 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.imports import module_available
 from torch import Tensor
 
+from lightning_commfree.host import CombinedLoader, pl
 from lightning_commfree.lightning_internals import (
     MID_EPOCH,
     Patches,

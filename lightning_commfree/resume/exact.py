@@ -33,12 +33,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_commfree.host import DDPStrategy, TrainerFn, pl
 from lightning_commfree.lightning_internals import Patches
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.data_position import (

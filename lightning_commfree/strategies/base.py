@@ -18,17 +18,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
+from lightning_commfree.host import (
+    CheckpointIO,
+    DDPStrategy,
+    LightningOptimizer,
+    TrainerFn,
+    other_is_imported,
+    pl,
+    wrong_host,
+)
 from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.resume.checkpoint_io import with_atomic_writes
@@ -80,6 +84,11 @@ class ReplicaStrategy(DDPStrategy):
         self._orderly: Any = None
         self.checkpoint_io = ddp_kwargs.get("checkpoint_io")
         self._resume = ExactResume(self, self.ranks)
+
+    @override
+    def __repr__(self) -> str:
+        # a Trainer of the other package shows this in the error with which it refuses the strategy
+        return f"<{wrong_host(type(self).__name__)}>" if other_is_imported() else super().__repr__()
 
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks."""

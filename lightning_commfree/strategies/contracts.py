@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import Mesh
+from lightning_commfree.host import pl
 from lightning_commfree.model.weight_swap import WeightSwap
 from lightning_commfree.resume.exact import Resumable
 

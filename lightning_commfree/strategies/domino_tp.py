@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -19,6 +18,7 @@ from lightning_commfree.domino import (
     refuse_nonfinite,
 )
 from lightning_commfree.domino.data_parallel import FLAGS_TAG
+from lightning_commfree.host import pl
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import present
 from lightning_commfree.strategies.fit_session import FitSession

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
-import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,6 +19,7 @@ from typing_extensions import override
 from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.ledger import END, VALIDATION, Ledger, StepMeans, Traffic
+from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import Patches, add_to_rows
 from lightning_commfree.strategies.clock import PerOptimizerStep
 from lightning_commfree.strategies.contracts import Between

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_commfree.comm.job import (
     Member,
@@ -19,6 +18,7 @@ from lightning_commfree.comm.job import (
     waiting_for_all,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
+from lightning_commfree.host import DDPStrategy
 from lightning_commfree.strategies.signals import stopped_by_hand
 
 T = TypeVar("T")

@@ -27,10 +27,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_commfree.host import TrainerStatus, pl
 from lightning_commfree.lightning_internals import Patches, handle_signals, set_sigterm_received
 from lightning_commfree.strategies.clock import Clock
 

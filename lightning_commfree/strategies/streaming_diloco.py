@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -20,6 +19,7 @@ from lightning_commfree.diloco import (
     split_into_fragments,
 )
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import steps_to_come
 from lightning_commfree.strategies.base import ReplicaStrategy
 from lightning_commfree.strategies.checks import REPLICAS, refuse_callbacks

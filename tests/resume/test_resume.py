@@ -8,15 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_commfree import StreamingDiLoCoStrategy
+from lightning_commfree.host import DDPStrategy, ModelCheckpoint, pl
 from lightning_commfree.resume.rank_files import Owner, RankFiles
 from tests.strategies.models import (
     Drawn,

@@ -6,14 +6,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_commfree import DistributedLion, DistributedLionStrategy
+from lightning_commfree.host import MixedPrecision, ModelCheckpoint, pl
 from lightning_commfree.lion import buckets
 from tests.strategies.models import (
     Recorder,

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from lightning_commfree.comm.job import REPLICA, Mesh, replica_mesh
 from lightning_commfree.domino import DominoSettings
+from lightning_commfree.host import DDPStrategy, pl
 from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta

@@ -13,10 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,6 +28,7 @@ from lightning_commfree.domino import (
     refuse_meta,
     refuse_nonfinite_weights,
 )
+from lightning_commfree.host import TrainerFn, TrainerStatus, is_overridden, pl
 from lightning_commfree.model.replication import share_random_state
 from lightning_commfree.strategies.checks import refuse_compiled, refuse_manual
 from lightning_commfree.strategies.inside.sharded import ShardedReplica

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
+from lightning_commfree.host import pl
 from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,

@@ -11,12 +11,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.host import pl
 from lightning_commfree.model.fsdp import check_optimizers
 from lightning_commfree.model.meta_init import meta_fingerprint, on_meta
 from lightning_commfree.model.replication import START_TAG, broadcast_initial_weights

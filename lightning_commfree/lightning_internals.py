@@ -16,6 +16,7 @@ epoch_loop.on_run_start         record random numbers (`resume.data_position`); 
                                 and check the first batch (`stopping`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
+val_loop.on_run_start           show the shared weights (`fit_session`)
 strategy.process_dataloader     record random numbers (`resume.data_position`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
 logger_connector.log_metrics    communication metrics in the loggers' rows (`add_to_rows`)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lightning_commfree.comm.digest import digest
 
 ADVICE = (
-    "It does so during validations and while a checkpoint is saved. Callbacks that put other"
-    " weights into the module for a validation are not supported, except for Lightning's"
-    " `WeightAveraging`: remove them, or average `outer_weights()` yourself."
+    "A callback may put other weights into the module in `on_validation_start` or"
+    " `on_validation_epoch_start` if it restores the previous ones in `on_validation_epoch_end` or"
+    " `on_validation_end`. Lightning's `WeightAveraging` does so."
 )
 
 
@@ -231,7 +231,8 @@ class WeightSwap:
         if written and check:
             raise RuntimeError(
                 f"The parameters {written[:3]}{' and others' if written[3:] else ''} were modified"
-                f" while the module contained the outer weights. {ADVICE}"
+                " while the module contained the outer weights, for a validation or a checkpoint."
+                f" {ADVICE}"
             )
 
     def _hashes(self) -> list[Tensor]:

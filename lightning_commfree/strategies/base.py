@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -232,11 +233,6 @@ class ReplicaStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self.session.validation_begins()
-
-    @override
     def on_validation_end(self) -> None:
         self.session.validation_ends()
         super().on_validation_end()
@@ -253,6 +249,12 @@ class ReplicaStrategy(DDPStrategy):
         # also in the process that has forked the ranks, where there is no process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
             warn_unsaved()
+        if "object has no attribute 'module'" in str(exception):
+            rank_zero_warn(
+                f"Under `{type(self).__name__}`, `trainer.model` may be the LightningModule itself,"
+                " as on one device, and not a wrapper with the attribute `module`. Use"
+                " `trainer.lightning_module`, which works with every strategy."
+            )
         super().on_exception(exception)
 
     @override

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -72,6 +73,8 @@ class FitSession(Generic[B]):
         traffic = Traffic.of(numel, ranks.size, *between.cycle())
         self.log = FitLog(trainer, self._world.ledger, traffic, between.figures, patches)
         stopping.sigterm.stops_after = self.stops_after
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        patches.put(loop, "on_run_start", partial(self._start_validation, loop.on_run_start))
 
     def begin(self, resumed: bool) -> None:
         """Start training with the next batch; hooks may have changed the weights.
@@ -167,8 +170,14 @@ class FitSession(Generic[B]):
         """
         return self.clock.steps + 2
 
+    def _start_validation(self, start: Callable[[], None]) -> None:
+        # Lightning calls the strategy's own hook after those of callbacks and module, which may put
+        # an average of the weights into the module and take it out again before `validation_ends`
+        self.validation_begins()
+        start()
+
     def validation_begins(self) -> None:
-        """Called after Lightning's `on_validation_start` hooks."""
+        """Called before Lightning's `on_validation_start` hooks."""
         ledger = self._world.ledger
         self._phase_before, ledger.phase = ledger.phase, VALIDATION
 
@@ -207,10 +216,6 @@ class OutsideOfFit(FitSession[Any]):
 
     @override
     def batch_begins(self) -> None:
-        pass
-
-    @override
-    def validation_begins(self) -> None:
         pass
 
     @override

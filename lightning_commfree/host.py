@@ -5,7 +5,7 @@ Lightning is distributed twice: as `lightning.pytorch` (in the package `lightnin
 strategies, modules and callbacks of the other. The library uses one of them in a process:
 
 1. the one that the environment variable COMMFREE_HOST names: "lightning" or "pytorch_lightning";
-2. otherwise the one that is imported already, if only one is;
+2. otherwise the one that is imported already, the first if both are;
 3. otherwise `lightning.pytorch`, or `pytorch_lightning` if only that is installed.
 
 A package imported for its own use of Lightning decides too, if it is imported before
@@ -41,8 +41,10 @@ def choose(environment: Mapping[str, str]) -> str:
                 f" {' or '.join(map(repr, _MODULES))}, the package that your Trainer is from."
             )
         return name
-    imported = [name for name, module in _MODULES.items() if module in sys.modules]
-    if len(imported) == 1:
+    # in the order of import: a library that uses one may import the other for an integration
+    names = {module: name for name, module in _MODULES.items()}
+    imported = [names[module] for module in list(sys.modules) if module in names]
+    if imported:
         return imported[0]
     return "lightning" if find_spec("lightning") else "pytorch_lightning"
 

@@ -26,7 +26,7 @@ def run_script(script: str, folder: Path, **environment: str) -> list[str]:
         env={**kept, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -40,6 +40,7 @@ def run_script(script: str, folder: Path, **environment: str) -> list[str]:
         (["lightning.pytorch"], None, "lightning"),
         (["pytorch_lightning"], None, "pytorch_lightning"),
         (["lightning.pytorch", "pytorch_lightning"], None, "lightning"),
+        (["pytorch_lightning", "lightning.pytorch"], None, "pytorch_lightning"),
         (["lightning.pytorch"], "pytorch_lightning", "pytorch_lightning"),
         (["pytorch_lightning"], "lightning", "lightning"),
         (["pytorch_lightning"], "", "pytorch_lightning"),

@@ -75,20 +75,22 @@ def fit_and_resume(make: Callable[[], Any], loader: Any, strategy: str, **more: 
     from lightning_commfree.host import ModelCheckpoint, pl
 
     with tempfile.TemporaryDirectory() as folder:
-        weights = []
+        save = ModelCheckpoint(folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
+        fitted = []
         for path in (None, Path(folder) / f"step={STEPS // 2}.ckpt"):
             pl.seed_everything(1)
-            module = make()
-            save = ModelCheckpoint(folder, "{step}", every_n_train_steps=STEPS // 2, save_top_k=-1)
-            callbacks = [] if path else [save]
-            settings = {**trainer_for(strategy), "max_steps": STEPS, "callbacks": callbacks, **more}
-            pl.Trainer(enable_checkpointing=not path, **settings).fit(
-                module, loader, ckpt_path=path
+            trainer = pl.Trainer(
+                **trainer_for(strategy),
+                max_steps=STEPS,
+                enable_checkpointing=path is None,
+                callbacks=[save] if path is None else [],
+                **more,
             )
-            weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
-            first = module if path is None else first
-    same = torch.equal(*weights)
-    return {"module": first, "resume": "exact" if same else "ran"}
+            fitted.append(make())
+            trainer.fit(fitted[-1], loader, ckpt_path=path)
+    pairs = zip(fitted[0].parameters(), fitted[1].parameters(), strict=True)
+    same = all(torch.equal(one, other) for one, other in pairs)
+    return {"module": fitted[0], "resume": "exact" if same else "ran"}
 
 
 # -- the packages; each returns its metric, and whether a resumed fit ends with the same weights
@@ -171,7 +173,7 @@ def lifestream(strategy: str) -> Outcome:
     import torch
     from ptls.data_load.datasets import MemoryMapDataset
     from ptls.frames import PtlsDataModule
-    from ptls.frames.coles import CoLESModule, ColesDataset
+    from ptls.frames.coles import ColesDataset, CoLESModule
     from ptls.frames.coles.split_strategy import SampleSlices
     from ptls.nn import RnnSeqEncoder, TrxEncoder
 

@@ -70,6 +70,7 @@ class ReplicaStrategy(DDPStrategy):
     settings: Any
     liveness = True
     session_type: type[FitSession[Any]] = LocalWeightsSession
+    _trainers_accelerator: Any = None
 
     def __init__(self, inside: Inside, **ddp_kwargs: Any) -> None:
         # LightningCLI follows the name `ddp_kwargs` to DDP's own arguments, so it must be kept
@@ -133,6 +134,22 @@ class ReplicaStrategy(DDPStrategy):
         return {"num_replicas": self.world_size // size, "rank": self.global_rank // size}
 
     # -- the hooks of a fit, in the order in which the Trainer calls them
+
+    @property
+    @override
+    def accelerator(self) -> Any:
+        return self._trainers_accelerator or super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # Set by every Trainer that gets this strategy. Devices and launcher of the first one would
+        # stay. Lightning's own attribute stays empty, as its check speaks of accelerators instead.
+        if self._trainers_accelerator is not None:
+            raise RuntimeError(
+                f"This `{type(self).__name__}` was already passed to another Trainer. Create a"
+                " strategy for each Trainer, or pass a registered name."
+            )
+        self._trainers_accelerator = accelerator
 
     @property
     @override

@@ -87,7 +87,8 @@ def fit_and_resume(make: Callable[[], Any], loader: Any, strategy: str, **more: 
                 **more,
             )
             fitted.append(make())
-            trainer.fit(fitted[-1], loader, ckpt_path=path)
+            # checkpoints of some packages hold more than tensors
+            trainer.fit(fitted[-1], loader, ckpt_path=path, weights_only=False)
     pairs = zip(fitted[0].parameters(), fitted[1].parameters(), strict=True)
     same = all(torch.equal(one, other) for one, other in pairs)
     return {"module": fitted[0], "resume": "exact" if same else "ran"}
@@ -262,6 +263,8 @@ def scvi(strategy: str) -> Outcome:
     import scvi as package
 
     arguments = trainer_for(strategy)
+    if strategy == "ddp":
+        arguments["strategy"] = "ddp_fork_find_unused_parameters_true"
     generator = np.random.default_rng(0)
     rates = generator.gamma(1.0, 2.0, size=(4, 30))[np.arange(400) % 4]
     data = anndata.AnnData(generator.poisson(rates).astype("float32"))
@@ -348,7 +351,7 @@ PACKAGES: dict[str, tuple[str, str, Callable[[str], Outcome]]] = {
     "pytorch-lifestream": ("pytorch-lifestream", "loss", lifestream),
     "pytorch_tabular": ("pytorch-tabular", "squared error", pytorch_tabular),
     "pytorch-forecasting": ("pytorch-forecasting", "error", pytorch_forecasting),
-    "scvi-tools": ("scvi-tools", "negative ELBO", scvi),
+    "scvi-tools": ("scvi-tools", "ELBO", scvi),
     "chemprop": ("chemprop", "squared error", chemprop),
     "gluonts": ("gluonts[torch]", "error", gluonts),
     "deeptab": ("deeptab", "squared error", deeptab),
@@ -433,9 +436,7 @@ def main() -> None:
         print(json.dumps(run_here(sys.argv[2])))
         return
     make_environment()
-    print(
-        "| package | imports | metric | `ddp` | Streaming DiLoCo | its resume | resume of `ddp` |"
-    )
+    print("| package | imports | metric | `ddp` | diloco | resume | resume of `ddp` |")
     print("|---|---|---|---|---|---|---|")
     for name in sys.argv[1:] or PACKAGES:
         print(show(name, PACKAGES[name][1], run_apart(name)), flush=True)

@@ -219,10 +219,12 @@ def pytorch_tabular(strategy: str) -> Outcome:
         trainer_kwargs={"strategy": arguments["strategy"], "enable_model_summary": False},
     )  # fmt: skip
     model = TabularModel(
-        DataConfig(target=["y"], continuous_cols=names),
-        CategoryEmbeddingModelConfig(task="regression", layers="16-16", learning_rate=0.01),
-        OptimizerConfig(),
-        trainer,
+        data_config=DataConfig(target=["y"], continuous_cols=names),
+        model_config=CategoryEmbeddingModelConfig(
+            task="regression", layers="16-16", learning_rate=0.01
+        ),
+        optimizer_config=OptimizerConfig(),
+        trainer_config=trainer,
         verbose=False,
         suppress_lightning_logger=True,
     )

@@ -330,7 +330,7 @@ def deeptab(strategy: str) -> Outcome:
     model.fit(
         data[names], data["y"].to_numpy(), max_epochs=8, batch_size=16, random_state=1, **arguments
     )
-    error = model.predict(data[names]).reshape(-1) - data["y"].to_numpy()
+    error = model.predict(data[names], device="cpu").reshape(-1) - data["y"].to_numpy()
     return {"metric": float((error**2).mean())}
 
 

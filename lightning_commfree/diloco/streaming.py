@@ -330,6 +330,10 @@ class StreamingDiLoCo:
         parameters = map(self._module.get_parameter, names)
         restart_from_global(self.optimizers, parameters, p, self.step, taken)
 
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Take over the inner optimizers; hooks may replace them during a fit."""
+        self.optimizers = optimizers
+
     # -- frozen parameters
 
     def _join(self, names: Sequence[str], offset: int) -> None:

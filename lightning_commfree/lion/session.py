@@ -85,6 +85,7 @@ class VotingSession:
 
     Attributes:
         stream_ended: whether any worker's data stream ended with the last step; the same on all.
+        lions: the optimizers.
         votings: the current votes, by optimizer.
 
     Raises:
@@ -102,7 +103,7 @@ class VotingSession:
         channels: ReplicaChannels,
         overlaps: bool,
     ) -> None:
-        self._module, self._lions, self._settings = module, optimizers, settings
+        self._module, self.lions, self._settings = module, optimizers, settings
         self._channels, self._overlaps = channels, overlaps
         self._view = View.of(channels.between)
         self._averaged = self._trainable()  # names of parameters that DDP averages within a node
@@ -123,10 +124,10 @@ class VotingSession:
         Raises:
             RuntimeError: parameters became trainable, and a node has several ranks.
         """
-        for i, lion in enumerate(self._lions):
+        for i, lion in enumerate(self.lions):
             before = self.votings[i]
             if not lion.is_voted_on or lion.voting is not before:
-                # the user has added parameters to the optimizer
+                # the user has added parameters to the optimizer, or replaced it
                 self.votings[i] = self._join(i)
                 self.votings[i].load_state_dict(before.state_dict())
                 self.send_flags(before.stop, before.stream_ends)
@@ -168,9 +169,27 @@ class VotingSession:
 
     # -- outside of steps
 
+    def follow_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Vote with other optimizers from the next step on.
+
+        Raises:
+            TypeError: one of them is not a `DistributedLion`.
+            ValueError: there are more or fewer than before.
+        """
+        lions = only_lions("DistributedLionStrategy", optimizers)
+        if len(lions) != len(self.lions):
+            raise ValueError(
+                f"A hook has replaced the {len(self.lions)} optimizers of this fit by"
+                f" {len(lions)}. Replace each by one, on all ranks after the same step."
+            )
+        for lion in self.lions:
+            if not any(lion is one for one in lions):
+                lion.leave()
+        self.lions = lions
+
     def follow_parameters(self) -> None:
         """Update master copies from parameters that were written to."""
-        for lion in self._lions:
+        for lion in self.lions:
             lion.follow_parameters()
 
     @torch.no_grad()
@@ -233,13 +252,13 @@ class VotingSession:
 
     def close(self) -> None:
         """Stop voting: the optimizers are plain Lion again."""
-        for lion in self._lions:
+        for lion in self.lions:
             lion.leave()
 
     # -- inside
 
     def _join(self, i: int) -> Voting:
-        lion, which = self._lions[i], f"{i + 1} of {len(self._lions)}"
+        lion, which = self.lions[i], f"{i + 1} of {len(self.lions)}"
         world, groups = self._channels.world, lion.param_groups
         named = agree_on_parameters(world, self._module, groups, which)
         within, divided = self._channels.within, self._settings.inside != "ddp"
@@ -275,7 +294,8 @@ def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[Distribut
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
                 f"`{strategy}` requires `DistributedLion`, because other optimizers cannot use"
-                f" votes, but `configure_optimizers` returned `{type(optimizer).__name__}`."
+                f" votes, but `configure_optimizers` returned `{type(optimizer).__name__}`, or a"
+                " hook has put it into `trainer.optimizers`."
                 " Return `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
                 " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller and a weight decay"
                 " as much larger than AdamW's, or use the strategy `ddp`."

@@ -209,21 +209,22 @@ def step_bytes(module: nn.Module) -> tuple[int, int]:
     return gathered, scattered
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], lost: Set[nn.Parameter]) -> None:
+def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -> None:
     """Check that the optimizers hold the sharded parameters, not the originals.
 
     Args:
         optimizers: the optimizers of the fit.
-        lost: the parameters that sharding has replaced in the module.
+        held: the parameters of the sharded module.
 
     Raises:
-        ValueError: an optimizer holds one of them.
+        ValueError: an optimizer holds others.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    count = sum(parameter in lost for group in groups for parameter in group["params"])
+    count = sum(parameter not in held for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer still holds {count} parameters from before the model was sharded, so"
-            " they would not be trained. The optimizer or its parameter list was created before the"
-            " fit. Create both in `configure_optimizers`, from `self.parameters()`."
+            f"The optimizer holds {count} parameters that the sharded model does not have. They are"
+            " from before the model was sharded, and would not be trained, or not part of the"
+            " LightningModule. Create the optimizer and its parameter list in"
+            " `configure_optimizers`, from `self.parameters()`."
         )

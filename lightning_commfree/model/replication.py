@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ def take_first_rank(channel: Channel, tensors: Iterable[Tensor], tag: str) -> No
     held = [tensor for tensor in held if tensor.numel()]
     if not held or channel.size == 1:
         return
-    digests = _digests_of_all(channel, held, tag)
+    digests = digests_of_all(channel, held, tag)
     differs = (digests != digests[0]).any(dim=0).tolist()
     for tensor in (tensor for tensor, sent in zip(held, differs, strict=True) if sent):
         raw = tensor.to(channel.device).contiguous().view(-1).view(torch.uint8)
@@ -70,16 +70,21 @@ def differ_from_first(channel: Channel, tensors: Sequence[Tensor], tag: str) -> 
     """
     if not tensors or channel.size == 1:
         return [False] * len(tensors)
-    digests = _digests_of_all(channel, [local_tensor(tensor) for tensor in tensors], tag)
+    digests = digests_of_all(channel, tensors, tag)
     return (digests[channel.rank] != digests[0]).tolist()
 
 
-def _digests_of_all(channel: Channel, tensors: Sequence[Tensor], tag: str) -> Tensor:
-    """Return all ranks' hashes of some tensors, shape (ranks, tensors)."""
+def digests_of_all(
+    channel: Channel,
+    tensors: Sequence[Tensor],
+    tag: str,
+    hashed: Callable[[Tensor], Tensor] = thorough_digest,
+) -> Tensor:
+    """Return all ranks' hashes of some tensors or their local shards, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
     digests = [
-        thorough_digest(one.contiguous()).to(channel.device) if one.numel() else nothing
-        for one in tensors
+        hashed(one.contiguous()).to(channel.device) if one.numel() else nothing
+        for one in map(local_tensor, tensors)
     ]
     return channel.all_gather(torch.stack(digests), tag).wait()
 

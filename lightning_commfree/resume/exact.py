@@ -284,7 +284,7 @@ class ExactResume:
         Called in `setup`, when module, optimizers, algorithm and layout (`inside`) exist. If
         Lightning restores checkpoints after setup, `read` restores them instead.
         """
-        tensors = OwnTensors(trainer.lightning_module, self._strategy.optimizers)
+        tensors = OwnTensors(trainer.lightning_module, lambda: self._strategy.optimizers)
         self._fit = _Fit(trainer, algorithm, inside, tensors)
         if self._save is not None:
             self._restore_own(self._fit, self._save)

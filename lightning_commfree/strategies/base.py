@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_commfree.comm.channel import Channel
 from lightning_commfree.comm.job import PATIENCE, Member, ReplicaChannels
 from lightning_commfree.comm.ledger import START, STEPS, Ledger, Traffic
 from lightning_commfree.lightning_internals import Patches, probe, set_ddp_group, with_clean_exits
@@ -37,6 +38,7 @@ from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.strategies.checks import check_ddp_kwargs, present
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
+from lightning_commfree.strategies.drift import DriftCheck
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -74,6 +76,7 @@ class ReplicaStrategy(DDPStrategy):
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
+        self._prepared: list[Optimizer] = []  # for which `inside` and the algorithm are prepared
         self._log: FitLog | None = None
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._open_channels)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
@@ -88,6 +91,10 @@ class ReplicaStrategy(DDPStrategy):
     @abstractmethod
     def begin(self, trainer: pl.Trainer) -> Between:
         """Create the algorithm. Called when model and optimizers are set up and all ranks agree."""
+
+    def equal_weights(self) -> tuple[int, Channel]:
+        """Return how often ranks compare their weights, in steps (0: never), and which ranks do."""
+        return 0, self.channels.world
 
     @property
     def module(self) -> pl.LightningModule:
@@ -160,9 +167,11 @@ class ReplicaStrategy(DDPStrategy):
         super().setup(trainer)
         self.inside.begin(self.optimizers)
         between = self.begin(trainer)
+        self._prepared = [*self.optimizers]
         self.session = self.session_type(
             trainer, self.ranks, between, stopping, self.patches, numel
         )
+        self._drift = DriftCheck(self, *self.equal_weights())
         self._log = self.session.log
         # module, optimizers and algorithm are made, and take their states back
         self._resume.begin(trainer, self.session.between, self.inside)
@@ -188,6 +197,7 @@ class ReplicaStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self.session.batch_begins()
+        self._drift.before_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,8 +229,46 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.session.step(optimizer):
+        if [*map(id, self._prepared)] != [*map(id, self.optimizers)]:
+            self._prepare_replaced()
+        if not any(optimizer is one for one in self._prepared):
+            raise RuntimeError(
+                f"A `{type(optimizer).__name__}` steps that is not in `trainer.optimizers`, so it"
+                " was not prepared for this strategy. To replace an optimizer during a fit, assign"
+                " a new list (`trainer.optimizers = [new]`) instead of changing the old one, in a"
+                " hook between two steps (`on_train_batch_start` or `on_train_batch_end`)."
+            )
+        with self.session.step(optimizer), self.inside.stepping():
             return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _prepare_replaced(self) -> None:
+        """Prepare optimizers that a hook has put into `trainer.optimizers`, before their first step.
+
+        Collective over the job: the hook must replace them on all ranks after the same step.
+        """
+        self.inside.begin(self.optimizers)
+        self.algorithm.follow_optimizers(self.optimizers)
+        self._prepared = [*self.optimizers]
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the full model's gradient; collective over the ranks of a replica.
+
+        For `on_before_optimizer_step`, where gradients are complete: there, norms of
+        `self.parameters()` are those of this rank's shards, if ranks hold shards. Of Streaming
+        DiLoCo and Distributed Lion it is the norm of this replica's own gradient.
+
+        Args:
+            norm_type: p of the p-norm, above 0; `math.inf` for the largest absolute value.
+
+        Returns:
+            A scalar tensor, the same on all ranks of the replica; 0 without gradients.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"`norm_type={norm_type}` must be above 0, or `math.inf`.")
+        return self.inside.grad_norm(self.module, norm_type)
 
     @override
     def on_validation_start(self) -> None:

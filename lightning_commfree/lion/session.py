@@ -22,7 +22,11 @@ from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import mean_momenta
-from lightning_commfree.model.replication import averaged_buffers
+from lightning_commfree.model.replication import (
+    averaged_buffers,
+    common_buffers,
+    digests_of_all,
+)
 
 
 def agree_on_parameters(
@@ -203,12 +207,20 @@ class VotingSession:
         return self._settings.fingerprint()
 
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the votes, which is equal on all workers."""
-        return {"votings": [voting.state_dict() for voting in self.votings]}, {}
+        """Return the state of the votes, which is equal on all workers, and this rank's buffers.
+
+        The checkpoint has the means of the buffers. Collective.
+        """
+        buffers = common_buffers(self._module)
+        digests = digests_of_all(self._channels.world, buffers, BUFFERS_TAG)
+        own = {"buffers": buffers} if bool((digests != digests[0]).any()) else {}
+        return {"votings": [voting.state_dict() for voting in self.votings]}, own
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
         """Restore a state that `state_dict` returned."""
-        del own
+        saved = (own or {}).get("buffers", [])
+        for buffer, values in zip(common_buffers(self._module), saved, strict=False):
+            buffer.detach().copy_(values)
         for voting, state in zip(self.votings, shared["votings"], strict=True):
             voting.load_state_dict(state)
 
@@ -244,6 +256,7 @@ class VotingSession:
         if len(found) > 1:
             states = zip(*(one["optimizers"] for one in found), strict=True)
             own["optimizers"] = [mean_momenta(of_workers) for of_workers in states]
+            own["algorithm"] = {}  # the checkpoint has the means of the buffers
 
         message = "every worker continues with its own momentum"
         if view.size > workers:

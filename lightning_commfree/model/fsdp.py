@@ -223,8 +223,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], held: Set[nn.Parameter]) -
     count = sum(parameter not in held for group in groups for parameter in group["params"])
     if count:
         raise ValueError(
-            f"The optimizer holds {count} parameters that the sharded model does not have. They are"
-            " from before the model was sharded, and would not be trained, or not part of the"
-            " LightningModule. Create the optimizer and its parameter list in"
-            " `configure_optimizers`, from `self.parameters()`."
+            f"The optimizer still holds {count} parameters from before the model was sharded, or"
+            " outside of it, so they would not be trained. The optimizer or its parameter list was"
+            " created before the fit. Create both in `configure_optimizers`, from"
+            " `self.parameters()`."
         )

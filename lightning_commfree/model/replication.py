@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
@@ -82,6 +83,8 @@ def digests_of_all(
 ) -> Tensor:
     """Return all ranks' hashes of some tensors or their local shards, shape (ranks, tensors)."""
     nothing = torch.zeros((), dtype=torch.int64, device=channel.device)
+    if not tensors:
+        return nothing.expand(channel.size, 0)
     digests = [
         hashed(one.contiguous()).to(channel.device) if one.numel() else nothing
         for one in map(local_tensor, tensors)
@@ -107,6 +110,16 @@ def _describe(module: nn.Module) -> dict[str, str]:
     }
 
 
+def common_buffers(module: nn.Module) -> list[Tensor]:
+    """Return the persistent floating-point buffers, which a checkpoint holds as their means."""
+    kept = module.state_dict(keep_vars=True)
+    return [
+        buffer
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.numel() and name in kept
+    ]
+
+
 def averaged_buffers(
     module: nn.Module, channel: Channel, tag: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,12 +128,7 @@ def averaged_buffers(
     Sums are at least fp32 and in rank order, so the means are bit-identical on all ranks. A value
     that is equal on all ranks is returned unchanged, even if the sum would overflow.
     """
-    kept = module.state_dict(keep_vars=True)
-    buffers = [
-        buffer
-        for name, buffer in module.named_buffers()
-        if buffer.is_floating_point() and buffer.numel() and name in kept
-    ]
+    buffers = common_buffers(module)
     if not buffers:
         return
 
@@ -136,6 +144,32 @@ def averaged_buffers(
 
     for buffer, mean in zip(buffers, means, strict=True):
         yield buffer, mean.view(buffer.shape)
+
+
+def settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Make DDP choose its buckets now; by default it chooses again after the first backward.
+
+    All-reduces of three or more ranks round a sum by its place in a bucket. So a resumed fit would
+    sum the gradients of its first step in another order than the fit that was saved. Collective: a
+    backward of zeros, after which DDP orders the parameters as their gradients became ready.
+    """
+    own, trained = vars(ddp.module), [p for p in ddp.module.parameters() if p.requires_grad]
+    before = own.get("forward")  # of a compiled module
+
+    def forward(_: Tensor) -> list[Tensor]:
+        return [p.flatten()[:0].sum() for p in trained]
+
+    own["forward"] = forward
+    try:
+        with torch.enable_grad():
+            nothing = ddp(torch.zeros(()))
+            torch.autograd.backward(nothing, [torch.ones_like(one) for one in nothing])
+    finally:
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before
+    for p in trained:
+        p.grad = None
 
 
 def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:

@@ -305,6 +305,7 @@ class ExactResume:
             restore_loops(fit.trainer)
             return bool(own)
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
+        lost += fit.inside.not_restored(self._strategy)
         _put_gradients(fit.trainer.lightning_module, own.get("gradients", {}))
         if lost:
             rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")

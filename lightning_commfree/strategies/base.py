@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -60,6 +61,7 @@ class ReplicaStrategy(DDPStrategy):
         ledger: bytes sent by this rank to other replicas and seconds waited, by tag.
         group_ledger: bytes within a replica, by tag: not DDP's; FSDP's of training, by formulas.
         session: the current fit.
+        ddp_kwargs: the arguments of `DDPStrategy` that differ from its defaults.
         patches: functions that wrap methods of Lightning during a fit.
         liveness: whether ranks detect lost ranks (`comm.liveness`); set it before `fit`.
     """
@@ -72,6 +74,7 @@ class ReplicaStrategy(DDPStrategy):
         # two lines: LightningCLI follows the name `ddp_kwargs` up to DDP's own arguments
         ddp_kwargs = check_ddp_kwargs(type(self), ddp_kwargs, inside.uses_ddp)
         super().__init__(**ddp_kwargs)
+        self.ddp_kwargs = ddp_kwargs
         self.inside, self.patches = inside, Patches()
         self.ledger = Ledger()
         self.group_ledger = Ledger(follows=self.ledger)
@@ -348,6 +351,8 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if isinstance(self.precision_plugin, DoublePrecision):
+            self.module.double()  # Lightning converts it later, after fp32 has rounded the weights
         super().load_model_state_dict(self.inside.with_module_shards(checkpoint), strict)
 
     @override

@@ -131,6 +131,11 @@ class Inside(Protocol):
         """Restore the state that `state_dict` returned."""
         del state
 
+    def not_restored(self, strategy: Any) -> list[str]:
+        """Return messages about state or rounding that a resumed fit does not restore."""
+        del strategy
+        return []
+
     def release(self) -> None:
         """Release the model, after a fit or an error."""
         return

@@ -52,6 +52,7 @@ class FitSession(Generic[B]):
     """
 
     trains_apart = False  # ranks exchange nothing at most steps
+    compares_weights = False  # the exchange of a step compares the ranks' weights
     computing = accumulates = False
 
     def __init__(

@@ -18,7 +18,11 @@ from lightning_commfree.domino import DominoSettings
 from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta
-from lightning_commfree.model.replication import broadcast_initial_weights, refuse_sync_batchnorm
+from lightning_commfree.model.replication import (
+    broadcast_initial_weights,
+    refuse_sync_batchnorm,
+    settle_buckets,
+)
 from lightning_commfree.strategies.checks import refuse_timed_validation
 from lightning_commfree.strategies.contracts import Inside
 from lightning_commfree.strategies.inside.domino import TensorParallel
@@ -57,10 +61,25 @@ class DataParallel(Inside):
         if self.uses_ddp:
             set_ddp_group(strategy, strategy.channels.within.group)
             DDPStrategy.configure_ddp(strategy)
+            ddp = strategy.model
+            if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored(strategy):
+                settle_buckets(ddp)
 
     @override
     def mesh(self, world_size: int) -> Mesh:
         return replica_mesh(world_size, self.size, self._argument)
+
+    @override
+    def not_restored(self, strategy: ReplicaStrategy) -> list[str]:
+        lost = []
+        if strategy.ddp_kwargs.get("static_graph") and self.size > 2:
+            lost.append(
+                "with `static_graph=True`, DDP sums gradients in another order in the first step"
+                " after a resume"
+            )
+        if strategy.ddp_kwargs.get("ddp_comm_hook") is not None:
+            lost.append("the state of `ddp_comm_hook` is not saved")
+        return lost
 
 
 __all__ = [

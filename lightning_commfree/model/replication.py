@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -146,30 +147,58 @@ def averaged_buffers(
         yield buffer, mean.view(buffer.shape)
 
 
-def settle_buckets(ddp: DistributedDataParallel) -> None:
-    """Make DDP choose its buckets now; by default it chooses again after the first backward.
+class BucketOrder:
+    """The order in which DDP puts gradients into buckets, for an exact resume.
 
-    All-reduces of three or more ranks round a sum by its place in a bucket. So a resumed fit would
-    sum the gradients of its first step in another order than the fit that was saved. Collective: a
-    backward of zeros, after which DDP orders the parameters as their gradients became ready.
+    After its first backward DDP orders them as they became ready. All-reduces of three or more
+    ranks round a sum by its place in a bucket, so a resumed fit must begin with the same order.
+
+    Args:
+        ddp: the wrapped module, which has not been trained yet.
+
+    Attributes:
+        names: the trained parameters in this order; empty before the first backward.
     """
-    own, trained = vars(ddp.module), [p for p in ddp.module.parameters() if p.requires_grad]
-    before = own.get("forward")  # of a compiled module
 
-    def forward(_: Tensor) -> list[Tensor]:
-        return [p.flatten()[:0].sum() for p in trained]
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.names: list[str] = []
+        self._ddp = ddp
+        self._trained = {n: p for n, p in ddp.module.named_parameters() if p.requires_grad}
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._ready, name))  # type: ignore[no-untyped-call]
+            for name, p in self._trained.items()
+        ]
 
-    own["forward"] = forward
-    try:
-        with torch.enable_grad():
-            nothing = ddp(torch.zeros(()))
-            torch.autograd.backward(nothing, [torch.ones_like(one) for one in nothing])
-    finally:
-        del own["forward"]
-        if before is not None:
-            own["forward"] = before
-    for p in trained:
-        p.grad = None
+    def restore(self, names: Sequence[str]) -> None:
+        """Make DDP use an order that was saved, by a backward of zeros; collective."""
+        if set(names) != self._trained.keys():  # saved before the first backward
+            return
+        own = vars(self._ddp.module)
+        before = own.get("forward")  # of a compiled module
+        # autograd begins with what was computed last
+        own["forward"] = lambda _: [self._trained[n].flatten()[:0].sum() for n in reversed(names)]
+        try:
+            with torch.enable_grad():
+                sums = self._ddp(torch.zeros(()))
+                torch.autograd.backward(sums, [torch.ones_like(one) for one in sums])
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+        for p in self._trained.values():
+            p.grad = None
+
+    def _ready(self, name: str, _: Tensor) -> None:
+        if self._ddp.require_backward_grad_sync and name not in self.names:
+            self.names.append(name)
+        if len(self.names) == len(self._trained):
+            self.close()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
 def refuse_sync_batchnorm(strategy: str, module: nn.Module) -> None:

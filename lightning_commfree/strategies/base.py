@@ -245,7 +245,7 @@ class ReplicaStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     def _prepare_replaced(self) -> None:
-        """Prepare optimizers that a hook has put into `trainer.optimizers`, before their first step.
+        """Prepare optimizers that a hook has put into `trainer.optimizers`, before they step.
 
         Collective over the job: the hook must replace them on all ranks after the same step.
         """

@@ -102,7 +102,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_resume_and_a_save_change_nothing(pair: list[Any], name: str) -> None:
-    """64 bits are not rounded to 32, and a save leaves a rank's BatchNorm statistics as they are."""
+    """64 bits are not rounded to 32, and a save leaves BatchNorm statistics as they are."""
     for found in pair:
         saved, resumed, plain, said = found[name]
         assert not said

@@ -19,9 +19,9 @@ from lightning_commfree.lightning_internals import set_ddp_group
 from lightning_commfree.model.fsdp import FSDPSettings
 from lightning_commfree.model.meta_init import on_meta
 from lightning_commfree.model.replication import (
+    BucketOrder,
     broadcast_initial_weights,
     refuse_sync_batchnorm,
-    settle_buckets,
 )
 from lightning_commfree.strategies.checks import refuse_timed_validation
 from lightning_commfree.strategies.contracts import Inside
@@ -43,6 +43,7 @@ class DataParallel(Inside):
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
         self.size, self.uses_ddp = size, size > 1
         self._argument = argument
+        self._order: BucketOrder | None = None  # where it can change a sum
 
     @override
     def check(self, strategy: Any, trainer: pl.Trainer) -> None:
@@ -63,11 +64,26 @@ class DataParallel(Inside):
             DDPStrategy.configure_ddp(strategy)
             ddp = strategy.model
             if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored(strategy):
-                settle_buckets(ddp)
+                self._order = BucketOrder(ddp)
 
     @override
     def mesh(self, world_size: int) -> Mesh:
         return replica_mesh(world_size, self.size, self._argument)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._order is None else {"order": self._order.names}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._order is not None and "order" in state:
+            self._order.restore(state["order"])
+
+    @override
+    def release(self) -> None:
+        if self._order is not None:
+            self._order.close()
+            self._order = None
 
     @override
     def not_restored(self, strategy: ReplicaStrategy) -> list[str]:

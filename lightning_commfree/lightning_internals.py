@@ -131,6 +131,10 @@ RELOAD = Feature(
     "the schedule of `reload_dataloaders_every_n_epochs` after a resume",
     ("fit_loop._last_train_dl_reload_epoch",),
 )
+METRICS = Feature(
+    "a message at a resume in the middle of an epoch that metrics of the epoch are not restored",
+    ("fit_loop.epoch_loop._results",),
+)
 COMPILED = Feature(
     "a clear error for a compiled LightningModule, which cannot be sharded",
     ("lightning_module._compiler_ctx",),
@@ -333,6 +337,14 @@ def take_loader_states(trainer: pl.Trainer) -> list[dict[str, Any]]:
         states = trainer.fit_loop._combined_loader_states_to_load
         trainer.fit_loop._combined_loader_states_to_load = []
     return states
+
+
+def epoch_metrics(trainer: pl.Trainer) -> list[str]:
+    """Return the names of metrics that training has logged for the current epoch so far."""
+    if not METRICS.works(trainer):
+        return []
+    logged = trainer.fit_loop.epoch_loop._results.values()
+    return sorted({one.meta.name for one in logged if one.meta.on_epoch and not one.has_reset})
 
 
 def set_last_reload(trainer: pl.Trainer, epoch: int) -> None:

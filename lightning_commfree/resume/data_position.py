@@ -248,8 +248,8 @@ def not_saved(
     epoch: Any = trainer.fit_loop.epoch_progress.current
     if epoch.processed != epoch.started and (names := epoch_metrics(trainer)):
         texts.append(
-            f"the epoch's values of {', '.join(map(repr, names))} {EPOCH_METRICS}, because Lightning"
-            " does not save metrics"
+            f"the epoch's values of {', '.join(map(repr, names))} {EPOCH_METRICS}, because"
+            " Lightning does not save metrics"
         )
     return texts + _skipped_schedulers(trainer)
 

@@ -396,6 +396,8 @@ def resume(case: Case, rank: int, folder: Path) -> Result:
         return Result("FAILED", f"resume: {type(error).__name__}: {error}"[:400])
     finally:
         signal.alarm(0)
+    # Lightning does not restore what was last logged before the save
+    saved["metrics"] = {name: saved["metrics"][name] for name in resumed["metrics"]}
     if said and "; " not in said[0] and EPOCH_METRICS in said[0]:
         # it says nothing of anything else
         for end in (saved, resumed):
@@ -425,7 +427,10 @@ def run(seeds: list[int], folder: Path) -> list[Result]:
         (folder / str(seed)).mkdir(parents=True)
     by_rank = run_ranks(play, draw(seeds[0]).ranks, folder, folder, seeds)
     worst = ("FAILED", "SILENT", "said not to be", "refused", "exact")
-    return [min(results, key=lambda one: worst.index(one.outcome)) for results in zip(*by_rank)]
+    return [
+        min(results, key=lambda one: worst.index(one.outcome))
+        for results in zip(*by_rank, strict=True)
+    ]
 
 
 def main() -> None:

@@ -168,7 +168,8 @@ class VotingSession:
             TypeError: one of them is not a `DistributedLion`.
             ValueError: there are more or fewer than before.
         """
-        lions = only_lions("DistributedLionStrategy", optimizers)
+        hook = "a hook has put into `trainer.optimizers` a"
+        lions = only_lions("DistributedLionStrategy", optimizers, hook)
         if len(lions) != len(self.lions):
             raise ValueError(
                 f"A hook has replaced the {len(self.lions)} optimizers of this fit by"
@@ -280,14 +281,17 @@ class VotingSession:
             )
 
 
-def only_lions(strategy: str, optimizers: Sequence[Optimizer]) -> list[DistributedLion]:
+def only_lions(
+    strategy: str,
+    optimizers: Sequence[Optimizer],
+    source: str = "`configure_optimizers` returned",
+) -> list[DistributedLion]:
     """Return `optimizers` if all are `DistributedLion`, else raise `TypeError`."""
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedLion):
             raise TypeError(
-                f"`{strategy}` requires `DistributedLion`, but `configure_optimizers` returned"
-                f" `{type(optimizer).__name__}`, or a hook has put it into `trainer.optimizers`; it"
-                " cannot step by votes. Return"
+                f"`{strategy}` requires `DistributedLion`, but {source}"
+                f" `{type(optimizer).__name__}`, which cannot step by votes. Return"
                 " `lightning_commfree.DistributedLion(self.parameters(), lr=1e-4,"
                 " weight_decay=1.0)`, with a learning rate 3 to 10 times smaller than AdamW's and a"
                 " weight decay larger by the same factor, or use the strategy `ddp`."

@@ -10,6 +10,7 @@ script it runs many seeds and appends one line of JSON per seed to a file, where
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import random
@@ -439,6 +440,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("random_resumes.jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # a rank that collects walks over all objects, and copies them
     first, last = map(int, options.seeds.split("-"))
     rows = options.out.read_text().splitlines() if options.out.exists() else []
     done = {row["seed"]: row for row in map(json.loads, rows)}

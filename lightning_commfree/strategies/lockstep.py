@@ -2,9 +2,6 @@
 
 The exchange carries two flags of each rank: it wants all to stop (`Stopping.wanted`), and its
 stream of unknown length ends with this step (`Stopping.stream_ends`).
-
-With manual optimization a LightningModule decides when which optimizer steps. If the ranks decided
-differently, they would wait for each other until the timeout, so they compare it first.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from lightning_commfree.model.replication import common_buffers
 from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
-from lightning_commfree.strategies.signals import stopped_by_hand
 
 TAG = "order"
 _NO_STEP = -1  # in place of an optimizer's number
@@ -42,7 +38,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def batch_begins(self) -> None:
-        # a stream may end with a batch in which no optimizer steps, so no vote can say it
+        # with manual optimization, a stream may end with a batch without a vote to carry the flag
         channel = self._world if self.clock.spans_batch else self._channels.within
         self._stopping.share_last_batch(channel)
 
@@ -72,13 +68,13 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if stopped_by_hand(self._module):
+        if self._ranks.interrupted:
             return read()
         # a checkpoint has the means, but a fit that saves must train like one that does not
         buffers = common_buffers(self._module)
         own = [buffer.clone() for buffer in buffers]
         self.between.average_buffers()
-        state = copy_to_cpu(read(), only=buffers)
+        state: dict[str, Any] = copy_to_cpu(read(), only=buffers)
         for buffer, values in zip(buffers, own, strict=True):
             buffer.copy_(values)
         return state
@@ -90,12 +86,12 @@ class LockstepSession(FitSession[EveryStep]):
     def _compare_order(self, optimizer: Optimizer | None) -> None:
         """Check that all ranks step the same optimizer next, under manual optimization; collective.
 
-        Args:
-            optimizer: the next optimizer to step; None: no other step follows in this batch.
+        `optimizer` is the next one to step; None: no other step follows in this batch.
 
         Raises:
             AgreedError: they do not; on all ranks.
         """
+        # with different orders, ranks would wait for each other until the timeout
         world, trainer = self._world, self._trainer
         if not self.clock.spans_batch or world.size == 1:
             return

@@ -282,7 +282,7 @@ class ExactResume:
             restore_loops(fit.trainer)
             return bool(own)
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
-        lost += fit.inside.not_restored(self._strategy)
+        lost += self._strategy.not_restored()
         for name, gradient in own.get("gradients", {}).items():
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)

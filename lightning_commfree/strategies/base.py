@@ -100,6 +100,10 @@ class ReplicaStrategy(DDPStrategy):
         """Return how often ranks compare their weights, in steps (0: never), and which ranks do."""
         return 0, self.channels.world
 
+    def not_restored(self) -> list[str]:
+        """Return messages about what a resume of this fit does not restore."""
+        return self.inside.not_restored(self)
+
     @property
     def module(self) -> pl.LightningModule:
         """The LightningModule, which the Trainer connects first."""

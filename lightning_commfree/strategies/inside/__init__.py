@@ -37,6 +37,7 @@ class DataParallel(Inside):
     def __init__(self, size: int = 1, argument: str = "replica_size") -> None:
         self.size, self.uses_ddp = size, size > 1
         self._argument = argument
+        self._ddp: Any = None  # from `prepare` to `release`, with several ranks
         self._order: BucketOrder | None = None  # where it can change a sum
 
     @override
@@ -56,7 +57,7 @@ class DataParallel(Inside):
         if self.uses_ddp:
             set_ddp_group(strategy, strategy.channels.within.group)
             DDPStrategy.configure_ddp(strategy)
-            ddp = strategy.model
+            self._ddp = ddp = strategy.model
             if self.size > 2 and not ddp.find_unused_parameters and not self.not_restored(strategy):
                 self._order = BucketOrder(ddp)
 
@@ -66,18 +67,24 @@ class DataParallel(Inside):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._order is None else {"order": self._order.names}
+        if self._ddp is None:
+            return {}
+        # whether DDP broadcasts buffers in the next forward: not while gradients accumulate
+        state = {"syncs_buffers": self._ddp.require_forward_param_sync}
+        return state if self._order is None else {**state, "order": self._order.names}
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._order is not None and "order" in state:
             self._order.restore(state["order"])
+        if self._ddp is not None and "syncs_buffers" in state:
+            self._ddp.require_forward_param_sync = state["syncs_buffers"]
 
     @override
     def release(self) -> None:
         if self._order is not None:
             self._order.close()
-            self._order = None
+        self._order = self._ddp = None
 
     @override
     def not_restored(self, strategy: ReplicaStrategy) -> list[str]:

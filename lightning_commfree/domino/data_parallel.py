@@ -1,18 +1,19 @@
 """Data parallelism between tensor groups: average gradients in every step.
 
-A checkpoint contains the full weights and optimizer state. Each rank's own state is small: its
-random numbers, its position in the data, and during gradient accumulation its gradients.
+A checkpoint contains the full weights and optimizer state, so a fit can resume on any number of
+ranks. The rest of the state is small and saved by each rank: random number generators, position in
+the data, and partly accumulated gradients.
 
 ===========================  ===================  ================================================
-resumed on                   position in data     random numbers
+resumed on                   position in data     random number generators
 ===========================  ===================  ================================================
 the same ranks               restored             restored: the fit continues bit for bit
-the same number of tensor    restored             shared numbers restored, a rank's own numbers
-groups, of another size                           (attention's dropout) new
+as many tensor groups of     restored             the shared ones restored, each rank's own
+another size                                      (attention's dropout) new
 another number of groups     start of the epoch   new
 ===========================  ===================  ================================================
 
-The second row needs the rank file of each group's first rank. Half-accumulated gradients are
+The second row needs the rank file of each group's first rank. Partly accumulated gradients are
 restored only in the first row.
 """
 
@@ -33,9 +34,9 @@ from lightning_commfree.domino.gradients import AVERAGE_TAG, GradientAverage
 from lightning_commfree.domino.settings import DominoSettings
 from lightning_commfree.domino.sharded_module import ShardedModule
 
-# entries of a rank's own state that do not depend on which shards it holds
+# entries of the rank state that do not depend on the shards that a rank holds
 _POSITION = ("random", "epoch_start", "loaders", "ahead", "lost")
-FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 numbers that ranks exchange before a step
+FLAGS_TAG, FLAGS_BYTES = "flags", 24  # three int64 values per rank, exchanged before each step
 
 
 class GradientMean:
@@ -43,9 +44,8 @@ class GradientMean:
 
     Args:
         sharded: the module with the sharded models.
-        channels: between and within replicas.
-        settings: the user's; part of the fingerprint, because they decide the order in which random
-            numbers are drawn.
+        channels: channels between and within tensor groups.
+        settings: the user's settings.
 
     Attributes:
         average: launches and lands the all-reduces.
@@ -91,7 +91,7 @@ class GradientMean:
         return {}
 
     def cycle(self) -> tuple[Mapping[str, float], int]:
-        """Return a cycle of one step; `bytes_per_step` forecasts bytes, which depend on tokens."""
+        """Return a cycle of one step, without bytes: they depend on tokens (`bytes_per_step`)."""
         return {}, 1
 
     def bytes_per_step(
@@ -102,8 +102,8 @@ class GradientMean:
         Args:
             module: the sharded module.
             tokens: tokens in a tensor group's batches of one step.
-            mixed: autocast's dtype; None without autocast.
-            clips: whether gradients are clipped by their norm.
+            mixed: the autocast dtype; None without autocast.
+            clips: whether gradients are clipped by norm.
         """
         replicas, world = self._channels.between.size, self._channels.world.size
         sent = bytes_per_step(self.models, tokens, mixed, clips)
@@ -123,7 +123,7 @@ class GradientMean:
         return {}, {}
 
     def load_state_dict(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
-        """Restore nothing, as `state_dict` returns nothing."""
+        """Do nothing: there is no state."""
         del shared, own
 
     def adopt(
@@ -132,7 +132,7 @@ class GradientMean:
         ranks: int,
         load: Callable[[Iterable[int]], list[dict[str, Any]]],
     ) -> tuple[dict[str, Any], str] | None:
-        """Keep the position in the data, and random numbers where groups have the same size."""
+        """Resume on other ranks: keep the data position and, if possible, random numbers."""
         size = int(was["tensor_parallel_size"])
         world, within = self._channels.world, self._channels.within
         if ranks // size != world.size // within.size:

@@ -6,18 +6,19 @@ class in transformers  what differs from Llama
 `GPT2LMHeadModel`      learned positions, `Conv1D` linears of shape (in, out) with packed query,
                        key and value, dropout after both sums: a class of its own, `GPT2`
 `LlamaForCausalLM`     (rotary positions, RMS norms, SwiGLU, grouped key heads)
-`MistralForCausalLM`   nothing: transformers puts the sliding window into the mask
+`MistralForCausalLM`   nothing: the mask from transformers contains the sliding window
 `Qwen2ForCausalLM`     biases of query, key and value, sharded with their weights
 `Qwen3ForCausalLM`     per-head norms of queries and keys
 `GemmaForCausalLM`     a scaled embedding
-`Gemma2ForCausalLM`    as Gemma, plus a norm after each sum and sliding windows in some blocks
-`Gemma3ForCausalLM`    as Gemma 2, plus Qwen 3's norms
+`Gemma2ForCausalLM`    like Gemma, plus a norm after each sum and sliding windows in some blocks
+`Gemma3ForCausalLM`    like Gemma 2, plus Qwen 3's norms
 =====================  ========================================================================
 
 To add an architecture, add a line to `FAMILIES`, and a subclass of `Family` if its modules are not
-Llama's. A model is recognized by the name of its class: the library does not import transformers.
-Phi and NeoX, whose attention and MLP share one residual sum, are sharded by the plan in their
-config instead (`plan`): a `Sublayer` here has one row linear, and they would need two.
+Llama's. A model is recognized by its class name, because the library does not import transformers.
+Phi and GPT-NeoX, whose attention and MLP are added to the residual stream in one sum, are sharded
+by the plan in their config instead (`plan`): a `Sublayer` has one row-parallel layer, and theirs
+would need two.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from lightning_commfree.domino.sublayers import Sublayer, attention_body, mlp_bo
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """A causal language model architecture: identical blocks, each of attention and an MLP.
+    """Causal language model architecture: identical blocks of attention and an MLP.
 
     Attributes:
         base: attribute name of the model without its head.
         blocks_name: attribute name of the list of blocks in the base.
         embedding_name: attribute name of the word embedding in the base.
-        raw_embedding: whether the embedding's output enters the first block unchanged. Its
-            all-reduce can then overlap with the first block.
+        raw_embedding: whether the embedding's output enters the first block unchanged, so that its
+            all-reduce can overlap with that block.
     """
 
     base: ClassVar[str]
@@ -64,11 +65,7 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, model: Any, ranks: int) -> None:
-        """Check that a model can be sharded, without changing it.
-
-        Raises:
-            ValueError: heads or widths cannot be divided among the ranks.
-        """
+        """Raise `ValueError` if a model's heads or MLP widths are not divisible among the ranks."""
 
     @abstractmethod
     def shard_block(self, sharding: Sharding, block: Any) -> None:
@@ -76,15 +73,15 @@ class Family(ABC):
 
     @abstractmethod
     def sublayers(self, name: str, block: Any) -> Sequence[Sublayer]:
-        """Return the sublayers of a sharded block: attention and MLP. `name` is for traces."""
+        """Return the attention and MLP sublayers of a sharded block. `name` is for traces."""
 
     def can_be_scheduled(self, model: Any) -> bool:
-        """Return whether the blocks compute nothing besides their sublayers."""
+        """Return whether the blocks consist only of sublayers, so that a schedule can run them."""
         del model
         return True
 
     def returns_tensor(self, block: nn.Module) -> bool:
-        """Return whether a block returns a tensor and not a tuple, as in older transformers."""
+        """Return whether a block returns a tensor; in older transformers it returns a tuple."""
         returned = inspect.signature(type(block).forward).return_annotation
         return "tuple" not in str(returned).lower()
 
@@ -97,7 +94,7 @@ class Family(ABC):
         return getattr(*self.blocks_in(model))
 
     def vocabulary(self, model: Any) -> tuple[nn.Module, nn.Module]:
-        """Return embedding and head."""
+        """Return the word embedding and the head."""
         return getattr(getattr(model, self.base), self.embedding_name), model.lm_head
 
     def shard(self, sharding: Sharding) -> None:
@@ -125,8 +122,8 @@ class Llama(Family):
     """Llama and architectures with its module names.
 
     Attributes:
-        head_norms: attention normalizes queries and keys, with one weight for all heads.
-        post_norms: a second norm follows each sum.
+        head_norms: whether attention normalizes queries and keys, with one weight for all heads.
+        post_norms: whether a second norm follows each all-reduced sum.
     """
 
     base, blocks_name, embedding_name = "model", "layers", "embed_tokens"
@@ -155,7 +152,7 @@ class Llama(Family):
         if self.head_norms:  # a rank's gradient covers only its own heads
             sharding.mark_partial_gradients(attention.q_norm)
             sharding.mark_partial_gradients(attention.k_norm)
-        # how many query heads each key head serves on this rank, which holds at least one key head
+        # query heads per key head on this rank, which has at least one key head
         groups = (heads // ranks) // max(key_heads // ranks, 1)
         sharding.set(attention, "num_key_value_groups", groups)
 
@@ -212,7 +209,7 @@ class Llama(Family):
 
 
 def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpec:
-    """Return the sharding of keys and values; with fewer heads than ranks, ranks share a head."""
+    """Return the spec of the key and value projections; ranks share a head if there are too few."""
     if key_heads % ranks == 0:
         return ShardSpec.even(0, key_heads * head_dim, ranks)
 
@@ -225,7 +222,7 @@ def _key_spec(heads: int, key_heads: int, head_dim: int, ranks: int) -> ShardSpe
 
 @dataclass(frozen=True)
 class GPT2(Family):
-    """GPT-2. Positions and dropout come between the embedding and the first block."""
+    """GPT-2, with positions and dropout between the embedding and the first block."""
 
     base, blocks_name, embedding_name = "transformer", "h", "wte"
 
@@ -240,7 +237,7 @@ class GPT2(Family):
     def shard_block(self, sharding: Sharding, block: Any) -> None:
         ranks, attention, mlp = sharding.group.size, block.attn, block.mlp
 
-        # query, key and value are packed in one weight: this rank's slice of each third
+        # query, key and value are packed in one weight: take this rank's slice of each third
         packed = attention.c_attn.weight.shape[1]
         column(sharding, attention, "c_attn", ShardSpec.even(1, packed, ranks, blocks=3))
         row(sharding, attention, "c_proj")
@@ -277,8 +274,8 @@ class GPT2(Family):
         )
 
 
-# Gemma scales the embedding: newer transformers in the embedding module, older ones after it. So
-# `raw_embedding` is False for it with any version.
+# Gemma scales the embedding, which older transformers do outside the embedding module. So
+# `raw_embedding` is False for Gemma with any version.
 FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": GPT2(),
     "LlamaForCausalLM": Llama(raw_embedding=True),

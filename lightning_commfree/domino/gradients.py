@@ -1,16 +1,10 @@
 """Gradients across ranks: data-parallel mean, shared shards, norm, and checks for NaN and Inf.
 
-- `GradientAverage` averages them over the data axis, sublayer by sublayer, during backward.
-- `sum_shared` sums the gradients of a shard that several ranks of a tensor group hold.
-- `gradient_norm` counts every element of the full gradient once.
-
-NaN and Inf are found before the optimizer step, on all ranks at once. Each rank checks its own
-gradients before the mean over the data axis, which would hide the replica that they came from. The
-check computes the norm, because that takes one pass and is finite only if all elements are. The
-norm can also overflow, so if it is not finite the ranks check single elements and exchange names.
-
-Hooks can introduce NaN after that, and so can the optimizer: a check before each checkpoint finds
-both.
+All ranks detect NaN and Inf before the optimizer step. Each rank checks its own gradients before
+the mean over the data axis, which would hide where they came from. The check computes the norm,
+which takes one pass and is finite only if all elements are. The norm can also overflow, so if it is
+not finite, ranks check element by element and exchange the names of parameters. A check before each
+checkpoint finds NaN from hooks and from the optimizer.
 """
 
 from __future__ import annotations
@@ -59,13 +53,13 @@ class GradientAverage:
             self._launch([p for module in sublayer.modules for p in module.parameters()])
 
     def land(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Launch the remaining all-reduces, wait, and store all means in place."""
+        """Launch the remaining all-reduces, wait for all, and store the means in the gradients."""
         if self._channel.size == 1:
             return
 
         # With two forwards and one backward, the blocks run backward twice: the first run launches
-        # a sublayer's gradients, and the second adds to them. Such late gradients, changed after
-        # their launch, are launched again.
+        # a sublayer's gradients, and the second adds to them. So gradients that have changed since
+        # their launch are launched again, and the first result is dropped.
         late = {
             p
             for p, (gradient, version) in self._launched.items()
@@ -101,17 +95,15 @@ class GradientAverage:
         for members in by_dtype.values():
             gradients = [self._launched[p][0] for p in members]
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            # the data axis may be a CPU channel over the slow link
+            # the channel between tensor groups may use CPU tensors
             flying = self._channel.all_reduce(flat.to(self._channel.device), AVERAGE_TAG)
             self._flying.append((members, gradients, flying))
 
 
 def sum_shared(specs: Mapping[nn.Parameter, ShardSpec], group: TensorGroup) -> None:
-    """Sum the gradients of shards that several ranks of a tensor group hold; collective.
-
-    The sum is over the ranks with the same shard only. They have no channel of their own, so each
-    rank of the group contributes its gradient in zeros of the full shape.
-    """
+    """Sum the gradients of each shard over the ranks that hold it; collective."""
+    # there is no channel for just these ranks: each rank of the group sends its gradient,
+    # zero-padded to the full shape
     for parameter, spec in specs.items():
         if spec.overlapping and parameter.grad is not None:
             shape = list(parameter.shape)
@@ -132,14 +124,8 @@ def gradient_norm(
 ) -> Tensor:
     """Return the p-norm of the full model's gradient; collective.
 
-    Args:
-        parameters: this rank's parameters.
-        specs: the specs of those that are sharded.
-        group: the tensor group.
-        norm_type: p; `math.inf` for the largest absolute value.
-
-    Returns:
-        A scalar tensor, in float32 or wider; the same on all ranks.
+    `specs` has the specs of the sharded parameters, and `norm_type` is p. The result is 0-d, in
+    fp32 or wider, and the same on all ranks.
     """
     if math.isinf(norm_type):
         largest = get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
@@ -152,7 +138,7 @@ def gradient_norm(
 
         spec = specs.get(p)
         holders = 1 if spec is None else spec.ranges.count(spec.ranges[group.rank])
-        # several ranks may hold the same shard: each counts its share
+        # each of several ranks with the same shard counts an equal part of its powers
         values = p.grad.detach().to(torch.promote_types(p.grad.dtype, torch.float32))
         power = values.square() if norm_type == 2 else values.abs().pow(norm_type)
         share = power.sum() / holders
@@ -168,11 +154,11 @@ def gradient_norm(
     return summed.sqrt() if norm_type == 2 else summed.pow(1 / norm_type)
 
 
-_NAMED = 3  # ranks that an error names at most
+_NAMED = 3  # maximum number of ranks to name in an error
 
 
 def looks_finite(parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether the norm of this rank's gradients is finite; waits for the device once."""
+    """Return whether the norm of this rank's gradients is finite; synchronizes the device once."""
     return _norm_is_finite([p.grad for p in parameters if p.grad is not None])
 
 
@@ -181,11 +167,11 @@ def refuse_nonfinite(
 ) -> None:
     """Raise an error that names the ranks whose gradients are not finite; collective.
 
-    Call it after some rank's norm was not finite.
+    All ranks call it if `looks_finite` is False on one. If only the norm overflowed, it returns.
 
     Args:
         channel: connects all ranks of the fit.
-        module: the module, with this rank's gradients not averaged yet.
+        module: the module, with this rank's gradients before averaging.
         loss: this rank's latest loss, one element.
         step: number of the next step, counted from 1.
         group_size: number of consecutive ranks that share a model.
@@ -201,9 +187,9 @@ def refuse_nonfinite(
 
     if found := _named(channel, text, group_size):
         raise AgreedError(
-            f"Gradients are not finite before step {step}: {found}. All ranks are stopping, with"
-            " all parameters as they were before the step. Check the batch of that tensor group, or"
-            " lower the learning rate, and resume from the last checkpoint."
+            f"Gradients are not finite before step {step}: {found}. All ranks are stopping; no"
+            " parameter was changed. Check that tensor group's batch or lower the learning rate,"
+            " then resume from the last checkpoint."
         )
 
 
@@ -231,7 +217,7 @@ def _norm_is_finite(tensors: list[Tensor]) -> bool:
 
 
 def _named(channel: Channel, text: str, group_size: int) -> str:
-    """Return one sentence on the ranks whose `text` is not empty; collective."""
+    """Return a list of the ranks whose `text` is not empty, as text; collective."""
     affected = [
         f"rank {rank} (tensor group {rank // group_size}) has {found}"
         for rank, found in zip(channel.ranks, gather_texts(channel, text), strict=True)

@@ -1,10 +1,10 @@
 """Shard a transformers model in place and put the schedule into its forward.
 
-A transformers causal language model loops over its list of blocks. While the schedule is active,
-the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd node.
-Everything around the blocks remains transformers' own code: masks, positions, the last norm, head
-and outputs. Where the schedule does not apply (evaluation, generation, hidden states of single
-blocks requested), the loop gets the blocks, and the sharded modules do their own all-reduces.
+A causal language model from transformers loops over its list of blocks. While the schedule is
+active, the list yields stand-ins instead, and the last stand-in runs all blocks as one autograd
+node. Everything around the blocks (masks, positions, last norm, head, outputs) is still
+transformers' code. Without the schedule (in evaluation and generation, or if the hidden states of
+single blocks are requested), the loop gets the blocks, whose modules do their own all-reduces.
 """
 
 from __future__ import annotations
@@ -33,18 +33,14 @@ from lightning_commfree.domino.splits import choose_split, legal_splits
 from lightning_commfree.domino.sublayers import Arguments
 from lightning_commfree.model.meta_init import Materializer
 
-# outputs and inputs of single blocks, which the schedule does not support
+# arguments that request outputs of single blocks, or pass inputs to them: not scheduled
 _NOT_SCHEDULED = ("output_attentions", "output_hidden_states", "encoder_hidden_states")
-# arguments for a cache, with which a forward is not scheduled
+# KV cache arguments: a forward with a cache is not scheduled
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "use_cache")
 
 
 def check_divisible(model: nn.Module, ranks: int) -> None:
-    """Check that a model can be sharded among `ranks` ranks, without changing it.
-
-    Raises:
-        ValueError: it cannot; the message has the reason.
-    """
+    """Raise `ValueError` if a model cannot be sharded among `ranks` ranks, without changing it."""
     family = family_of(model)
     if family is not None:
         check_adapters(model, family.vocabulary(model))
@@ -54,29 +50,29 @@ def check_divisible(model: nn.Module, ranks: int) -> None:
     else:
         raise ValueError(
             f"Tensor parallelism of `{type(model).__name__}` is not supported: its config has no"
-            f" tensor-parallel plan. Supported are {', '.join(FAMILIES)} (with Domino's schedule),"
-            " and any other transformers model whose config has a `base_model_tp_plan` of column-"
+            f" tensor-parallel plan. Use one of {', '.join(FAMILIES)} (which get Domino's"
+            " schedule), or a transformers model whose config has a `base_model_tp_plan` of column-"
             " and row-wise linear layers (without the schedule)."
         )
 
 
 class ParallelModel:
-    """A transformers model that is sharded and scheduled, in place.
+    """Transformers model that is sharded and scheduled in place.
 
     Args:
-        model: the same on every rank, with the same weights. A model of `FAMILIES` may also be on
-            the `meta` device: it is initialized one layer at a time (`model.meta_init`).
+        model: the model, with the same weights on every rank. A model in `FAMILIES` may also be on
+            the `meta` device, and is then initialized one layer at a time (`model.meta_init`).
         channel: the tensor group.
         settings: split and number of micro-batches.
         seed: seed of the random numbers that differ between ranks.
         init_seed: seed for initializing a model on `meta`; the same on all ranks.
 
     Attributes:
-        sharding: which tensors are sharded, and how.
-        trace: called with every event of the schedule (event, sublayer, micro-batch), if set.
-        done: called in backward with each sublayer whose gradients are complete, if set.
-        scheduled: whether the schedule runs the blocks; else they do their own all-reduces.
-        shards_loss: whether the model's own loss is computed from this rank's logits only.
+        sharding: specs of the sharded tensors, and the record of all changes to the model.
+        trace: if set, called with every event of the schedule: (event, sublayer, micro-batch).
+        done: if set, called in backward with each sublayer whose gradients are complete.
+        scheduled: whether the blocks have a schedule; otherwise they do their own all-reduces.
+        shards_loss: whether the model's own loss is computed without gathering logits.
         on_fallback: called with a message when a batch cannot be split as requested.
         trial: chooses the split for each batch size under `split="auto"`.
 
@@ -121,7 +117,7 @@ class ParallelModel:
         self._forbid_saving(model)
 
     def join(self, full: dict[nn.Parameter, Tensor]) -> None:
-        """Turn the model back into the plain transformers model.
+        """Restore the plain transformers model.
 
         Args:
             full: the full tensor of each sharded parameter (`gather_full_tensor`).
@@ -149,22 +145,22 @@ class ParallelModel:
         one_kind, as_tensor = len(set(kinds)) == 1, family.returns_tensor(blocks[0])
         self._blocks = _ScheduledBlocks(blocks, self._run_blocks, one_kind, as_tensor)
         self.sharding.restore.append(self._blocks.replace_in(*family.blocks_in(model)))
-        # `always_call`: after a failed forward the loop must see the blocks again
+        # `always_call`, because after a failed forward the loop must get the blocks again
         self._handles += [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
         ]
 
     def _shard_loss(self, model: Any) -> None:
-        # a user's own loss needs full logits; and adapters around the model call its `forward`
-        # directly, so the hooks would not run
+        # a user's own loss needs full logits, and peft calls the `forward` of the model inside
+        # directly, so these hooks would not run
         if model.loss_function.__name__ != "ForCausalLMLoss" or has_adapters(model):
             return
 
         self.shards_loss = True
         head = model.lm_head
         first = head.weight.shape[0] * self.group.rank
-        self.sharding.restore.append(_put_back_loss(model))
+        self.sharding.restore.append(_undo_loss(model))
         model.loss_function = causal_lm_loss(self.group, first, head.words)
         self._handles += [
             model.register_forward_pre_hook(self._begin_loss, with_kwargs=True),
@@ -176,22 +172,22 @@ class ParallelModel:
             vars(model)["save_pretrained"] = _refuse_to_save
             self.sharding.restore.append(lambda: vars(model).pop("save_pretrained"))
 
-    # -- a forward of the blocks
+    # -- forward of the blocks
 
     def _run_blocks(self, hidden: Tensor, block: nn.Module, given: Sequence[Arguments]) -> Tensor:
         """Run the residual stream, shape (B, T, H), through all blocks.
 
         Args:
             hidden: the residual stream after the embedding.
-            block: any of the blocks.
+            block: any block, which tells whether activations are checkpointed.
             given: the other arguments of the blocks: one entry for all blocks, or one per block.
 
         Returns:
             The residual stream before the last norm; it supports one backward.
         """
-        # masks of different kinds of blocks differ only by a window, which affects no split
+        # block kinds have masks that differ only by a window, which matters to no split
         run = self._run(hidden, given[0], _checkpointed(block))
-        if not hidden.requires_grad:  # frozen embeddings: the node must be in the graph anyway
+        if not hidden.requires_grad:  # frozen embeddings: backward must still reach the node
             hidden = hidden.detach().requires_grad_()
         output: Tensor = _Stack.apply(hidden, run, given)  # type: ignore[no-untyped-call]
         return output
@@ -225,7 +221,7 @@ class ParallelModel:
         )
         return self.trial.timed(run, name, hidden) if timed else run
 
-    # -- hooks around a forward of the model
+    # -- hooks around forward of the model
 
     def _begin(self, base: Any, args: Any, kwargs: dict[str, Any]) -> None:
         cache = kwargs.get("past_key_values")
@@ -233,13 +229,13 @@ class ParallelModel:
             kwargs.get(name) if name in kwargs else getattr(base.config, name, None)
             for name in _NOT_SCHEDULED
         )
-        # transformers reads `config.use_cache` later: True here was requested by the caller
+        # transformers has not applied `config.use_cache` yet: True is from the caller
         cached = cache is not None or kwargs.get("use_cache") is True
 
         active = torch.is_grad_enabled() and not requested and not cached
         self._blocks.begin(active)
-        # older transformers checkpoint around the call of a block: its recomputation would not find
-        # the partial sums of the embedding, and treat them as the finished embedding
+        # Older transformers checkpoint around the call of a block. The recomputation would take the
+        # embedding's partial sums for the finished embedding.
         around = getattr(base, "gradient_checkpointing", False) and not hasattr(
             self.sharding.blocks[0], "gradient_checkpointing"
         )
@@ -259,17 +255,17 @@ class ParallelModel:
         if not local or output is None:
             return output
 
-        # drop the logits: callers would mistake this rank's for all of them
+        # drop the logits: callers would take this rank's for those of the full vocabulary
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
         return type(output)(**{k: v for k, v in output.items() if k != "logits"})
 
 
 class _ScheduledBlocks(nn.ModuleList):
-    """A list of blocks that yields stand-ins while the schedule is active.
+    """List of blocks that yields stand-ins while the schedule is active.
 
     It replaces the model's own list until `join`. Its children are the blocks under the same names,
-    so parameter names, `modules()` and state dicts do not change.
+    so parameter names and state dicts do not change.
 
     Args:
         blocks: the model's blocks.
@@ -283,11 +279,11 @@ class _ScheduledBlocks(nn.ModuleList):
     ) -> None:
         super().__init__(blocks)
         self.active = False
-        self._noted: list[Arguments] = []
+        self._recorded: list[Arguments] = []
         passed = () if one_kind else blocks[:-1]
         last = blocks[0] if one_kind else blocks[-1]
-        self.stand_ins = [_StandIn(block, self._noted, None, as_tensor) for block in passed]
-        self.stand_ins.append(_StandIn(last, self._noted, run, as_tensor))
+        self.stand_ins = [_StandIn(block, self._recorded, None, as_tensor) for block in passed]
+        self.stand_ins.append(_StandIn(last, self._recorded, run, as_tensor))
 
     def replace_in(self, owner: nn.Module, name: str) -> Callable[[], None]:
         """Replace the plain list in `owner`; return a function that undoes it."""
@@ -304,7 +300,7 @@ class _ScheduledBlocks(nn.ModuleList):
     def begin(self, active: bool) -> None:
         """Prepare for a forward with or without the schedule."""
         self.active = active
-        self._noted.clear()
+        self._recorded.clear()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.stand_ins) if self.active else super().__iter__()
@@ -320,22 +316,22 @@ RunBlocks = Callable[[Tensor, nn.Module, Sequence[Arguments]], Tensor]
 
 
 class _StandIn:
-    """Replaces a block in the model's loop; has the block's attributes.
+    """Stand-in for a block in the model's loop, with the block's attributes.
 
-    It passes the residual stream on and records the block's other arguments, because each kind of
-    block has its own mask. The last stand-in runs all blocks.
+    Calling it records the block's arguments, because each kind of block has its own mask, and
+    returns the residual stream unchanged. Calling the last stand-in runs all blocks.
 
     Args:
-        block: the block to replace.
-        noted: arguments of the blocks in this forward so far; shared by all stand-ins.
+        block: the block that it replaces.
+        recorded: the blocks' arguments in this forward so far; one list for all stand-ins.
         run: runs all blocks; None except in the last stand-in.
         as_tensor: whether a block returns a tensor and not a tuple.
     """
 
     def __init__(
-        self, block: nn.Module, noted: list[Arguments], run: RunBlocks | None, as_tensor: bool
+        self, block: nn.Module, recorded: list[Arguments], run: RunBlocks | None, as_tensor: bool
     ) -> None:
-        self._block, self._noted, self._run, self._as_tensor = block, noted, run, as_tensor
+        self._block, self._recorded, self._run, self._as_tensor = block, recorded, run, as_tensor
         self._signature = inspect.signature(type(block).forward)
 
     def __getattr__(self, name: str) -> Any:
@@ -351,11 +347,11 @@ class _StandIn:
         extra = {k: v for k, v in bound.items() if k not in ("self", "hidden_states")}
         extra.update(extra.pop("kwargs", {}))
         arguments = {k: v for k, v in extra.items() if k not in _CACHE_ARGUMENTS}
-        self._noted.append({k: v for k, v in arguments.items() if not k.startswith("encoder_")})
+        self._recorded.append({k: v for k, v in arguments.items() if not k.startswith("encoder_")})
 
         if self._run is not None:
-            given = list(self._noted)
-            self._noted.clear()  # else masks would stay in memory until the next forward
+            given = list(self._recorded)
+            self._recorded.clear()  # else masks would stay in memory until the next forward
             hidden = self._run(hidden, self._block, given)
         return hidden if self._as_tensor else (hidden,)
 
@@ -374,7 +370,7 @@ class _Stack(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         if not torch.autograd._is_checkpoint_valid():  # type: ignore[no-untyped-call]
-            # the run would accumulate gradients of all parameters, whether requested or not
+            # the run accumulates gradients of all parameters, whether requested or not
             raise RuntimeError(
                 "A model sharded by Domino does not support `torch.autograd.grad` and"
                 " `backward(inputs=...)`: its blocks always compute the gradients of all"
@@ -383,7 +379,7 @@ class _Stack(torch.autograd.Function):
         return ctx.run.backward(gradients[0]), None, None
 
 
-def _put_back_loss(model: Any) -> Callable[[], None]:
+def _undo_loss(model: Any) -> Callable[[], None]:
     own, before = "_loss_function" in vars(model), vars(model).get("_loss_function")
 
     def undo() -> None:

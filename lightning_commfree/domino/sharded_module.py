@@ -1,21 +1,4 @@
-"""A LightningModule with sharded transformers models inside: the interface for strategies.
-
-=======================  =======================================================================
-`prepare`                shard the models, before the optimizer is created
-`mark_shards`            mark the sharded parameters, for algorithms that do not know Domino
-`check_first`            check that all ranks of the tensor group get the same first batch
-`sum_shared_gradients`   sum the gradients of parameters that several ranks hold
-`clip_gradients`         clip by the norm of the full gradient
-`full_state_dict`        gather the module's full state
-`shard_state_dict`       take this rank's shards of a full state
-`own_state`              state that differs between ranks: random numbers, timings of splits
-`optimizer_shards`       gather and shard the states of optimizers
-`join`                   turn the models back into plain transformers models
-=======================  =======================================================================
-
-The first part of the file checks modules, optimizer states and batches; then `OptimizerShards` and
-`ShardedModule`.
-"""
+"""A LightningModule whose transformers models are sharded: the interface for strategies."""
 
 from __future__ import annotations
 
@@ -54,16 +37,16 @@ def find_models(module: nn.Module) -> list[nn.Module]:
 
 
 def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
-    """Check that a module has a model that can be sharded, without changing it.
+    """Check that a module contains models that can be sharded, without changing them.
 
     Args:
         strategy: name of the strategy, for messages.
-        module: not sharded yet.
-        ranks: the size of a tensor group.
+        module: the module, not sharded yet.
+        ranks: number of ranks in a tensor group.
 
     Raises:
-        ValueError: there is no such model, or it is wrapped, has tensors on the meta device that
-            would never get values, cannot be divided by `ranks`, or has unsupported adapters.
+        ValueError: there is no such model, or one is wrapped, has tensors on the meta device that
+            would never get values, is not divisible by `ranks`, or has unsupported adapters.
     """
     refuse_wrapped(strategy, module)
 
@@ -83,11 +66,7 @@ def check_module(strategy: str, module: nn.Module, ranks: int) -> None:
 
 
 def refuse_meta(strategy: str, module: nn.Module) -> None:
-    """Reject a module with meta-device tensors outside a fit.
-
-    Raises:
-        ValueError: it has such tensors.
-    """
+    """Raise `ValueError` if a module has tensors on the meta device, outside a fit."""
     if without := on_meta(module):
         raise ValueError(
             f"{len(without)} tensors, including {without[0]!r}, are on the meta device and have no"
@@ -99,16 +78,11 @@ def refuse_meta(strategy: str, module: nn.Module) -> None:
 def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) -> None:
     """Check that optimizers keep state per element; call it after their first step.
 
-    State per row or column, such as Adafactor's, would be computed from the shard instead of the
-    full parameter, and a checkpoint could not gather it.
-
-    Args:
-        optimizers: all optimizers of the fit.
-        sharded: this rank's sharded parameters.
-
     Raises:
         ValueError: a tensor in the state of a shard does not have the shape of the shard.
     """
+    # state per row or column, such as Adafactor's, would be computed from the shard instead of the
+    # full parameter, and a checkpoint could not gather it
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if parameter in sharded else ():
@@ -116,26 +90,23 @@ def check_states(optimizers: Iterable[Optimizer], sharded: Set[nn.Parameter]) ->
                 if is_tensor and value.shape != parameter.shape:
                     raise ValueError(
                         f"`{type(optimizer).__name__}` keeps a {key!r} of shape"
-                        f" {tuple(value.shape)} for a parameter of shape"
-                        f" {tuple(parameter.shape)}, which is a shard: it would train differently"
-                        " than on the full parameter. Use an element-wise optimizer, such as"
-                        " AdamW, SGD or Lion."
+                        f" {tuple(value.shape)} for a shard of shape {tuple(parameter.shape)}. It"
+                        " is not element-wise, so its steps on shards would differ from steps on"
+                        " the full parameter. Use an element-wise optimizer, such as AdamW, SGD or"
+                        " Lion."
                     )
 
 
 def check_batch(channel: Channel, verb: str, batch: Any) -> None:
     """Check that all ranks of a tensor group have the same batch; collective.
 
-    Args:
-        channel: the tensor group.
-        verb: "train" or "validate", for the message.
-        batch: this rank's batch: tensors in nested containers.
+    `batch` is this rank's, with tensors in nested containers, and `verb` is "train" or "validate".
 
     Raises:
         ValueError: the batches differ; the same error on all ranks.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    # digests instead of batches: a few bytes, and the channel compares them as text
+    # compare hashes as text: they are much smaller than the batches
     found = [f"{tuple(t.shape)} {int(digest(t.contiguous()))}" for t in tensors]
     try:
         check_agreement(channel, {"the first batch": " ".join(found)})
@@ -166,17 +137,15 @@ STATE_TAG = "tensor_state"
 
 
 class OptimizerShards:
-    """Gathers and shards optimizer states of a tensor group, during a fit and after it.
+    """Gather and shard the optimizer states of a tensor group, during a fit and after it.
 
-    After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's is
-    twice the size of the model, and few users save it after the fit.
-
-    Args:
-        specs: the specs of the sharded parameters. Their shapes are recorded here, because the
-            parameters have their full shapes again after the fit.
+    `specs` has the specs of the sharded parameters.
     """
 
+    # After a fit every rank has the full models again, but optimizer states stay sharded: AdamW's
+    # is twice the size of the model, and few users save it then.
     def __init__(self, specs: Mapping[nn.Parameter, ShardSpec]) -> None:
+        # with the shapes, because parameters have their full shapes again after the fit
         self._sharded = {parameter: (spec, parameter.shape) for parameter, spec in specs.items()}
 
     def full_state_dict(self, optimizer: Optimizer, channel: Channel, keep: bool) -> dict[str, Any]:
@@ -193,7 +162,7 @@ class OptimizerShards:
     def shard_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any], rank: int
     ) -> dict[str, Any]:
-        """Return an optimizer's state with the shards of one rank of the tensor group."""
+        """Return an optimizer's state, with sharded tensors cut to a rank's shards."""
         sharded: dict[int, Any] = {}
         for index, parameter in enumerate(parameters_of(optimizer)):
             spec, _ = self._sharded.get(parameter, (None, None))
@@ -228,11 +197,11 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class ShardedModule:
-    """A module whose transformers models are sharded among a tensor group; see `prepare`.
+    """Module whose models are sharded among a tensor group; `prepare` creates it.
 
     Attributes:
         models: the sharded models.
-        optimizer_shards: gathers and shards the states of the optimizers.
+        optimizer_shards: gathers and shards the optimizer states.
     """
 
     def __init__(self, module: nn.Module, channel: Channel, models: list[ParallelModel]) -> None:
@@ -252,10 +221,10 @@ class ShardedModule:
     ) -> ShardedModule:
         """Shard the models inside `module` in place, before the optimizer is created.
 
-        The arguments are those of `ParallelModel`. All ranks must pass the same module.
+        All ranks must pass the same module. The other arguments are those of `ParallelModel`.
 
         Raises:
-            ValueError: some model cannot be sharded; `module` is unchanged.
+            ValueError: a model cannot be sharded; `module` is unchanged.
         """
         found = find_models(module)
         for model in found:  # all of them first, so that an error leaves none changed
@@ -275,10 +244,9 @@ class ShardedModule:
             check_batch(self._channel, verb, batch)
 
     def mark_shards(self, argument: str) -> None:
-        """Mark the sharded parameters, for an algorithm that does not know Domino.
+        """Mark the sharded parameters, for DiLoCo and Lion, which do not know `ShardSpec`.
 
-        Args:
-            argument: the name of the strategy's argument that sets the size of a tensor group.
+        `argument` is the strategy's argument for the size of a tensor group, for the message.
 
         Raises:
             ValueError: some shard is held by several ranks, but not by all.
@@ -319,7 +287,7 @@ class ShardedModule:
         return state if keep else {}
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a full state with this rank's shards in place of full tensors."""
+        """Return a full state, with sharded parameters cut to this rank's shards."""
         own = self._module.state_dict(keep_vars=True)
         specs, rank = self.specs, self._channel.rank
         return {
@@ -347,7 +315,7 @@ class ShardedModule:
     def shard_optimizer_state(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return an optimizer's full state with this rank's shards in place of full tensors."""
+        """Return an optimizer's full state, with sharded tensors cut to this rank's shards."""
         return self.optimizer_shards.shard_state_dict(optimizer, state, self._channel.rank)
 
     # -- gradients
@@ -367,14 +335,14 @@ class ShardedModule:
         norm = self.gradient_norm(parameters)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, norm)
 
-    # -- the end
+    # -- the end of a fit
 
     def join(self) -> None:
-        """Turn the models back into plain ones, full on every rank; optimizers keep their state."""
+        """Restore the plain, full models on every rank; optimizer states stay sharded."""
         for model in self.models:
             full = {}
             for parameter, spec in model.sharding.specs.items():
-                # to the CPU, where Lightning moves a module after a fit anyway: the full model may
+                # on the CPU, where Lightning moves a module after a fit anyway: the full model may
                 # not fit on the device
                 full[parameter] = gather_full_tensor(
                     parameter.detach(), spec, self._channel, STATE_TAG

@@ -2,9 +2,6 @@
 
 Parameter names do not change. `Sharding` records how each tensor is sharded, so that full tensors
 can be gathered again, and how to undo every change.
-
-From top to bottom: `ShardSpec` (how one tensor is sharded), `Sharding` (one model), functions that
-shard one layer each, LoRA around a sharded linear layer, and size checks.
 """
 
 from __future__ import annotations
@@ -43,8 +40,7 @@ class ShardSpec:
         ranges: start and stop within a block, for every rank.
         size: length of the full dimension.
         blocks: number of equal blocks in the full dimension.
-        padded: length to which a full tensor is padded with zeros before sharding; None: no
-            padding.
+        padded: length to which a full tensor is zero-padded before sharding; None: no padding.
     """
 
     dim: int
@@ -128,17 +124,17 @@ class Sharding:
     restore: list[Callable[[], None]] = field(default_factory=list)
 
     def replace(self, parent: nn.Module, name: str, new: nn.Module) -> None:
-        """Replace a child by `new`, until `restore`."""
+        """Replace a child module; `restore` undoes it."""
         old = getattr(parent, name)
         new.train(old.training)  # a module in eval mode must not start to apply dropout
         setattr(parent, name, new)
 
         for key, _ in new.named_parameters(recurse=False):
-            old.register_parameter(key, None)  # or a rank would keep the full tensor too
+            old.register_parameter(key, None)  # otherwise a rank would keep the full tensor too
         self.restore.append(lambda: _put_back(parent, name, old, new))
 
     def set(self, owner: nn.Module, name: str, value: Any) -> None:
-        """Change a plain attribute, until `restore`."""
+        """Change a plain attribute; `restore` undoes it."""
         old = getattr(owner, name)
         setattr(owner, name, value)
         self.restore.append(lambda: setattr(owner, name, old))
@@ -151,14 +147,11 @@ class Sharding:
         return mine
 
     def mark_partial_gradients(self, module: nn.Module) -> None:
-        """Mark a module that every rank holds in full, but whose gradients are partial.
-
-        Each rank's gradient covers only its own heads or outputs. `gradients.sum_shared` sums them
-        over the group, as it does for a key head that several ranks hold.
-        """
+        """Mark a module that every rank holds in full, but whose gradients are partial sums."""
+        # Each rank's gradient covers only its own heads or outputs. With the full dimension as the
+        # range of every rank, `sum_shared` adds them up, as for a key head of several ranks.
         for parameter in module.parameters():
             size = parameter.shape[0]
-            # the range of every rank is the full dimension
             self.specs[parameter] = ShardSpec(0, ((0, size),) * self.group.size, size)
 
 
@@ -176,7 +169,7 @@ def column(
     spec: ShardSpec,
     kind: type[ColumnLinear] = ColumnLinear,
 ) -> None:
-    """Shard the outputs of a linear layer, as `spec` says for the weight's output dimension."""
+    """Shard the outputs of a linear layer; `spec` is for the weight's output dimension."""
     old: Any = getattr(parent, name)
     flat = ShardSpec(0, spec.ranges, spec.size, spec.blocks, spec.padded)
     if is_adapted(old):
@@ -216,9 +209,9 @@ def dropout(sharding: Sharding, parent: nn.Module, name: str) -> None:
 def vocabulary(
     sharding: Sharding, embeddings: tuple[nn.Module, str], head: tuple[nn.Module, str]
 ) -> None:
-    """Shard embedding and head by words; a tied weight remains one parameter.
+    """Shard embedding and head along the vocabulary; a tied weight stays tied.
 
-    Both are given as their parent module and their name in it.
+    Both are given as (parent, name).
     """
     group = sharding.group
     old_embedding, old_head = getattr(*embeddings), getattr(*head)
@@ -243,11 +236,9 @@ def vocabulary(
 def experts(sharding: Sharding, module: Any) -> None:
     """Shard the hidden layer of every expert, so that routing needs no communication.
 
-    Args:
-        sharding: the model's.
-        module: has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
-            (experts, H, I); called with hidden states, and indices and weights of the chosen
-            experts.
+    `module` has the parameters `gate_up_proj`, shape (experts, 2 * I, H), and `down_proj`, shape
+    (experts, H, I). It is called with the hidden states, and indices and weights of the chosen
+    experts.
     """
     group, width = sharding.group, module.down_proj.shape[2]
     gate_up = ShardSpec.even(1, 2 * width, group.size, blocks=2)
@@ -255,8 +246,8 @@ def experts(sharding: Sharding, module: Any) -> None:
     down = ShardSpec.even(2, width, group.size)
     module.down_proj = sharding.shard(module.down_proj, down)
 
-    # each rank computes the gradients of hidden states and router weights from its slice of the
-    # experts only: sum them
+    # a rank's gradients of hidden states and router weights are partial sums, because they come
+    # from its slice of the experts
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights, *rest = given
         return spread(hidden, group), indices, spread(weights, group), *rest
@@ -272,12 +263,12 @@ def experts(sharding: Sharding, module: Any) -> None:
 # LoRA around a sharded linear. peft's layers stay in place; A and B are sharded to match the base
 # weight W: y = x W + s (x A) B, with W, A and B in the order (in, out).
 #
-# ======  ===================  ===================  ===================================
+# ======  ===================  ===================  ==============================
 # linear  A, (in, r)           B, (r, out)          gradient summed over the group
-# ======  ===================  ===================  ===================================
-# column  full on every rank   sharded by outputs   A's: each rank's is partial
-# row     sharded by inputs    full on every rank   B's: each rank's is partial
-# ======  ===================  ===================  ===================================
+# ======  ===================  ===================  ==============================
+# column  full on every rank   sharded by outputs   of A
+# row     sharded by inputs    full on every rank   of B
+# ======  ===================  ===================  ==============================
 #
 # In a row linear, a rank's base output and its adapter output are both partial sums. They are added
 # first, so one all-reduce serves both and the schedule sends nothing extra.
@@ -291,7 +282,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def base_of(module: Any) -> Any:
-    """Return the layer inside an adapter, or the module itself."""
+    """Return the layer inside a peft adapter, or the module itself if it is not one."""
     return module.base_layer if is_adapted(module) else module
 
 
@@ -304,15 +295,15 @@ def check_adapters(model: nn.Module, vocabulary: tuple[nn.Module, ...]) -> None:
     """Check that a model's adapters can be sharded; `vocabulary` is its embedding and head.
 
     Raises:
-        ValueError: an adapter is not LoRA of a linear layer in the blocks, or uses an unsupported
+        ValueError: an adapter is not plain LoRA on a linear layer of a block, or has an unsupported
             option.
     """
     for name, module in model.named_modules():
         if is_adapted(module) and (why := _why_not(module, vocabulary)):
             raise ValueError(
-                f"The adapter '{name}' (a `{type(module).__name__}`) cannot be sharded: {why} Only"
-                " LoRA of linear layers in the transformer blocks is supported. The model is"
-                " unchanged."
+                f"The adapter '{name}' (a `{type(module).__name__}`) cannot be sharded: {why} Use"
+                " LoRA on linear layers of the transformer blocks only, or another strategy. The"
+                " model is unchanged."
             )
 
 
@@ -363,11 +354,7 @@ def _why_not(module: Any, vocabulary: tuple[nn.Module, ...]) -> str:
 
 
 def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
-    """Check that the attention heads of a model of class `name` can be divided among the ranks.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Raise `ValueError` if a model's attention heads cannot be divided among the ranks."""
     if heads % ranks:
         raise ValueError(
             f"{name} has {heads} attention heads, which cannot be split evenly across {ranks}"
@@ -382,11 +369,7 @@ def check_heads(name: str, heads: int, key_heads: int, ranks: int) -> None:
 
 
 def check_width(model: nn.Module, name: str, width: int, ranks: int) -> None:
-    """Check that an MLP's width, `name` in the model's config, can be divided among the ranks.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise `ValueError` if an MLP's width (`name` in the config) does not divide evenly."""
     if width % ranks:
         raise ValueError(
             f"{type(model).__name__} has MLPs of width {width} (`{name}`), which cannot be split"

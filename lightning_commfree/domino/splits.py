@@ -33,7 +33,7 @@ Launch = Callable[[Tensor], None]
 
 
 class Split:
-    """No split: one micro-batch, with one all-reduce per sublayer. Base of the other splits.
+    """No split (one micro-batch, one all-reduce per sublayer), and base of the other splits.
 
     Args:
         num_slices: number of slices of every row linear's outputs, each with its own all-reduce.
@@ -51,7 +51,7 @@ class Split:
         return parts[0]
 
     def micro_arguments(self, arguments: Arguments, hidden: Tensor) -> list[Arguments]:
-        """Split the arguments that transformers passes to a block besides `hidden`."""
+        """Return each micro-batch's share of a block's arguments other than `hidden`."""
         del hidden
         return [arguments]
 
@@ -81,8 +81,8 @@ class BatchSplit(Split):
     """Split the rows of a batch.
 
     Args:
-        num_micro_batches: at most the number of rows.
-        num_slices: see `Split`.
+        num_micro_batches: number of micro-batches, at most the number of rows.
+        num_slices: as in `Split`.
     """
 
     def __init__(self, num_micro_batches: int, num_slices: int = 1) -> None:
@@ -109,7 +109,7 @@ class BatchSplit(Split):
 
         return [
             {
-                # a tree map: transformers passes (cos, sin) of rotary positions as a tuple
+                # tree_map, because transformers passes rotary (cos, sin) as a tuple
                 key: pytree.tree_map(lambda v, i=i: own(v, i), value)
                 for key, value in arguments.items()
             }
@@ -121,9 +121,9 @@ class TokenSplit(Split):
     """Split the sequence into chunks, under causal attention.
 
     Args:
-        num_micro_batches: at most the number of tokens in a sequence.
-        flash: attention is flash attention, which aligns the last query with the last key without
-            a mask.
+        num_micro_batches: number of micro-batches, at most the number of tokens in a sequence.
+        flash: whether the model uses flash attention, which aligns the last query with the last key
+            without a mask.
     """
 
     def __init__(self, num_micro_batches: int, flash: bool = False) -> None:
@@ -163,14 +163,13 @@ class TokenSplit(Split):
 
     @override
     def gradients(self, micro: MicroSublayer, d_total: Tensor) -> list[Tensor]:
-        # the backward of the later chunks has run already and left these gradients
+        # later chunks have already run backward and accumulated these gradients
         return [d_total, *(lent.gradient() for lent in micro.lent)]
 
     def _cache_argument(self, attention: type[nn.Module]) -> str:
         name = cache_argument(attention)
-        if (
-            name is None
-        ):  # a cache under an unknown name is ignored: each chunk would see only itself
+        # a cache under an unknown name would be ignored, and each chunk would see only itself
+        if name is None:
             raise ValueError(
                 f"`{attention.__name__}` does not accept a KV cache, which"
                 " `split='token'` needs so that a chunk can attend to earlier ones. Choose another"
@@ -193,7 +192,7 @@ class TokenSplit(Split):
     def _mask(self, mask: Tensor | None, start: int, stop: int, hidden: Tensor) -> Tensor | None:
         """Return a chunk's mask, which also covers the tokens before the chunk."""
         if mask is None:
-            if start == 0 or self._flash:  # causal attention without a mask is already correct
+            if start == 0 or self._flash:  # correct without a mask, because attention is causal
                 return None
             ones = torch.ones(stop - start, stop, dtype=torch.bool, device=hidden.device)
             return ones.tril(start)[None, None]
@@ -210,7 +209,7 @@ def cache_argument(attention: type[nn.Module]) -> str | None:
 
 
 class _KeyCache:
-    """A stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
+    """Stand-in for transformers' cache that prepends the keys and values of earlier chunks."""
 
     def __init__(self, earlier: Sequence[Sequence[LentTensor]]) -> None:
         self._earlier = earlier
@@ -232,22 +231,22 @@ def choose_split(
     config: Any,
     on_fallback: Callable[[str], None],
 ) -> Split:
-    """Return the split for one batch.
+    """Choose the split of one batch.
 
     Args:
-        settings: the user's, with "auto" replaced by the choice of `auto_split`.
+        settings: the user's settings, with "auto" replaced by the choice of `auto_split`.
         hidden: the batch's hidden state, shape (B, T, H).
         arguments: a block's other arguments.
-        config: attention's config; None if it has none.
+        config: the config of the attention module; None if it has none.
         on_fallback: called with the reason if the batch cannot be split as requested.
     """
-    # a fallback is chosen from the batch alone, so all ranks of a tensor group choose the same
+    # the choice depends only on the batch, so all ranks of a tensor group make the same one
     rows, tokens = hidden.shape[:2]
     parts, split = settings.num_micro_batches, settings.split
     if split == "hybrid":
         if rows >= 2:
             return BatchSplit(min(parts, rows), num_slices=min(parts, rows))
-        split = "weight"  # the half of hybrid that works with one row
+        split = "weight"  # the part of hybrid that works with one row
         on_fallback(
             f"A batch of {rows} cannot be split by rows (`split='hybrid'`): using `split='weight'`"
             " for it."
@@ -277,7 +276,7 @@ def choose_split(
 def legal_splits(
     hidden: Tensor, arguments: Mapping[str, Any], attention: nn.Module | None
 ) -> list[str]:
-    """Return which of "none", "batch" and "token" can split a batch.
+    """Return which of the splits "none", "batch" and "token" are possible for a batch.
 
     Args:
         hidden: the batch's hidden state, shape (B, T, H).
@@ -312,7 +311,7 @@ def is_packed(arguments: Mapping[str, Any]) -> bool:
     """Return whether rows contain several examples, marked by their starts or positions."""
     if arguments.get("cu_seq_lens_q") is not None:
         return True
-    positions = arguments.get("position_ids")  # restart at 0 with each example
+    positions = arguments.get("position_ids")  # start at 0 in each example
     return isinstance(positions, Tensor) and bool((positions.diff(dim=-1) != 1).any())
 
 

@@ -1,14 +1,14 @@
 """A transformer block as two sublayers, and one sublayer's computation for one micro-batch.
 
-A sublayer is the computation between two all-reduces. The residual stream h and the sum y of the
-previous sublayer enter, and a partial sum leaves:
+A sublayer is the computation between two all-reduces. Its inputs are the residual stream h and the
+sum y of the previous sublayer, and its output is a partial sum:
 
     h <- h + finish(y)        bias, post-norm and dropout of the previous sublayer
     x <- norm(h)
     partial <- body(x)        column linears, attention or activation, row linear
 
-A `MicroSublayer` has autograd graphs of its own, cut at these lines. Its inputs are leaves, where
-backward leaves their gradients, so that the schedule decides when each piece runs:
+A `MicroSublayer` has separate autograd graphs for these lines. The inputs of each graph are leaves
+that collect their gradients, so that the schedule decides when each piece of backward runs:
 
     entered <- h + finish(y)     h and y are leaves
     normed  <- norm(entered)
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_commfree.domino.layers import DropoutAfterSum, RowLinear
 
-Arguments = dict[str, Any]  # a block's keyword arguments, besides the hidden state
+Arguments = dict[str, Any]  # a block's keyword arguments, without the hidden state
 Body = Callable[[Tensor, Arguments], Tensor]
 
 
@@ -36,15 +36,16 @@ class Sublayer:
     """One sublayer of a sharded block.
 
     Attributes:
-        name: used in traces.
+        name: name in traces.
         norm: computes x from h.
-        body: called with x and the block's arguments.
+        body: computes the partial sum from x and the block's arguments.
         row: the last linear layer of the body.
-        modules: contain the sublayer's parameters, which are used nowhere else.
-        dropout: applied to the sum; None for none.
-        post_norm: a norm applied to the sum, before dropout; None for none.
+        modules: modules with the sublayer's parameters, which are used nowhere else.
+        dropout: dropout applied to the sum, or None.
+        post_norm: norm applied to the sum before dropout, or None.
         attention: the attention module; None for an MLP.
-        draws_own: returns whether the body draws random numbers that differ between ranks.
+        draws_own: returns whether the body draws random numbers that differ between ranks, as
+            attention's dropout does.
     """
 
     name: str
@@ -86,7 +87,7 @@ def mlp_body(module: nn.Module) -> Body:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """Return a leaf with the same values that requires a gradient."""
+    """Return an autograd leaf with the values of `tensor`."""
     return tensor.detach().requires_grad_()
 
 
@@ -113,7 +114,7 @@ class Inflow:
         """Return the residual stream, with its graph."""
         if self.finish is None:
             (stream,) = self.leaves
-            return stream.view_as(stream)  # a node of its own, whose backward reaches the leaf
+            return stream.view_as(stream)  # a view: backward must start at a node, not the leaf
 
         stream, total = self.leaves
         return stream + self.finish(total)
@@ -131,7 +132,7 @@ class MicroInput:
         sublayer: the sublayer to compute.
         arguments: its block's arguments for this micro-batch.
         inflow: the tensors that enter it.
-        replayed: returns a context in which the same random numbers are drawn again.
+        replayed: returns a context manager that replays the random numbers of forward.
     """
 
     sublayer: Sublayer
@@ -141,10 +142,9 @@ class MicroInput:
 
 
 class LentTensor:
-    """A key or value tensor of one micro-batch that later micro-batches read, each as its own leaf.
+    """Keys or values of a micro-batch that later micro-batches read.
 
-    The backward passes of the later micro-batches run separately, and each stores its gradient in
-    its leaf.
+    Each of them reads a leaf of its own, because their backward passes run separately.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -152,7 +152,7 @@ class LentTensor:
         self._lent: list[Tensor] = []
 
     def lend(self) -> Tensor:
-        """Return a leaf with the same values."""
+        """Return a new leaf for one reader."""
         lent = leaf(self._tensor)
         self._lent.append(lent)
         return lent
@@ -170,7 +170,7 @@ class MicroSublayer:
     """One sublayer of one micro-batch, with its autograd graphs.
 
     Attributes:
-        source: its inputs.
+        source: the inputs.
         entered: h + finish(y), with its graph.
         normed: norm(entered), with its graph.
         x: a leaf with the values of `normed`.
@@ -188,7 +188,7 @@ class MicroSublayer:
         self.lent: list[LentTensor] = []
 
     def body(self, more: Arguments | None = None) -> Tensor:
-        """Run the body on `x`, with `more` arguments besides the block's."""
+        """Run the body on `x`, with the block's arguments and `more`."""
         # a view, because autocast caches half-precision copies of leaves, and gradients would
         # accumulate in the cached copy
         partial: Tensor = self.sublayer.body(
@@ -198,7 +198,7 @@ class MicroSublayer:
 
     def backward_body(self, gradients: list[Tensor]) -> Tensor:
         """Run backward from the outputs' gradients; return the gradient of `x`."""
-        # one call: keys, values and output share the graph of the body
+        # in one call, because keys, values and output share the body's graph
         torch.autograd.backward(self.outputs, gradients)
         self.outputs, self.lent = [], []
         return take_gradient(self.x)
@@ -210,7 +210,7 @@ class MicroSublayer:
             d_entered: gradient of the residual stream after this sublayer.
             d_normed: gradient of `x`, summed over the tensor group.
         """
-        # one call: both paths meet in the residual stream, whose graph is used once
+        # in one call, because both paths share the graph of the residual stream
         torch.autograd.backward([self.entered, self.normed], [d_entered, d_normed])
         # free the activations now: this object lives until the next sublayer
         del self.entered, self.normed, self.x

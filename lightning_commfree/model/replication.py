@@ -173,6 +173,7 @@ class BucketOrder:
         """Make DDP use an order that was saved, by a backward of zeros; collective."""
         if set(names) != self._trained.keys():  # saved before the first backward
             return
+        self._ddp.require_forward_param_sync = False  # do not broadcast buffers
         own = vars(self._ddp.module)
         before = own.get("forward")  # of a compiled module
         # autograd begins with what was computed last

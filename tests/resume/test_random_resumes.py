@@ -8,7 +8,7 @@ import pytest
 
 from tests.resume.random_resumes import draw, run
 
-SEEDS = (0, 1, 3, 4, 6, 7, 8, 9, 10, 99, 134)  # the last two were silent once
+SEEDS = (0, 1, 3, 4, 6, 7, 8, 10, 99, 134, 278)  # the last three were silent once
 BY_RANKS = {ranks: [seed for seed in SEEDS if draw(seed).ranks == ranks] for ranks in (1, 2, 3, 4)}
 
 

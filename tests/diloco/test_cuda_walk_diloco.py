@@ -97,7 +97,10 @@ class Net(nn.Module):
 
 
 class Training:
-    """Replica 0 of `size`, whose module is on the device; `channel` says where what is sent is."""
+    """Replica 0 of `size`, whose module is on the device; `channel` says where what is sent is.
+
+    It may have several ranks, with a channel `within`.
+    """
 
     def __init__(
         self,
@@ -106,9 +109,12 @@ class Training:
         channel: torch.device,
         nonfinite: tuple[int, ...] = (),
         dtype: torch.dtype = torch.float32,
+        walk: CudaWalk | None = None,
+        within: Any = None,
     ) -> None:
-        self.walk, self.module, self.size = CudaWalk(ANSWERS), Net(dtype), size
+        self.walk, self.module, self.size = walk or CudaWalk(ANSWERS), Net(dtype), size
         self.channel: Any = InstantChannel(size, device=channel)
+        self.within = within
         self.diloco: StreamingDiLoCo
 
         def said(headers: Tensor) -> HeaderSummary:
@@ -117,6 +123,11 @@ class Training:
 
         for name in ("summarize_headers", "merge_summaries"):
             patch.setattr(exchange, name, said)
+        if within is not None:  # the flags of the other ranks hold no values either
+            whole = exchange.Arrival.shared_within
+            flags = dict.fromkeys(("stop", "drifted", "steps_differ", "joined_differ"), False)
+            shared = lambda arrival, ranks: whole(arrival, ranks)._replace(**flags)  # noqa: E731
+            patch.setattr(exchange.Arrival, "shared_within", shared)
         no_compiled_loops(patch)
         memory(patch)
         tasks_at_once(patch, self.walk)
@@ -144,7 +155,7 @@ class Training:
         fragments = split_into_fragments(self.module, 3, "strided")
         with self.walk.during("start"):
             self.diloco = StreamingDiLoCo(
-                self.module, fragments, settings, FixedMembership(self.channel)
+                self.module, fragments, settings, FixedMembership(self.channel), self.within
             )
 
     def two_phase(self) -> set[bool]:
@@ -276,5 +287,5 @@ def test_a_planted_tensor_of_the_cpu_is_seen(monkeypatch: pytest.MonkeyPatch, me
         whole(outer, mean + torch.ones(mean.shape))
 
     monkeypatch.setattr(OuterFragment, method, planted)
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cpu|cpu and cuda:0"):
+    with pytest.raises(RuntimeError, match=r"cuda:1.*cpu|cpu and cuda:1"):
         Training(monkeypatch, 2, CUDA).run()

@@ -188,7 +188,7 @@ def test_votes_are_counted_where_they_are(workers: int, name: str, tied: bool, z
         with walk.during("count"):
             shard = rule.count(planes[0], planes[1] if zeros else None, planes[2, 0], 0)
         assert is_walked(shard.planes)
-        assert shard.rest is None or is_walked(shard.rest)
+        assert shard.ties is None or is_walked(shard.ties)
     assert walk.asked() == expected
 
 

@@ -17,7 +17,7 @@ from lightning_commfree.lion import DistributedLion, LionSettings, Voting
 from tests.lion import training
 from tests.lion.threads import in_threads
 
-CHANGED = "changed after its vote had begun.*Pass `overlap=False`"
+CHANGED = "changed after its vote was launched.*Pass `overlap=False`"
 
 
 @pytest.fixture(autouse=True)

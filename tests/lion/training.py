@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def small_buckets(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(buckets, "_LEAST", 40)
+    patch.setattr(buckets, "_MIN_NUMEL", 40)
 
 
 def parameters() -> dict[str, nn.Parameter]:

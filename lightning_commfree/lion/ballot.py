@@ -37,8 +37,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import Route, routes
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import Route, View, routes
 from lightning_commfree.lion.vote import PackedDelta, Rule, Shard
 
 # Flags in a header's first word, below the number of zeros. STOP: the worker asks all workers to

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.ledger import Ledger
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting
 from lightning_commfree.lion.worker import (

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.handshake import check_agreement
 from lightning_commfree.comm.job import ReplicaChannels
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.optimizer import DistributedLion
 from lightning_commfree.lion.settings import LionSettings
 from lightning_commfree.lion.voting import Voting

@@ -26,8 +26,8 @@ from lightning_commfree.comm.background import Background, to_host
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel, Pending
 from lightning_commfree.comm.digest import digest, mix_digests
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.comm.liveness import AgreedError
-from lightning_commfree.comm.view import View
 from lightning_commfree.lion.ballot import (
     DOWN_TAG,
     NODE_TAG,
@@ -230,15 +230,15 @@ class Voting:
                 more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
                 return AgreedError(
                     f"The gradient of {names[i]!r} on {self._ranks_of(worker)} contains NaN or"
-                    f" Inf{more}, before step {step}. All ranks stop; no parameter was changed."
-                    " Lower the learning rate or check that rank's batch;"
+                    f" Inf{more}, before step {step}. All ranks are stopping; no parameter was"
+                    " changed. Lower the learning rate or check that rank's batch;"
                     " `nonfinite='abstain'` would leave such a worker out of the vote."
                 )
 
         return AgreedError(
             "Another rank, which votes on a different shard of this worker's parameters, rejected"
-            f" step {step}. See that rank's error for the reason. All ranks stop; no parameter was"
-            " changed."
+            f" step {step}. See that rank's error for the reason. All ranks are stopping; no"
+            " parameter was changed."
         )
 
     def _ranks_of(self, worker: int) -> str:

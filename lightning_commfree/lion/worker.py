@@ -25,8 +25,7 @@ from torch.nn.functional import pad
 
 from lightning_commfree.comm.bits import pack_bits_part
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.exchange import Route, ordered_sum
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import Route, View, ordered_sum
 from lightning_commfree.lion.ballot import HAS_GRADIENT, NONFINITE, header_bytes, write_header
 from lightning_commfree.lion.buckets import Bucket
 from lightning_commfree.lion.vote import PackedDelta

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, ballot, worker
 from lightning_commfree.lion.ballot import HeaderSummary
 from lightning_commfree.lion.vote import Average, Majority, PackedDelta, Rule

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, mean_momenta
 from lightning_commfree.lion.worker import MOMENTUM_TAG, LionParam, average_momenta, momentum_bytes
 from tests.lion import training

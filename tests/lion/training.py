@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commfree.comm.channel import Channel
-from lightning_commfree.comm.view import View
+from lightning_commfree.comm.exchange import View
 from lightning_commfree.lion import DistributedLion, LionSettings, Voting, buckets
 from tests.lion.serial import SerialLion
 

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_commfree.comm.channel import Pending
 from lightning_commfree.comm.ledger import Ledger
+from lightning_commfree.comm.liveness import PeerWatch
 
 ROOT = Path(__file__).resolve().parents[1]
 WALKS = {str(ROOT / "tests" / name) for name in ("cuda_walk.py", "kernels.py", "race_walk.py")}
@@ -346,7 +347,7 @@ class InstantChannel:
     def __init__(self, size: int = 2, rank: int = 0, device: torch.device = CUDA) -> None:
         self.size, self.rank, self.device = size, rank, device
         self.ranks = tuple(range(size))
-        self.ledger = Ledger()
+        self.ledger, self.peers = Ledger(), PeerWatch()
 
     def all_reduce(self, tensor: Tensor, tag: str) -> Pending[Tensor]:
         """Sum over the ranks, in place."""

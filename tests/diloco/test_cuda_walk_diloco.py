@@ -49,7 +49,7 @@ def landing(step: str) -> Questions:
 
 def on_device(step: str) -> Questions:
     """The channel is the device's: what the headers say decides what becomes of the values."""
-    return landing(step) | {Question(step, "diloco/exchange.py headers", "copy down")}
+    return landing(step) | {Question(step, "comm/background.py wait", "wait")}
 
 
 def on_host(step: str) -> Questions:
@@ -63,7 +63,7 @@ def on_host(step: str) -> Questions:
 
 
 # The second message of an exchange by shards says what the headers of the first one said.
-SHARDS = {Question("thread", "diloco/exchange.py headers", "copy down")}
+SHARDS = {Question("thread", "comm/background.py wait", "wait")}
 # The global copy lives in host memory. It is made there, and so the mean is formed there; landings
 # take it up, and the end of a fit makes it the local copy.
 OFFLOADED = {

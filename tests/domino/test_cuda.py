@@ -40,7 +40,7 @@ MASKED_ROW = Case("gpt2", 1, padding="left", dtype=F32)
 EVERY_STEP = {
     # NaN and Inf end the fit before the optimizer steps, so the host must know. Backward is over
     # by then, and nothing of the next step can be launched before the optimizer's.
-    Question("gradients", "domino/gradients.py _norm_is_finite", "value"),
+    Question("gradients", "comm/background.py wait", "wait"),
 }
 ONE_ROW_WITH_A_MASK = {
     # A batch of one row is split by tokens if its mask is causal.

@@ -59,9 +59,9 @@ class Plan:
 
 def strategy_of(plan: Plan) -> Any:
     """Return the strategy of a plan."""
-    more = {"process_group_backend": plan.backend} if plan.device == "cuda" else {}
-    diloco = {"sync_every": plan.sync_every, "overlap_steps": 2, **more}
-    lion = {"check_drift_every": 5, **more}
+    more: dict[str, Any] = {"process_group_backend": plan.backend} if plan.device == "cuda" else {}
+    diloco: dict[str, Any] = {"sync_every": plan.sync_every, "overlap_steps": 2, **more}
+    lion: dict[str, Any] = {"check_drift_every": 5, **more}
     strategies: dict[str, Callable[[], Any]] = {
         PLAIN: lambda: "auto",
         "diloco": lambda: StreamingDiLoCoStrategy(**diloco),
@@ -152,7 +152,8 @@ def run(plan: Plan, folder: Path) -> None:
 
 @torch.no_grad()
 def _loss(module: pl.LightningModule, batch: torch.Tensor) -> float:
-    return float(module.cpu().float().eval().training_step(batch, 0))
+    loss: Any = module.cpu().float().eval().training_step(batch, 0)
+    return float(loss)
 
 
 if __name__ == "__main__":

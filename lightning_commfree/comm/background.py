@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -142,7 +142,7 @@ def to_host(tensor: Tensor, peers: PeerWatch | None = None) -> tuple[Tensor, Cal
 
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    copied = DeviceWork(tensor.device)
+    copied: Any = DeviceWork(tensor.device)  # behaves like a `dist.Work`
 
     def wait() -> None:
         try:
@@ -167,14 +167,14 @@ class DeviceWork:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # `blocking` lets a waiting thread sleep instead of spin
-        self._end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._end: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         # on the stream of this device, which may not be the thread's current device
         self._end.record(torch.cuda.current_stream(device))
 
     def is_completed(self) -> bool:
         """Return whether the device has computed all of it."""
         with torch.cuda.device(self._device):  # else a new thread opens a context on device 0
-            return self._end.query()
+            return bool(self._end.query())
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Block until then; raise `RuntimeError` after `timeout`, like `dist.Work`."""

@@ -261,7 +261,8 @@ class Channel:
     def _order_stream(self, works: Sequence[Any], tag: str) -> None:
         """Let the current stream wait for NCCL's, and count for how long it does."""
         stream = torch.cuda.current_stream(self.device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        make: Any = torch.cuda.Event
+        begin, end = make(enable_timing=True), make(enable_timing=True)
         begin.record(stream)
         for work in works:
             work.wait()  # does not block the host: nothing to watch
@@ -277,7 +278,7 @@ def abort_nccl() -> None:
     groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
     if not groups:
         return
-    first = groups[0]._get_backend(torch.device("cuda"))
+    first: Any = groups[0]._get_backend(torch.device("cuda"))
     first._group_start()  # together: aborted one by one, communicators wait for each other
     for group in groups:
         group.abort()

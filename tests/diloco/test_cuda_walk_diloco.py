@@ -11,12 +11,14 @@ What the walk does not see, and what stands there (`tests.cuda_seams`):
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_commfree.comm.background import to_host
 from lightning_commfree.comm.exchange import FixedMembership
 from lightning_commfree.diloco import (
     CODECS,
@@ -259,6 +261,16 @@ def _split(module: nn.Module) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         memory(patch)
         return split_into_fragments(module, 1, "strided")
+
+
+def test_a_message_on_its_way_down_holds_no_memory_of_the_device() -> None:
+    with CudaWalk():
+        message = torch.empty(3, device=CUDA)
+        freed = weakref.ref(message.untyped_storage())
+        _, wait = to_host(message)
+        del message
+        assert freed() is None
+        wait()
 
 
 # The tests above can fail.

@@ -249,13 +249,40 @@ class Channel:
 
     def _pending(self, works: Sequence[Any], result: Tensor, tag: str) -> Pending[Tensor]:
         def resolve() -> Tensor:
-            with self.ledger.count_wait(tag):
-                # nccl's `wait` orders streams without blocking: nothing to watch
-                watch = self.peers if self.device.type == "cpu" else PeerWatch()
-                watch.wait(works, tag)
+            if self.device.type == "cuda":
+                self._order_stream(works, tag)
+            else:
+                with self.ledger.count_wait(tag):
+                    self.peers.wait(works, tag)
             return result
 
         return Pending(resolve)
+
+    def _order_stream(self, works: Sequence[Any], tag: str) -> None:
+        """Let the current stream wait for NCCL's, and count for how long it does."""
+        stream = torch.cuda.current_stream(self.device)
+        make: Any = torch.cuda.Event
+        begin, end = make(enable_timing=True), make(enable_timing=True)
+        begin.record(stream)
+        for work in works:
+            work.wait()  # does not block the host: nothing to watch
+        end.record(stream)
+        self.ledger.count_device_wait(
+            tag, lambda: begin.elapsed_time(end) / 1e3 if end.query() else None
+        )
+
+
+def abort_nccl() -> None:
+    """End NCCL's collectives, so that a lost rank does not block this process when it exits."""
+    c10d = dist.distributed_c10d
+    groups = [group for group, (backend, _) in c10d._world.pg_map.items() if backend == "nccl"]
+    if not groups:
+        return
+    first: Any = groups[0]._get_backend(torch.device("cuda"))
+    first._group_start()  # together: aborted one by one, communicators wait for each other
+    for group in groups:
+        group.abort()
+    first._group_end()
 
 
 def _all_to_all(

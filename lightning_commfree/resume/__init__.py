@@ -11,6 +11,7 @@ the checkpoint.
     loops            Lightning's loops, set back to the moment of the save
     files            atomic writes, and checksums when reading
     folders          checkpoints of large sharded models, as folders
+    copies           files sent to ranks that share no disk with the rank that saved
     checkpoint_io    Lightning's checkpoint plugins
 
 Nothing here is specific to an algorithm; private names of Lightning come from

@@ -28,9 +28,10 @@ why it is not exact.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -39,8 +40,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_commfree.lightning_internals import Patches
+from lightning_commfree.lightning_internals import Patches, around_loading
 from lightning_commfree.resume.checkpoint_io import writes_later
+from lightning_commfree.resume.copies import drop_copy, fail_together, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
     EpochStart,
     data_state,
@@ -56,6 +58,7 @@ from lightning_commfree.resume.rank_files import (
     Owner,
     RankFiles,
     copy_to_cpu,
+    file_of_rank,
     local_tensors,
     plain_or_none,
 )
@@ -116,23 +119,6 @@ class Resumable(Protocol):
         return None
 
 
-@contextmanager
-def fail_together(ranks: Any) -> Iterator[None]:
-    """If the `with` block fails on any rank, raise an error on all ranks.
-
-    A rank that has not failed raises the error text of the first rank that has.
-    """
-    failure = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised below
-        failure = error
-    failed = ranks.all_flags(failure is not None)
-    if any(failed):
-        text = ranks.broadcast(str(failure), failed.index(True))
-        raise failure or RuntimeError(text)
-
-
 @dataclass
 class _Fit:
     """The objects of one fit, from `begin` to `end`."""
@@ -186,8 +172,24 @@ class Save:
         )
         return found
 
+    def fetch(self, wanted: Iterable[int]) -> None:
+        """Copy the files of `wanted` ranks that are on other ranks' disks only; collective."""
+        folder, all_flags = self.entry["folder"], self._ranks.all_flags
+        saved = range(1, self.entry["ranks"])  # rank 0 has no file
+        found = {rank: RankFiles(self.path).find(folder, rank) for rank in saved}
+        lacks = {rank for rank in saved if rank in wanted and found[rank] is None}
+        if not any(all_flags(bool(lacks))):
+            return
+        for rank in saved:
+            has, needed = all_flags(found[rank] is not None), any(all_flags(rank in lacks))
+            if needed and any(has):
+                place = Path(found[rank] or file_of_rank(self.path, folder, rank))
+                send(self._ranks, has.index(True), place, place if rank in lacks else None)
+
     def load(self, wanted: Iterable[int]) -> list[State]:
         """Return the own states of the `wanted` ranks, or [] if any is missing; collective."""
+        wanted = list(wanted)
+        self.fetch(wanted)
         with fail_together(self._ranks):
             found = [self.own_state(rank) for rank in wanted]
         complete = all(self._ranks.all_flags(None not in found))
@@ -251,8 +253,13 @@ class ExactResume:
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
-        """Start to record random generator states, before the first loader is made."""
+        """Record random generator states from now on, and find checkpoints on any rank's disk.
+
+        Called before the first loader is made.
+        """
         self._epoch_start = EpochStart(trainer, patches)
+        if self._ranks.size > 1:
+            around_loading(trainer, patches, partial(find_checkpoint, self._ranks), drop_copy)
 
     # -- resuming
 
@@ -272,6 +279,7 @@ class ExactResume:
         save = Save(path, checkpoint, self._ranks, weights_only)
         self._own = None
         if save.entry.get("ranks") == self._ranks.size:
+            save.fetch([self._ranks.rank])
             with fail_together(self._ranks):
                 self._own = save.own_state(self._ranks.rank)
         self._save = save

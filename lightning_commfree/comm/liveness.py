@@ -46,6 +46,7 @@ The same holds where the process group has no TCPStore (`init_method="file://...
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import socket
 import threading
@@ -75,6 +76,9 @@ _STORE_RANK = 0  # the rank on whose machine the store is
 _NO_VERDICT = "{}"
 _NAMED = 50  # lost ranks in a message, which has to fit into a line
 _REASON_CHARACTERS = 250
+# of gloo's errors, around what happened
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
+_GLOO_ADVICE = ". This is typically caused by"
 
 
 class PeerLostError(RuntimeError):
@@ -121,6 +125,7 @@ class PeerMonitor:
         verdict: the reason the job has ended (`Verdict`); empty until then. The first one is final.
         statuses: latest heartbeat of every other rank.
         store_error: the reason the store is no longer reachable; empty while it is.
+        failure: the text of this rank's first `PeerLostError`, which later ones repeat.
         says: returns the value that this rank publishes with its heartbeats.
     """
 
@@ -128,7 +133,7 @@ class PeerMonitor:
         self.rank, self.token = rank, secrets.randbits(62) + 1
         self.verdict: Verdict = {}
         self.statuses: dict[int, Status] = {}
-        self.store_error = ""
+        self.store_error = self.failure = ""
         self.says: Callable[[], Any] = str
         self.launched: list[int] = []
         self._store, self._keys = store, {rank: _key(self.token)}
@@ -444,7 +449,9 @@ class PeerWatch:
             if computing and not found:
                 raise
             found = found or self._blame_the_living(tag, waited_s)
-            raise self._failure(tag, waited_s, str(error), found) from error
+            # gloo's error says nothing more than the message, which contains its first line
+            is_told = isinstance(error, _StopWaitingError) or "gloo" in str(error)
+            raise self._failure(tag, waited_s, str(error), found) from None if is_told else error
 
     def _check_wait(self, waited_s: float, behind: Mapping[int, str] | None = None) -> None:
         """Raise `_StopWaitingError` if this rank must not wait any longer.
@@ -539,13 +546,14 @@ class PeerWatch:
             time.sleep(max(0.0, 2 * HEARTBEAT_SECONDS - spent_s))
         if isinstance(verdict, str):
             return AgreedError(verdict)
-        first_line = cause.strip().partition("\n")[0][:_REASON_CHARACTERS]
+        first_line = _SOURCE_LINE.sub("", cause.strip().partition("\n")[0])
+        first_line = first_line.partition(_GLOO_ADVICE)[0][:_REASON_CHARACTERS]
         named = "; ".join(f"rank {rank} {reason}" for rank, reason in sorted(lost.items()))
-        return PeerLostError(
+        monitor.failure = monitor.failure or (
             f"The exchange '{tag}' failed on rank {self.rank} after {waited_s:.1f} s"
-            f" ({first_line}): {named}. {ADVICE}",
-            lost,
+            f" ({first_line}): {named}. {ADVICE}"
         )
+        return PeerLostError(monitor.failure, lost)
 
 
 class _StopWaitingError(RuntimeError):

@@ -40,7 +40,7 @@ from lightning_commfree.strategies.contracts import Between, Inside
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import stopped_by_hand, warn_unsaved
+from lightning_commfree.strategies.signals import save_on_sigterm_only, stopped_apart, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
 
@@ -153,6 +153,7 @@ class ReplicaStrategy(DDPStrategy):
             self.inside.set_up_evaluation(trainer, super().setup)
             return
         probe(trainer)
+        save_on_sigterm_only(trainer, self.patches)
         self.inside.check(self, trainer)
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)  # of the whole
         clock = clock_for(self.module)
@@ -308,7 +309,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        if not stopped_by_hand(self.lightning_module):
+        if not stopped_apart(self.lightning_module):
             self.session.check_save()
             self._resume.save(checkpoint, filepath, storage_options)
 

@@ -30,7 +30,7 @@ from lightning_commfree.resume.rank_files import copy_to_cpu
 from lightning_commfree.strategies.contracts import LocalUpdates
 from lightning_commfree.strategies.fit_session import FitSession
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import stopped_by_hand
+from lightning_commfree.strategies.signals import stopped_apart
 from lightning_commfree.strategies.stopping import Stopping
 
 
@@ -154,7 +154,7 @@ class LocalWeightsSession(FitSession[LocalUpdates]):
 
         Yields whether these weights stay in the module after the block.
         """
-        if stopped_by_hand(self._module):
+        if stopped_apart(self._module):
             yield True
             return
         if self._trains and not self._saves_under_scores and self._stopping.no_step_follows():

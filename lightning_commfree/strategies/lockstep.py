@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_commfree.comm.liveness import AgreedError
 from lightning_commfree.strategies.contracts import EveryStep
 from lightning_commfree.strategies.fit_session import FitSession
-from lightning_commfree.strategies.signals import stopped_by_hand
+from lightning_commfree.strategies.signals import stopped_apart
 
 TAG = "order"
 _NO_STEP = -1  # in place of an optimizer's number
@@ -68,7 +68,7 @@ class LockstepSession(FitSession[EveryStep]):
 
     @override
     def module_state(self, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if not stopped_by_hand(self._module):
+        if not stopped_apart(self._module):
             self.between.average_buffers()
         return read()
 

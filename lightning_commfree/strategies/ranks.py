@@ -19,7 +19,7 @@ from lightning_commfree.comm.job import (
     waiting_for_all,
 )
 from lightning_commfree.comm.sockets import CloseOnFork, GlooInterface, connection_error
-from lightning_commfree.strategies.signals import stopped_by_hand
+from lightning_commfree.strategies.signals import stopped_apart
 
 T = TypeVar("T")
 
@@ -121,8 +121,8 @@ class Ranks:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C has stopped the ranks at different steps: a collective would not end."""
-        return stopped_by_hand(self._strategy.lightning_module)
+        """Whether Ctrl-C or an error has stopped the ranks apart: a collective might not end."""
+        return stopped_apart(self._strategy.lightning_module)
 
     # -- collectives of Lightning, over all ranks
 
@@ -134,7 +134,7 @@ class Ranks:
         return self._channels.world.naming_lost(what, computing=True)
 
     def collective(self, what: str, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a collective of Lightning; after Ctrl-C, return its first argument instead.
+        """Run a collective of Lightning; if `interrupted`, return its first argument instead.
 
         Raises:
             RuntimeError: a rank died; it is named.

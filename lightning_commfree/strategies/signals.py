@@ -13,8 +13,8 @@ per batch on a slow link. The delay here is at most a launch interval plus the o
 first cycle, before the first launch, a full cycle plus the overlap. A job scheduler's grace period
 must be longer than that. The terminal shows the step after which all ranks will have stopped.
 
-*Ctrl-C* stops the ranks immediately, in different steps, so no checkpoint can be saved any more
-(`stopped_by_hand`).
+*Ctrl-C* stops the ranks immediately, in different steps, and so does an error on one of them. No
+checkpoint can be saved any more (`stopped_apart`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_commfree.lightning_internals import Patches, handle_signals, set_sigterm_received
@@ -37,26 +40,50 @@ from lightning_commfree.strategies.clock import Clock
 log = logging.getLogger(__name__)
 
 
-def stopped_by_hand(module: pl.LightningModule | None) -> bool:
-    """Return whether Ctrl-C has interrupted the fit, so that a callback must not save.
+def stopped_apart(module: pl.LightningModule | None) -> bool:
+    """Return whether Ctrl-C or an error is ending the fit, so that a callback must not save.
 
     The ranks are in different steps then, and a collective may wait forever.
     """
-    if module is None or not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+    error = sys.exc_info()[1]
+    if module is None or error is None or isinstance(error, SIGTERMException):
         return False
     try:
         trainer = module.trainer
     except RuntimeError:  # in the launching process the module is not attached to a Trainer
         return False
-    return trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
+    # after the fit, when a script has caught the error, a save is its own business
+    in_fit = trainer.state.stage is not None
+    return in_fit and trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1
 
 
-def warn_unsaved() -> None:
-    """Warn that no checkpoint is saved after Ctrl-C."""
+def save_on_sigterm_only(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let callbacks that save on exceptions do so only if all ranks stop after the same step.
+
+    Otherwise nothing could be saved, but Lightning's `ModelCheckpoint` would report a file.
+    """
+    for callback in trainer.checkpoint_callbacks if trainer.world_size > 1 else []:
+        saves = getattr(callback, "save_on_exception", False)  # Lightning 2.6 and later
+        if saves or isinstance(callback, OnExceptionCheckpoint):
+            patches.put(callback, "on_exception", partial(_unless_apart, callback.on_exception))
+
+
+def _unless_apart(
+    save: Callable[..., None], trainer: pl.Trainer, module: pl.LightningModule, error: BaseException
+) -> None:
+    if not stopped_apart(module):
+        save(trainer, module, error)
+    elif not isinstance(error, KeyboardInterrupt):  # of which the strategy warns
+        warn_unsaved("an error has ended the fit, and the ranks may be in different steps")
+
+
+def warn_unsaved(
+    why: str = "Ctrl-C has stopped the ranks in the middle of different steps",
+) -> None:
+    """Warn that no checkpoint is saved after Ctrl-C or an error."""
     rank_zero_warn(
-        "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different steps."
-        " Earlier checkpoints are unchanged. To stop with a checkpoint, send SIGTERM: all ranks"
-        " then stop after the same step."
+        f"No checkpoint is saved: {why}. Earlier checkpoints are unchanged. To stop with a"
+        " checkpoint, send SIGTERM: all ranks then stop after the same step."
     )
 
 

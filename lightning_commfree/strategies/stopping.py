@@ -49,7 +49,7 @@ from lightning_commfree.lightning_internals import (
 )
 from lightning_commfree.strategies.clock import Clock
 from lightning_commfree.strategies.ranks import Ranks
-from lightning_commfree.strategies.signals import DeferredSigterm, stopped_by_hand
+from lightning_commfree.strategies.signals import DeferredSigterm, stopped_apart
 
 TAG = "last_batch"
 _SHOWN = 20  # ranks in a message
@@ -121,7 +121,7 @@ class Stopping:
 
     def agree_here(self) -> None:
         """Stop here if any rank requests it; collective, with all ranks at the same point."""
-        if self._trains and self._several and not stopped_by_hand(self._trainer.lightning_module):
+        if self._trains and self._several and not stopped_apart(self._trainer.lightning_module):
             self._hold()
             self._agree(int(self._wish))
 

@@ -38,9 +38,9 @@ _TAIL_BYTES = 2**20  # of a file, with the checksums of its records
 
 @contextmanager
 def fail_together(ranks: Any) -> Iterator[None]:
-    """If the `with` block fails on any rank, raise an error on all ranks.
+    """If the `with` block fails on any rank, raise an error on all ranks; collective.
 
-    A rank that has not failed raises the error text of the first rank that has.
+    Ranks on which it succeeds raise the error text of the first rank on which it failed.
     """
     failure = None
     try:

@@ -14,6 +14,7 @@ trainer.save_checkpoint         agree to stop, then show the shared weights (`lo
 fit_loop.setup_data             the same number of batches on all ranks (`stopping`)
 epoch_loop.on_run_start         record random numbers (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
+epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
 strategy.process_dataloader     record random numbers (`resume.data_position`)
@@ -28,6 +29,7 @@ precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.d
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -245,6 +247,22 @@ def around_loading(
 
     patches.put(connector, "resume_start", find_and_start)
     patches.put(connector, "resume_end", end_and_drop)
+
+
+def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
+    """Hide Lightning's warning that a resume in mid-epoch needs loaders with a `state_dict`.
+
+    Call it where the position in the data is restored without one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    reset = loop.reset
+
+    def reset_quietly() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            reset()
+
+    patches.put(loop, "reset", reset_quietly)
 
 
 _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)

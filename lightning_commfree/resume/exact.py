@@ -36,9 +36,13 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_commfree.lightning_internals import Patches, around_loading
+from lightning_commfree.lightning_internals import (
+    Patches,
+    around_loading,
+    hide_resume_warning,
+)
 from lightning_commfree.resume.checkpoint_io import writes_later
 from lightning_commfree.resume.copies import drop_copy, fail_together, find_checkpoint, send
 from lightning_commfree.resume.data_position import (
@@ -230,6 +234,7 @@ class ExactResume:
         self._fit: _Fit | None = None
         self._save: Save | None = None  # the save to resume from, until `begin` or `read` uses it
         self._own: State | None = None  # this rank's state to restore, until all of it is restored
+        self._complete = False  # whether all ranks have found their own state
         self._removed: list[FilePath] = []  # checkpoints removed by rank 0 since the last save
 
     def install(self, trainer: pl.Trainer, patches: Patches) -> None:
@@ -290,17 +295,22 @@ class ExactResume:
             restore_loops(fit.trainer)
             return bool(own)
         lost = [*own["lost"], *restore_data_position(fit.trainer, self._epoch_start, own)]
+        hide_resume_warning(fit.trainer, self._strategy.patches)
         for name, gradient in own.get("gradients", {}).items():
             parameter = fit.trainer.lightning_module.get_parameter(name)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         if lost:
             rank_zero_warn(f"The resume is not exact in these respects: {'; '.join(lost)}.")
+        if self._complete and not any(self._ranks.all_flags(bool(lost))):
+            rank_zero_info("The resume is exact: every rank continues as if the fit had not ended.")
         return True
 
     def _restore_own(self, fit: _Fit, save: Save) -> None:
         """Restore the state that must be in place before Lightning restores the rest."""
         self._save = None
-        if reason := save.why_not_exact(fit.algorithm, self._own is not None):
+        reason = save.why_not_exact(fit.algorithm, self._own is not None)
+        self._complete = not reason
+        if reason:
             self._own, kept = save.adopt(fit.algorithm)
             rank_zero_warn(
                 f"Resuming from {str(save.path)!r} is not exact: {reason}. Every rank starts from"

@@ -163,7 +163,7 @@ def test_a_new_machine_gets_the_rank_files_that_it_needs(tmp_path: Path) -> None
     everything = shutil.copytree(tmp_path / "machine_0", tmp_path / "all", dirs_exist_ok=True)
     shutil.copytree(tmp_path / "machine_1", everything, dirs_exist_ok=True)
     saved = momenta(everything / PATH, 2)
-    assert "workers from 2 on with the mean of all" in one[0][0]
+    assert "workers from index 2 start with the mean of all" in one[0][0]
     assert torch.equal(one[1], saved[0])
     assert torch.equal(two[1], saved[1])
     torch.testing.assert_close(three[1], (saved[0] + saved[1]) / 2)

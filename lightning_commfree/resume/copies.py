@@ -67,28 +67,26 @@ def find_checkpoint(ranks: Any, path: FilePath | None) -> FilePath | None:
         RuntimeError: ranks have different checkpoints, or a copy cannot be written; on all ranks.
     """
     world = ranks.channels.world
-    paths = [one for one in gather_texts(world, str(path or "")) if one]
-    if not paths:
+    paths = gather_texts(world, str(path or ""))
+    if not any(paths):
         return None
-    path = path or paths[0]
+    path = path or next(filter(None, paths))
     local = local_path(path)
     found = gather_texts(world, "remote" if local is None else _identity(local))
     have = [rank for rank, identity in enumerate(found) if identity]
-    if local is None or not have:  # Lightning says that there is none
-        return path
-    source = have[0]
-    others = [rank for rank in have if found[rank] != found[source]]
-    if others:
-        raise RuntimeError(
-            f"The ranks have different checkpoints: {paths[0]!r} of rank {source} is another file"
-            f" than rank {others[0]} has at its path. One of them is probably from an earlier fit,"
-            " in which another machine had rank 0. Keep the one to resume from and remove the"
-            " other: it is sent to ranks that have none."
-        )
-    if all(found):
+    for rank in have:
+        if found[rank] != found[have[0]]:
+            first, other = (f"{paths[r] or path!s} (rank {r})" for r in (have[0], rank))
+            raise RuntimeError(
+                f"The ranks have different checkpoints: {first} is not the same file as {other}."
+                " One of them is probably from an earlier fit, in which another machine had rank 0."
+                " Keep the one to resume from and remove the other: it is sent to ranks that have"
+                " none."
+            )
+    if local is None or all(found) or not have:  # with none, Lightning raises an error
         return path
     copy = None if found[ranks.rank] else local.with_name(f".{local.name}.received")
-    send(ranks, source, local, copy)
+    send(ranks, have[0], local, copy)
     return copy or path
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_commfree import FSDPSettings
 from lightning_commfree.model.fsdp import why_unavailable
 from lightning_commfree.resume import copies
-from tests.strategies.any_strategy import KINDS, Saving, fit, same
-from tests.strategies.models import Recorder
-from tests.strategies.saved import file_of, resume_warnings
+from tests.strategies.any_strategy import KINDS, Saving, Voter, fit, make_strategy, same
+from tests.strategies.models import Recorder, loader, quiet_trainer
+from tests.strategies.saved import file_of, part_of, resume_warnings
 from tests.strategies.test_fsdp import fit as fit_fsdp
 from tests.world import run_ranks
 
@@ -101,6 +101,8 @@ def different(rank: int, size: int, folder: Path) -> list[str]:
     texts = []
     with on_machine(folder, rank):
         fit("lion", size, Saving(Path("saved/{step}.ckpt")))
+        trainer = quiet_trainer(strategy=make_strategy("lion", size), devices=size)
+        trainer.validate(Voter(), loader(4), ckpt_path=PATH, verbose=False)
         blocked = Path("blocked/2.ckpt")
         if rank == 0:
             shutil.copytree("saved", "blocked")
@@ -123,14 +125,12 @@ def different(rank: int, size: int, folder: Path) -> list[str]:
 def test_other_checkpoints_and_full_disks_are_named_on_all_ranks(tmp_path: Path) -> None:
     one, other = run_ranks(different, 2, tmp_path, tmp_path)
     assert one == other
-    assert "'saved/2.ckpt' of rank 0 is another file than rank 1 has" in one[0]
+    assert "saved/2.ckpt (rank 0) is not the same file as saved/2.ckpt (rank 1)" in one[0]
     assert "Rank 0 cannot send '2.ckpt' to another machine: [Errno" in one[1]
     assert "(rank 1)" in one[1]
 
 
 def momenta(path: Path, ranks: int) -> list[Tensor]:
-    from tests.strategies.saved import part_of
-
     parts = [part_of(path, rank) for rank in range(ranks)]
     return [part["optimizers"][0]["state"][0]["momentum"] for part in parts]
 

@@ -14,9 +14,11 @@ trainer.save_checkpoint         agree to stop, then show the shared weights (`lo
 fit_loop.setup_data             the same number of batches on all ranks (`stopping`)
 epoch_loop.on_run_start         record random numbers (`resume.data_position`); defer stop requests
                                 and check the first batch (`stopping`)
+epoch_loop.reset                hide a warning about loaders (`hide_resume_warning`)
 epoch_loop.on_advance_end       defer stop requests before a validation (`stopping`)
 fit_loop.on_advance_end         agree to stop after an epoch (`stopping`)
 strategy.process_dataloader     record random numbers (`resume.data_position`)
+two of the checkpoint connector find the checkpoint on any rank's disk (`around_loading`)
 three of the signal connector   SIGTERM without a broadcast per batch (`handle_signals`)
 logger_connector.log_metrics    communication metrics in the loggers' rows (`add_to_rows`)
 callbacks of `WeightAveraging`  average the shared weights (`local_weights`)
@@ -27,6 +29,7 @@ precision.clip_grad_by_norm     clip by the norm of the full gradient (`inside.d
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -123,6 +126,10 @@ LOADERS = Feature(
     "restoring the position of data loaders whose state needs pickle",
     ("fit_loop._combined_loader_states_to_load",),
 )
+LOADING = Feature(
+    "sending checkpoints to machines that have none (copy them there before a resume)",
+    ("_checkpoint_connector.resume_start", "_checkpoint_connector.resume_end"),
+)
 RELOAD = Feature(
     "the schedule of `reload_dataloaders_every_n_epochs` after a resume",
     ("fit_loop._last_train_dl_reload_epoch",),
@@ -212,6 +219,54 @@ def add_to_rows(
             connector._logged_metrics.pop(name, None)
 
     patches.put(connector, "log_metrics", log_row)
+
+
+def around_loading(
+    trainer: pl.Trainer,
+    patches: Patches,
+    find: Callable[[Any], Any],
+    done: Callable[[Any], None],
+) -> None:
+    """Replace the path of the checkpoint that `fit`, `validate`, `test` or `predict` loads.
+
+    Args:
+        trainer: the Trainer, before it loads.
+        patches: receives the wrappers.
+        find: called on all ranks with the path, or None; returns the path to load, or None.
+        done: called with the returned path when all ranks have loaded it.
+    """
+    if not LOADING.works(trainer):
+        return
+    connector, paths = trainer._checkpoint_connector, []
+    start, end = connector.resume_start, connector.resume_end
+
+    def find_and_start(path: Any = None, *args: Any, **kwargs: Any) -> None:
+        paths.append(find(path))
+        start(paths[-1], *args, **kwargs)
+
+    def end_and_drop() -> None:
+        end()  # with a barrier
+        while paths:
+            done(paths.pop())
+
+    patches.put(connector, "resume_start", find_and_start)
+    patches.put(connector, "resume_end", end_and_drop)
+
+
+def hide_resume_warning(trainer: pl.Trainer, patches: Patches) -> None:
+    """Hide Lightning's warning that a resume in mid-epoch needs loaders with a `state_dict`.
+
+    Call it where the position in the data is restored without one.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    reset = loop.reset
+
+    def reset_quietly() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+            reset()
+
+    patches.put(loop, "reset", reset_quietly)
 
 
 _Launcher: Any = getattr(import_module(_LAUNCHERS), "_MultiProcessingLauncher", object)

@@ -26,7 +26,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -46,6 +46,7 @@ from lightning_commfree.strategies.drift import DriftCheck
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
+from lightning_commfree.strategies.signals import save_on_sigterm_only, warn_unsaved
 from lightning_commfree.strategies.stopping import Stopping
 
 # set to a level above INFO by users who do not want the summary at the end of a fit
@@ -174,6 +175,7 @@ class ReplicaStrategy(DDPStrategy):
             self.inside.set_up_evaluation(trainer, super().setup)
             return
         probe(trainer)
+        save_on_sigterm_only(trainer, self.ranks, self.patches)
         self.inside.check(self, trainer)
         # before sharding
         numel = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
@@ -314,11 +316,7 @@ class ReplicaStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         # also runs in the process that forked the ranks, without a process group
         if isinstance(exception, KeyboardInterrupt) and self.num_nodes * self.num_processes > 1:
-            rank_zero_warn(
-                "No checkpoint is saved: Ctrl-C has stopped the ranks in the middle of different"
-                " steps. Earlier checkpoints are unchanged. To stop with a checkpoint, send"
-                " SIGTERM: all ranks then stop after the same step."
-            )
+            warn_unsaved("Ctrl-C has stopped the ranks in the middle of different steps")
         super().on_exception(exception)
 
     @override

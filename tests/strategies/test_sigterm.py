@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import os
 import signal
 import time
+import traceback
 import warnings
 from functools import partial
 from pathlib import Path
@@ -143,6 +146,77 @@ def test_after_ctrl_c_nothing_is_saved_and_no_rank_waits(tmp_path: Path) -> None
     files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert files == [".commfree", "step=5.ckpt"]
     assert time.monotonic() - start < 60, "the timeout of an exchange is 30 minutes"
+
+
+class FailAt(pl.Callback):
+    """Raises an error on rank 1 only."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 7 and trainer.global_rank == 1:
+            raise ValueError("a mistake")
+
+
+def end_badly(rank: int, size: int, folder: Path, ends: pl.Callback) -> dict[str, Any]:
+    """Run a fit that `ends` with an exception, with callbacks that would save on it."""
+    saving = [
+        ModelCheckpoint(folder, "{step}", every_n_train_steps=5, save_on_exception=True),
+        OnExceptionCheckpoint(folder),
+    ]
+    trainer = quiet_trainer(
+        strategy=DistributedLionStrategy(),
+        devices=size,
+        max_steps=30,
+        enable_checkpointing=True,
+        callbacks=[ends, *saving],
+    )
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(Voter(), loader(100 * size))
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            ended_by = traceback.format_exception(error)
+    return {
+        "ended by": ended_by,
+        "seconds": time.monotonic() - start,
+        "unsaved": [str(w.message) for w in caught if "No checkpoint is saved" in str(w.message)],
+        "saved": [text for text in logged if "saved checkpoint to" in text],
+    }
+
+
+def play_bad_ends(rank: int, size: int, folder: Path) -> list[dict[str, Any]]:
+    ends = {"error": FailAt(), "sigterm": TermAt(3, rank=0)}
+    return [end_badly(rank, size, folder / name, end) for name, end in ends.items()]
+
+
+@pytest.mark.skipif(
+    "save_on_exception" not in inspect.signature(ModelCheckpoint).parameters,
+    reason="this release of Lightning has no `save_on_exception`",
+)
+def test_what_is_said_of_a_save_on_an_exception_is_true(tmp_path: Path) -> None:
+    (other, with_sigterm), (failed, _) = run_ranks(play_bad_ends, 2, tmp_path, tmp_path)
+    assert failed["ended by"][-1] == "ValueError: a mistake\n"
+    assert "rank 1 is gone (it ended its fit earlier" in other["ended by"][-1]
+    for end in (other, failed):
+        assert end["seconds"] < 30, "nobody waits for the timeout of half an hour"
+        assert "".join(end["ended by"]).count("Traceback (most recent call last)") == 1
+        assert "GLHF" not in "".join(end["ended by"])
+        assert not end["saved"]
+    assert [text[:40] for text in other["unsaved"]] == [
+        "No checkpoint is saved: an error has end"
+    ] * 2
+    assert {path.name for path in (tmp_path / "error").iterdir()} == {".commfree", "step=5.ckpt"}
+    # all ranks stop after the same step
+    assert not with_sigterm["unsaved"]
+    (text,) = with_sigterm["saved"]
+    assert "step=3" in text
+    assert {path.name for path in (tmp_path / "sigterm").iterdir()} > {"step=3.ckpt"}
 
 
 def test_ctrl_c_advises_sigterm_without_checkpoints_too(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Channel:
         self.device = device or torch.device("cpu")
         self._group, self._downward = group, downward
         self._watch = PeerWatch(self.ranks, rank)  # `open` replaces it by one that names lost ranks
-        self._owns_monitor = False
+        self._owns_monitor = self._keeps_group = False
         self._sockets = CloseOnFork()
         assert (group is None) == (self.size == 1), "several ranks need a process group"
 
@@ -216,11 +216,17 @@ class Channel:
         """
         return self._watch.naming(tag, computing)
 
+    def keep_group(self) -> dist.ProcessGroup:
+        """Return the process group, for a library that needs it longer: `close` leaves it open."""
+        assert self._group is not None, "a single rank has no process group"
+        self._keeps_group = True
+        return self._group
+
     def close(self) -> None:
         """Destroy the process groups; results that are still pending are lost."""
         # first: a peer whose connection breaks can then read that this rank left on purpose
         self._watch.close(self._owns_monitor)
-        for group in (self._group, self._downward):
+        for group in (None if self._keeps_group else self._group, self._downward):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         # If a forked worker's garbage collector destroyed them, it would wait for threads that do

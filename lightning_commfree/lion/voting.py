@@ -154,7 +154,7 @@ class Voting:
         stop, ended = any(s.stop for s in summaries), any(s.stream_ends for s in summaries)
         self.stop_agreed, self.stream_ended, refused = self._on_any_shard([stop, ended, refused])
         if refused:
-            here = raises, self.view, self.node
+            here = raises, self.view, self.node or self._others
             raise refusal(self.step + 1, self.buckets, results, self._members, *here)
 
         for vote, flight, result in zip(self._votes, flights, results, strict=True):
@@ -409,7 +409,7 @@ def refusal(
     members: Callable[[Sequence[nn.Parameter]], list[LionParam]],
     faults: bool,
     view: View,
-    node: Channel | None,
+    worker: Channel | None,
 ) -> RuntimeError:
     """Return the error for step number `step`, which must not be taken.
 
@@ -420,7 +420,7 @@ def refusal(
         members: as in `Voting`.
         faults: whether NaN or Inf is a reason.
         view: the workers.
-        node: as in `Voting`.
+        worker: channel between the ranks of this worker; None if it is one rank.
     """
     for bucket, (summary, _) in zip(buckets, results, strict=True):
         names = bucket.names
@@ -442,12 +442,12 @@ def refusal(
             )
 
         if summary.faults and faults:
-            worker, i = summary.faults[0]
+            faulty, i = summary.faults[0]
             more = f" (and {len(summary.faults) - 1} more)" if len(summary.faults) > 1 else ""
             return AgreedError(
-                f"The gradient of {names[i]!r} on {_ranks_of(worker, view, node)} contains NaN or"
+                f"The gradient of {names[i]!r} on {_ranks_of(faulty, view, worker)} contains NaN or"
                 f" Inf{more}, before step {step}. All ranks stop; no parameter was changed. Lower"
-                " the learning rate or check that rank's batch; `nonfinite='abstain'` would leave"
+                " the learning rate or check the batches there; `nonfinite='abstain'` would leave"
                 " such a worker out of the vote."
             )
 
@@ -457,12 +457,13 @@ def refusal(
     )
 
 
-def _ranks_of(worker: int, view: View, node: Channel | None) -> str:
-    rank = view.channel.ranks[worker]
-    if node is None:
+def _ranks_of(faulty: int, view: View, worker: Channel | None) -> str:
+    """Return the ranks of a worker: gradients are averaged over them, so any may be the source."""
+    rank = view.channel.ranks[faulty]
+    if worker is None or worker.size == 1:
         return f"rank {rank}"
-    first = rank - node.rank
-    return f"ranks {first} to {first + node.size - 1}"
+    first = rank - worker.rank
+    return f"ranks {first} to {first + worker.size - 1}"
 
 
 def vote_shares(votes: Iterable[CastVote]) -> dict[str, float]:

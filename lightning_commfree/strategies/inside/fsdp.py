@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_commfree.comm.job import DATA, Mesh, replica_mesh
+from lightning_commfree.comm.channel import Channel
+from lightning_commfree.comm.job import Mesh, replica_mesh
 from lightning_commfree.lightning_internals import CleanExitLauncher
 from lightning_commfree.model.fsdp import (
     FSDPSettings,
@@ -73,6 +74,7 @@ class FullyShard(ShardedReplica):
         super().__init__(strategy, settings)
         self.size, self._argument = size, argument
         self._sharded: nn.Module | None = None
+        self._shared_over: Channel | None = None  # keeps the sockets of its group registered
         self._step_bytes, self._in_fit = (0, 0), False
 
     @property
@@ -117,10 +119,9 @@ class FullyShard(ShardedReplica):
         else:
             seed = self._start()
             fill = Materializer(module, seed) if self._was_on_meta else None
-            replicas = self.mesh(strategy.world_size).groups(DATA)
-            units = self._settings.units
-            apply_fsdp(module, replicas, strategy.global_rank, device, fill, units)
-            self._sharded = module
+            group = channels.within.keep_group()
+            apply_fsdp(module, group, device, fill, self._settings.units)
+            self._sharded, self._shared_over = module, channels.within
             if fill is not None and fill.reads:  # ranks may have read values from different disks
                 broadcast_initial_weights(channels.world, module, fingerprint, channels.between)
         module.to(device)

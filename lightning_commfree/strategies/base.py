@@ -37,6 +37,7 @@ from lightning_commfree.resume.files import FilePath, verified_reading
 from lightning_commfree.strategies.checks import check_ddp_kwargs, present
 from lightning_commfree.strategies.clock import clock_for
 from lightning_commfree.strategies.contracts import Between, Inside
+from lightning_commfree.strategies.evaluation import SharedEvaluation
 from lightning_commfree.strategies.fit_session import FitLog, FitSession, OutsideOfFit
 from lightning_commfree.strategies.local_weights import LocalWeightsSession
 from lightning_commfree.strategies.ranks import Ranks
@@ -75,6 +76,7 @@ class ReplicaStrategy(DDPStrategy):
         self.group_ledger = Ledger(follows=self.ledger)
         self.session: FitSession[Any] = OutsideOfFit()
         self._log: FitLog | None = None
+        self._evaluation: SharedEvaluation
         self.ranks = Ranks(self, ddp_kwargs.get("timeout", PATIENCE), self._open_channels)
         self._starts_by = ddp_kwargs.get("start_method", "popen")
         self._orderly: Any = None
@@ -149,6 +151,7 @@ class ReplicaStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._evaluation = SharedEvaluation(trainer, self.ranks, self.inside, self.patches)
         if trainer.state.fn != TrainerFn.FITTING:
             self.inside.set_up_evaluation(trainer, super().setup)
             return
@@ -208,7 +211,18 @@ class ReplicaStrategy(DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.inside.same_batch:
             self.inside.check_first("validate", (args, kwargs))
-        return super().validation_step(*args, **kwargs)
+        with self._evaluation.batch():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation.batch():
+            return super().predict_step(*args, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

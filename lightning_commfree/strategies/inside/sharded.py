@@ -75,6 +75,11 @@ class ShardedReplica(Inside):
         """Access to the states of the sharded model; None if no model is sharded now."""
 
     @property
+    @override
+    def shares_model(self) -> bool:
+        return self.states is not None and self.size > 1
+
+    @property
     def restores_after_setup(self) -> bool:  # type: ignore[override]
         """True for a meta-device model, which is too large to restore before sharding."""
         module = self._strategy.lightning_module

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
